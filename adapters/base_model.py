@@ -1,0 +1,96 @@
+"""The base model as adapters see it: its identity and the shape of every projection. No weights are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import msgspec
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Every table with a dimension of 7 is in this order."""
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class UnsupportedBase(ValueError):
+    """The directory does not hold a base model that Garnish can serve."""
+
+
+class BaseModel(msgspec.Struct, frozen=True):
+    """What the gateway and the nodes need to know of the base before any weight is read."""
+
+    id: str
+    """Hub id, or the directory's last part."""
+    fingerprint: str
+    """SHA-256 hex over config.json and the weight files."""
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    widths: tuple[tuple[int, int], ...]
+    """(d_in, d_out) per projection, in the order of PROJECTIONS."""
+
+
+def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
+    """Read config.json and fingerprint the directory.
+
+    Hashing the weights is the slow part, so its outcome is kept beside them, keyed by names, sizes and times.
+    Raises UnsupportedBase when a file is missing or the architecture is not served.
+    """
+    config_file = directory / "config.json"
+    try:
+        config = json.loads(config_file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UnsupportedBase(f"{config_file}: not a readable config.json ({error})") from error
+    model_type = config.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise UnsupportedBase(
+            f"{config_file}: model_type {model_type!r} is not served; served: {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    return BaseModel(
+        id=model_id or directory.resolve().name,
+        fingerprint=fingerprint(directory),
+        model_type=model_type,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        max_context=config["max_position_embeddings"],
+        widths=projection_widths(config),
+    )
+
+
+def projection_widths(config: dict[str, int]) -> tuple[tuple[int, int], ...]:
+    """(d_in, d_out) of q, k, v, o, gate, up, down from a Llama-like config.json."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    q, kv = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    return ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden))
+
+
+def fingerprint(directory: Path) -> str:
+    """SHA-256 over config.json and every weight file, remembered in `.garnish-fingerprint.json` beside them."""
+    files = sorted([directory / "config.json", *directory.glob("*.safetensors")])
+    if len(files) < 2:
+        raise UnsupportedBase(f"{directory}: no *.safetensors weight files")
+    stamp = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    memo = directory / ".garnish-fingerprint.json"
+    try:
+        known = json.loads(memo.read_bytes())
+        if known["stamp"] == stamp:
+            return str(known["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no memo, or a broken one: hash again
+    whole = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            whole.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
+    value = whole.hexdigest()
+    try:
+        memo.write_text(json.dumps({"stamp": stamp, "fingerprint": value}))
+    except OSError:
+        pass  # a read-only model directory only costs the next start a second hash
+    return value

@@ -1,0 +1,18 @@
+"""Names and identities that users type: functions, tenants, aliases, versions."""
+
+from __future__ import annotations
+
+import re
+
+NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?", re.ASCII)
+DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` may name a function, a tenant or (unless all digits) an alias."""
+    return NAME.fullmatch(text) is not None
+
+
+def is_alias(text: str) -> bool:
+    """An alias is a name that can't be mistaken for a version number."""
+    return is_name(text) and not text.isdigit()

@@ -1,0 +1,1 @@
+"""The front door: command line, serverless.yml loader and Python client."""

@@ -1,0 +1,1 @@
+"""The command line: `main` assembles one module per command."""
