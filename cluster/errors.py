@@ -1,0 +1,56 @@
+"""The errors that cross a border: between gateway and node, and between gateway and user (API.md's `error.type`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STATUS = {
+    "invalid_request": 400,
+    "unauthenticated": 401,
+    "forbidden": 403,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "conflict": 409,
+    "precondition_failed": 412,
+    "too_large": 413,
+    "unsupported_media_type": 415,
+    "validation_failed": 422,
+    "rate_limited": 429,
+    "overloaded": 429,
+    "cancelled": 499,
+    "internal": 500,
+    "node_failed": 502,
+    "unavailable": 503,
+    "timeout": 504,
+}
+"""HTTP status of each error type of the public contract."""
+
+
+class ServiceError(Exception):
+    """A failure whose type, message and details may be shown to the caller.
+
+    `param` names the offending field where there is one; `details` lists several problems;
+    `retry_after` (seconds) is sent with 429 and 503.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        message: str,
+        *,
+        param: str | None = None,
+        details: list[dict[str, Any]] | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        if type not in STATUS:
+            raise ValueError(f"unknown error type {type!r}; known: {', '.join(STATUS)}")
+        super().__init__(message)
+        self.type = type
+        self.message = message
+        self.param = param
+        self.details = details
+        self.retry_after = retry_after
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.type]

@@ -1,0 +1,230 @@
+"""Messages between gateway and nodes, as msgpack. Every message carries PROTOCOL_VERSION in its `v`.
+
+Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
+
+    POST /generate   body GenerateRequest; the reply is a stream of frames, each 4 bytes of big-endian length and one
+                     Event. The last frame is Done or Failed. Closing the connection cancels the request.
+    GET  /record     one NodeRecord
+    POST /drain, /undrain
+    GET  /healthz    no secret needed; 200 when the process is alive
+
+Node -> gateway:
+
+    POST /cluster/record   body NodeRecord, every RECORD_INTERVAL seconds and on change; the reply is 204
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+ACCEPTED_VERSIONS = (PROTOCOL_VERSION,)
+"""The version before the current one joins this tuple when there is one."""
+
+RECORD_INTERVAL = 0.2
+"""Seconds between two records of a node."""
+RECORD_EXPIRY = 2.0
+"""Seconds after which a node that sent no record counts as gone."""
+MAX_FRAME = 4 << 20
+"""Bytes; a longer frame is a protocol error."""
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    """Which of several choices of one request this is (`n` on /v1)."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    """None: none. k: the chosen token's log probability and the k most likely ones."""
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter version as nodes know it; names stay in the gateway."""
+
+    digest: str
+    artifact: str
+    """Object key of the serving artifact in the registry."""
+    bytes: int
+    ranks: tuple[int, ...]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    id: str
+    base: str
+    """Fingerprint of the base model that the caller means; a node with another one answers `unavailable`."""
+    tenant: str
+    token_ids: list[int]
+    max_tokens: int
+    sampling: Sampling
+    timeout: float
+    """Seconds that remain until the caller's deadline, counted from receipt."""
+    adapter: Adapter | None = None
+    """None: the base model alone."""
+    stop: list[str] = []
+    ignore_eos: bool = False
+    v: int = PROTOCOL_VERSION
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    token_id: int
+    logprob: float
+    top: list[TopLogprob] = []
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    token_id: int
+    logprob: float
+
+
+class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started", omit_defaults=True):
+    """The request left the queue. Times are seconds since receipt."""
+
+    node: str
+    cold_start: str
+    """Where the adapter was when the request arrived: none (on the device, or base), host, disk, absent."""
+    v: int = PROTOCOL_VERSION
+
+
+class Token(msgspec.Struct, frozen=True, tag_field="event", tag="token", omit_defaults=True):
+    """Newly decoded text. `text` may be empty (a character is incomplete, or a stop string may be starting)."""
+
+    text: str
+    token_ids: list[int]
+    index: int
+    """Index of the first of `token_ids` among the generated tokens."""
+    logprobs: list[TokenLogprob] = []
+
+
+class ColdStart(msgspec.Struct, frozen=True):
+    """What the adapter's load cost this request (seconds); `exposed` is time in which computation waited for bytes."""
+
+    state: str
+    plan: str
+    load: float
+    exposed: float
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds on the node: in the queue, from admission to the first token, and in all."""
+
+    queue: float
+    prefill: float
+    total: float
+    cold_start: ColdStart
+
+
+class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):
+    finish_reason: str
+    """stop, length, timeout or cancelled"""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    timing: Timing
+    text: str = ""
+    """What was still held back for an incomplete character or a possible stop string."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag_field="event", tag="failed", omit_defaults=True):
+    """The request ended in an error; `type` is one of cluster.errors.STATUS."""
+
+    type: str
+    message: str
+    retryable: bool = False
+    """No token was computed, and another node may well succeed."""
+    retry_after: float | None = None
+
+
+Event = Started | Token | Done | Failed
+
+
+class Resident(msgspec.Struct, frozen=True):
+    digest: str
+    tier: str
+    bytes: int
+    in_use: int
+    """Requests that hold a lease."""
+
+
+class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A node as the scheduler sees it."""
+
+    id: str
+    epoch: str
+    """Drawn at each start of the API process: a new epoch replaces the old record whatever `seq` says."""
+    seq: int
+    url: str
+    state: str
+    """warming, ready or draining"""
+    base: str
+    base_id: str
+    max_context: int
+    running: int
+    queued: int
+    queue_limit: int
+    kv_blocks_free: int
+    kv_blocks: int
+    block_tokens: int
+    batch_ranks: list[int] = []
+    batch_contexts: list[int] = []
+    adapter_bytes_free: int = 0
+    adapter_bytes: int = 0
+    residents: list[Resident] = []
+    acknowledged: list[str] = []
+    """Ids of requests received since the record before; ends their reservations."""
+    device: str = ""
+    error: str = ""
+    """Why the engine is not ready, when it is not."""
+    v: int = PROTOCOL_VERSION
+
+
+class VersionMismatch(ValueError):
+    """The other side speaks a protocol version that this side does not."""
+
+
+def check_version(v: int) -> None:
+    if v not in ACCEPTED_VERSIONS:
+        raise VersionMismatch(f"message version {v} is not served; served: {ACCEPTED_VERSIONS}")
+
+
+_event_encoder = msgspec.msgpack.Encoder()
+_event_decoder = msgspec.msgpack.Decoder(Event)
+
+
+def encode_frame(event: Event) -> bytes:
+    body = _event_encoder.encode(event)
+    return len(body).to_bytes(4, "big") + body
+
+
+class FrameReader:
+    """Cuts a byte stream into Events, whatever the chunk borders.
+
+    >>> reader = FrameReader(); [e for chunk in chunks for e in reader.feed(chunk)]
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """Returns the events that `chunk` completes. Raises ValueError on an oversized frame."""
+        self._buffer += chunk
+        events: list[Event] = []
+        start = 0
+        while len(self._buffer) - start >= 4:
+            length = int.from_bytes(self._buffer[start : start + 4], "big")
+            if length > MAX_FRAME:
+                raise ValueError(f"frame of {length} bytes is over the limit of {MAX_FRAME}")
+            if len(self._buffer) - start - 4 < length:
+                break
+            events.append(_event_decoder.decode(bytes(self._buffer[start + 4 : start + 4 + length])))
+            start += 4 + length
+        del self._buffer[:start]
+        return events

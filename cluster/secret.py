@@ -1,0 +1,53 @@
+"""The cluster secret: one random word in a 0600 file that gateway and nodes share and check on every call."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+
+class SecretError(ValueError):
+    """The secret file is missing, readable by others, or empty."""
+
+
+def create_secret(path: Path) -> str:
+    """Create the file (mode 0600) with a new secret, or read the one that is there; safe between processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    secret = secrets.token_urlsafe(32)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".secret-")  # mkstemp makes it 0600
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(secret + "\n")
+        os.link(temporary, path)  # fails when another process was first; a reader never sees half a file
+    except FileExistsError:
+        return read_secret(path)
+    finally:
+        os.unlink(temporary)
+    return secret
+
+
+def read_secret(path: Path) -> str:
+    """Raises SecretError when the file can't be trusted."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise SecretError(f"cluster secret {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise SecretError(f"cluster secret {path} is readable by others (mode {mode:o}); run: chmod 600 {path}")
+    if len(secret) < 32:
+        raise SecretError(f"cluster secret {path} is empty or shorter than 32 characters; delete it to make a new one")
+    return secret
+
+
+def authorization(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def is_authorized(header: str | None, secret: str) -> bool:
+    """Constant-time check of an Authorization header."""
+    given = (header or "").removeprefix("Bearer ")
+    return hmac.compare_digest(given.encode(), secret.encode())

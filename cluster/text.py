@@ -1,0 +1,116 @@
+"""Text to tokens: the base model's own tokenizer and chat template, without transformers or torch.
+
+The gateway encodes prompts (it must know their length to place them); nodes decode what the engine generates.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+
+class TextError(ValueError):
+    """The prompt or the messages can't be turned into tokens; the message says why and is fit for the caller."""
+
+
+class BaseText:
+    """Tokenizer, special tokens and chat template of one base model directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        settings = _read_json(directory / "tokenizer_config.json")
+        config = _read_json(directory / "config.json")
+        generation = _read_json(directory / "generation_config.json")
+        self._special = {
+            name: _content(settings[name])
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if settings.get(name)
+        }
+        self.bos_id = _bos_id(self.tokenizer, self._special.get("bos_token"), config)
+        self.eos_ids = _eos_ids(generation, config)
+        self._template = _compile_template(directory, settings)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Token ids of a raw prompt with the special tokens that the tokenizer adds; BOS alone when it is empty."""
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=True).ids if prompt else []
+        return ids or [self.bos_id]
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn. Raises TextError."""
+        if self._template is None:
+            raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
+        try:
+            text = self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._special
+            )
+        except jinja2.TemplateError as error:
+            raise TextError(f"the chat template refused the messages: {error}") from error
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids or [self.bos_id]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    value = json.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise TextError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _bos_id(tokenizer: Tokenizer, token: str | None, config: dict[str, Any]) -> int:
+    found = tokenizer.token_to_id(token) if token else config.get("bos_token_id")
+    if not isinstance(found, int):
+        raise TextError("the base model names no BOS token; an empty prompt would have no tokens")
+    return found
+
+
+def _eos_ids(generation: dict[str, Any], config: dict[str, Any]) -> frozenset[int]:
+    """Union of both files' end tokens: chat models often list the end of turn in one of them only."""
+    found: set[int] = set()
+    for source in (generation, config):
+        value = source.get("eos_token_id")
+        if value is not None:
+            found.update(value if isinstance(value, list) else [value])
+    return frozenset(found)
+
+
+def _compile_template(directory: Path, settings: dict[str, Any]) -> jinja2.Template | None:
+    """The environment that chat templates are written for: sandboxed, trimmed blocks, loop controls, four helpers."""
+    file = directory / "chat_template.jinja"
+    source = file.read_text() if file.exists() else settings.get("chat_template")
+    if isinstance(source, list):  # several named templates: the one called default
+        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    if source is None:
+        return None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
+    return environment.from_string(source)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    # Jinja's own filter escapes HTML; templates expect plain JSON.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
