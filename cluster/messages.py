@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.frames import frame
+
 PROTOCOL_VERSION = 1
 ACCEPTED_VERSIONS = (PROTOCOL_VERSION,)
 """The version before the current one joins this tuple when there is one."""
@@ -25,8 +27,6 @@ RECORD_INTERVAL = 0.2
 """Seconds between two records of a node."""
 RECORD_EXPIRY = 2.0
 """Seconds after which a node that sent no record counts as gone."""
-MAX_FRAME = 4 << 20
-"""Bytes; a longer frame is a protocol error."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -199,32 +199,11 @@ _event_encoder = msgspec.msgpack.Encoder()
 _event_decoder = msgspec.msgpack.Decoder(Event)
 
 
-def encode_frame(event: Event) -> bytes:
-    body = _event_encoder.encode(event)
-    return len(body).to_bytes(4, "big") + body
+def encode_event(event: Event) -> bytes:
+    """One frame."""
+    return frame(_event_encoder.encode(event))
 
 
-class FrameReader:
-    """Cuts a byte stream into Events, whatever the chunk borders.
-
-    >>> reader = FrameReader(); [e for chunk in chunks for e in reader.feed(chunk)]
-    """
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, chunk: bytes) -> list[Event]:
-        """Returns the events that `chunk` completes. Raises ValueError on an oversized frame."""
-        self._buffer += chunk
-        events: list[Event] = []
-        start = 0
-        while len(self._buffer) - start >= 4:
-            length = int.from_bytes(self._buffer[start : start + 4], "big")
-            if length > MAX_FRAME:
-                raise ValueError(f"frame of {length} bytes is over the limit of {MAX_FRAME}")
-            if len(self._buffer) - start - 4 < length:
-                break
-            events.append(_event_decoder.decode(bytes(self._buffer[start + 4 : start + 4 + length])))
-            start += 4 + length
-        del self._buffer[:start]
-        return events
+def decode_event(body: bytes) -> Event:
+    """Raises msgspec.DecodeError when the body is not an Event of this protocol."""
+    return _event_decoder.decode(body)

@@ -1,0 +1,60 @@
+"""Settings of one node. `garnish` fills them from serverless.yml and the command line; parts take what they use."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LinkConfig(msgspec.Struct, frozen=True):
+    """A simulated link: it delays transfers and never changes data. Bytes per second; seconds."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine process needs. Memory sizes are in bytes."""
+
+    model_dir: str
+    base_id: str
+    registry: str
+    """Directory (or, later, s3:// URL) of the object store."""
+    device: str = "auto"
+    """auto, cpu or cuda"""
+    dtype: str = "auto"
+    """auto (the model's own), float32, float16 or bfloat16"""
+    adapter_memory: int = 256 << 20
+    host_memory: int = 1 << 30
+    """Bound on adapters kept in host memory between their calls."""
+    kv_memory: int | None = None
+    """None: what a quarter of the free memory holds, at most 1 GiB on a CPU."""
+    block_tokens: int = 16
+    max_rows: int = 32
+    """Sequences that one iteration advances at most."""
+    max_cold: int = 2
+    """Cold prefill passes that may be open at once."""
+    chunk_tokens: int = 512
+    """Prompt tokens that one iteration computes at most; a longer prompt is computed in chunks."""
+    queue_limit: int = 256
+    adapter_slots: int = 256
+    """Adapters that may be on the device at once, whatever their size."""
+    threads: int | None = None
+    """None: the cores that the process may really use."""
+    load_link: LinkConfig | None = None
+    """Simulated link between host memory and the device."""
+    store_link: LinkConfig | None = None
+    """Simulated link between the object store and this host."""
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One node: its supervisor, API process and engine process."""
+
+    node_id: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: a free port, which the node announces in its record."""
+    gateway_url: str
+    secret_file: str
+    run_dir: str
+    """Sockets and logs of this node; mode 0700."""
+    engine: EngineConfig

@@ -1,0 +1,109 @@
+"""Messages between a node's API process and its engine process: msgpack frames over one Unix stream socket.
+
+The API process listens; the engine connects when it is warm and says Ready first. Each side treats the end of the
+connection as the death of the other: the API process fails what is in flight, the engine cancels all and reconnects.
+A frame is 4 bytes of big-endian length and one message; the engine sends one frame per iteration.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.frames import frame
+from cluster.messages import Adapter, ColdStart, Resident, Sampling
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
+    id: str
+    tenant: str
+    token_ids: list[int]
+    max_tokens: int
+    sampling: Sampling
+    timeout: float
+    """Seconds until the deadline, counted from receipt."""
+    adapter: Adapter | None = None
+    ignore_eos: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """The caller went, or a stop string was found. Answered by Finished unless the request had ended already."""
+
+    id: str
+
+
+Command = Submit | Cancel
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """First message of a connection: a dummy prefill and decode have run."""
+
+    base: str
+    device: str
+    dtype: str
+    max_context: int
+    kv_blocks: int
+    block_tokens: int
+    adapter_bytes: int
+    max_rows: int
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """The request left the queue; `state` is where its adapter was (none, host, absent)."""
+
+    id: str
+    state: str
+
+
+class Top(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of one token: the chosen one's and the k most likely (id, log probability)."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Generated(msgspec.Struct, frozen=True, tag="generated", omit_defaults=True):
+    """One token of one request."""
+
+    id: str
+    token_id: int
+    top: Top | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
+    """The last message about a request. It frees everything it held before this is sent."""
+
+    id: str
+    reason: str
+    """stop, length, timeout, cancelled, or error"""
+    queue: float
+    """Seconds in the queue."""
+    prefill: float
+    """Seconds from admission to the first token."""
+    cold_start: ColdStart
+    error_type: str = ""
+    error: str = ""
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """A picture of the engine, sent on change and at least every 0.2 s."""
+
+    running: int
+    queued: int
+    kv_blocks_free: int
+    adapter_bytes_free: int
+    batch_ranks: list[int]
+    batch_contexts: list[int]
+    residents: list[Resident]
+
+
+EngineEvent = Ready | Admitted | Generated | Finished | Stats
+
+
+_encoder = msgspec.msgpack.Encoder()
+command_decoder = msgspec.msgpack.Decoder(list[Command])
+event_decoder = msgspec.msgpack.Decoder(list[EngineEvent])
+
+
+def encode(messages: list[Command] | list[EngineEvent]) -> bytes:
+    """One frame with all of `messages`."""
+    return frame(_encoder.encode(messages))
