@@ -206,4 +206,5 @@ def encode_event(event: Event) -> bytes:
 
 def decode_event(body: bytes) -> Event:
     """Raises msgspec.DecodeError when the body is not an Event of this protocol."""
-    return _event_decoder.decode(body)
+    event: Event = _event_decoder.decode(body)
+    return event
