@@ -1,0 +1,59 @@
+"""Real models and adapters that tests of several packages share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONVERSION_TIMEOUT_S = 280  # below pytest's own limit, so that the reason is shown
+
+
+@pytest.fixture(scope="session")
+def stories_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260K as a Hugging Face directory: a really trained Llama of 260 thousand parameters, fp32."""
+    target = tmp_path_factory.mktemp("models") / "stories260K"
+    _run_script("convert_stories.py", target).check_returncode()
+    return target
+
+
+@pytest.fixture(scope="session")
+def smollm_dir() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, bf16; fetched and converted once, kept in models/."""
+    target = ROOT / "models" / "SmolLM2-135M-Instruct"
+    done = _run_script("fetch_smollm2.py", target)
+    if done.returncode == 1 and "error:" in done.stdout:
+        pytest.skip(f"SmolLM2-135M-Instruct can't be fetched here, its tests are NOT run: {done.stdout[-500:]}")
+    assert done.returncode == 0, done.stdout
+    return target
+
+
+@pytest.fixture(scope="session")
+def stories_adapters() -> dict[str, Path]:
+    """Directories of the committed PEFT adapters of stories260K by name."""
+    return _adapters("stories260K")
+
+
+@pytest.fixture(scope="session")
+def smollm_adapters() -> dict[str, Path]:
+    """Directories of the committed PEFT adapters of SmolLM2-135M-Instruct by name."""
+    return _adapters("SmolLM2-135M-Instruct")
+
+
+def _adapters(base: str) -> dict[str, Path]:
+    found = sorted(file.parent for file in (ROOT / "examples" / "adapters" / base).glob("*/adapter_config.json"))
+    assert found, f"no adapters of {base} under examples/adapters"
+    return {directory.name: directory for directory in found}
+
+
+def _run_script(name: str, target: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "models" / name), str(target)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=CONVERSION_TIMEOUT_S,
+    )
