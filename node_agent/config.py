@@ -58,3 +58,23 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     """Sockets and logs of this node; mode 0700."""
     engine: EngineConfig
+
+
+class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor writes, as JSON, on the API process's standard input."""
+
+    socket: str
+    """Path of the Unix socket on which the API process awaits the engine."""
+    parent: int
+    """The supervisor's process id: the child ends when that process has."""
+    node: NodeConfig
+
+
+class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor writes, as JSON, on the engine process's standard input."""
+
+    socket: str
+    """Path of the Unix socket to which the engine connects."""
+    parent: int | None = None
+    """The supervisor's process id: the child ends when that process has. None: it lives on its own."""
+    engine: EngineConfig

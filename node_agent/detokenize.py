@@ -1,0 +1,105 @@
+"""Tokens to text, one token at a time: no half characters, and in all exactly what decoding the whole would give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.text import BaseText
+
+REPLACEMENT = "\ufffd"
+"""What tokenizers write for bytes that are not (yet) a character."""
+
+WINDOW = 12
+"""Tokens of a window before it is shortened."""
+KEEP = 6
+"""Tokens that stay. They hold at least as many bytes, more than the 3 that an unfinished character can have; UTF-8
+synchronises itself, so decoding from there ends in the same state as decoding from the beginning."""
+
+
+class TokenText:
+    """What detokenisation needs to know of a tokenizer; made once per process."""
+
+    def __init__(self, text: BaseText) -> None:
+        self._tokenizer = text.tokenizer
+        added = text.tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._anchor = [text.bos_id]
+        self._anchor_text: str = text.tokenizer.decode(self._anchor, skip_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The tokens' text without special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def is_silent(self, token_id: int) -> bool:
+        """Special tokens and ids without a token have no text."""
+        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+
+    def is_byte(self, token_id: int) -> bool:
+        """A byte-fallback token such as <0xE4>."""
+        token = self._tokenizer.id_to_token(token_id)
+        return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+    def one(self, token_id: int) -> str:
+        """One token's text as it stands inside a text: with its leading space, special tokens by their name."""
+        # Behind BOS, because decoders strip the leading space of a text's first token.
+        text: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
+        if self._anchor_text and text.startswith(self._anchor_text):
+            return text[len(self._anchor_text) :]
+        alone: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return alone
+
+
+class IncrementalDetokenizer:
+    """Text of one generation as it continues `prompt_ids`.
+
+    The pieces that `add` and `flush` return, joined, are decode(prompt + generated) without decode(prompt): a first
+    word keeps its leading space unless the prompt has no text (BOS alone).
+
+    Only a window of the last tokens is decoded again at each step. A run of byte-fallback tokens is held back until it
+    ends, for decoders judge it as a whole: one wrong byte turns all of the run's characters into replacements.
+    """
+
+    def __init__(self, tokens: TokenText, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokens = tokens
+        self._window = _context(tokens, prompt_ids)
+        self._emitted = len(tokens.decode(self._window))
+        """Characters of the window's text that were emitted, or belong to the prompt."""
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; often one word, sometimes nothing."""
+        if self._tokens.is_silent(token_id):
+            return ""
+        self._window.append(token_id)
+        if self._tokens.is_byte(token_id):
+            return ""
+        text = self._tokens.decode(self._window)
+        # The last replacement may stand for the beginning of a character; those before it are final.
+        final = len(text) - text.endswith(REPLACEMENT)
+        piece = text[self._emitted : final]
+        self._emitted = max(self._emitted, final)
+        if len(self._window) > WINDOW:
+            self._shorten(held=len(text) - self._emitted)
+        return piece
+
+    def flush(self) -> str:
+        """What is left when no more tokens will come: half a character shows as a replacement character."""
+        text = self._tokens.decode(self._window)
+        piece = text[self._emitted :]
+        self._emitted = len(text)
+        return piece
+
+    def _shorten(self, held: int) -> None:
+        tail = self._window[-KEEP:]
+        text = self._tokens.decode(tail)
+        if text:  # without text in front, the next token would count as the first of a text
+            self._window = tail
+            self._emitted = len(text) - held
+
+
+def _context(tokens: TokenText, prompt_ids: Sequence[int]) -> list[int]:
+    """The last token of the prompt that has text and ends a character, if there is one."""
+    for token_id in reversed(prompt_ids):
+        if not tokens.is_silent(token_id) and not tokens.is_byte(token_id):
+            return [token_id]
+    return []

@@ -1,0 +1,69 @@
+"""Finding stop strings in text that arrives in pieces."""
+
+from __future__ import annotations
+
+
+class StopMatcher:
+    """Looks for the first stop string to be completed, wherever the pieces are cut.
+
+    Text that may be the beginning of a stop string is held back until that is decided. When several stop strings are
+    completed by the same character, the longest counts: the output never ends in half of one.
+    Each stop string has its own Knuth-Morris-Pratt automaton, so a character costs O(len(stops)) amortised, whatever
+    the strings are.
+    """
+
+    def __init__(self, stops: list[str]) -> None:
+        if "" in stops:
+            raise ValueError("an empty stop string would end every text")
+        self._stops = list(dict.fromkeys(stops))
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+
+    def feed(self, piece: str) -> tuple[str, bool]:
+        """Returns the text that is safe to emit, and whether a stop string is complete (it is not part of the text).
+
+        After a complete stop string the matcher must not be fed again.
+        """
+        if not self._stops:
+            return piece, False
+        text = self._held + piece
+        for position, character in enumerate(piece, start=len(self._held) + 1):
+            longest = self._advance(character)
+            if longest:
+                self._held = ""
+                return text[: position - longest], True
+        held = max(self._states)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def flush(self) -> str:
+        """What was held back, once no more text will come."""
+        held, self._held = self._held, ""
+        self._states = [0] * len(self._stops)
+        return held
+
+    def _advance(self, character: str) -> int:
+        """Moves every automaton by one character; returns the length of the longest stop string that it completes."""
+        longest = 0
+        for index, stop in enumerate(self._stops):
+            state, borders = self._states[index], self._borders[index]
+            while state and stop[state] != character:
+                state = borders[state - 1]
+            state += stop[state] == character
+            self._states[index] = state
+            if state == len(stop):
+                longest = max(longest, state)
+        return longest
+
+
+def _borders(stop: str) -> list[int]:
+    """Per prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    length = 0
+    for index in range(1, len(stop)):
+        while length and stop[length] != stop[index]:
+            length = borders[length - 1]
+        length += stop[length] == stop[index]
+        borders[index] = length
+    return borders
