@@ -1,18 +1,34 @@
 """The serving artifact: one file per adapter and base, layer-major, checksummed per layer.
 
 Layout: MAGIC, header length (u64 little-endian), the header as JSON, zero padding to ALIGN, then one block per layer in
-order. A block holds, per adapted projection in the order of PROJECTIONS, the rows of lora_A.weight [rank, d_in] and then
-the rows of lora_B.weight transposed [rank, d_out], each part aligned to ALIGN bytes; all in the file's own dtype.
+order. A block holds, per adapted projection in the order of PROJECTIONS, the rows of lora_A.weight [rank, d_in] and
+then the rows of lora_B.weight transposed [rank, d_out], each part aligned to ALIGN bytes; all in the file's own dtype.
 Scaling is stored in the header, not folded into the weights. A layer without adapted projections has a block of size 0.
 """
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from adapters.base_model import BaseModel
+from adapters.errors import CorruptArtifact
+from adapters.peft_format import TensorRef, read_tensor
+from adapters.store import ObjectStore
+from adapters.validate import DTYPES, LoraLayout, LoraPair
 
 MAGIC = b"GARNISH1"
 ALIGN = 64
 FORMAT_VERSION = 1
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MAX_HEADER_BYTES = 64 << 20
+FIRST_READ = 64 << 10
+"""Bytes that the first ranged get asks for: the whole header of most adapters."""
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -41,3 +57,127 @@ class ArtifactHeader(msgspec.Struct, frozen=True):
     dtype: str
     """float32, float16 or bfloat16"""
     layers: tuple[LayerBlock, ...]
+
+
+def artifact_key(base_fingerprint: str, digest: str) -> str:
+    """Where the registry keeps the artifact of a version for a base."""
+    return f"artifacts/v{FORMAT_VERSION}/{base_fingerprint}/{digest}"
+
+
+def write_artifact(layout: LoraLayout, base: BaseModel, weights: Path, out: Path) -> ArtifactHeader:
+    """Write the artifact of a checked adapter to `out`, layer by layer: memory is bounded by one tensor.
+
+    Raises InvalidAdapter when the weights file was cut since it was checked.
+    """
+    header = _planned_header(layout, base)
+    blocks = []
+    with out.open("wb") as stream:
+        for block, pairs in zip(header.layers, layout.layers, strict=True):
+            sha256 = _write_block(stream, block, pairs, layout.dtype, weights)
+            blocks.append(msgspec.structs.replace(block, sha256=sha256))
+        header = msgspec.structs.replace(header, layers=tuple(blocks))
+        stream.seek(0)
+        stream.write(_encode_header(header))
+    return header
+
+
+def read_header(store: ObjectStore, key: str) -> ArtifactHeader:
+    """Read and check the header with one ranged get, or two when it is long. Raises NotFound or CorruptArtifact."""
+    data = store.get_range(key, 0, FIRST_READ)
+    prefix = len(MAGIC) + 8
+    if data[: len(MAGIC)] != MAGIC or len(data) < prefix:
+        raise CorruptArtifact("not a serving artifact")
+    end = prefix + int.from_bytes(data[len(MAGIC) : prefix], "little")
+    if end > MAX_HEADER_BYTES:
+        raise CorruptArtifact(f"its header has {end} bytes; at most {MAX_HEADER_BYTES} are read")
+    if end > len(data):
+        data += store.get_range(key, len(data), end - len(data))
+    try:
+        header = msgspec.json.decode(data[prefix:end], type=ArtifactHeader)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptArtifact(f"its header can't be read: {error}") from None
+    _check_header(header, end)
+    return header
+
+
+def read_layer(store: ObjectStore, key: str, header: ArtifactHeader, layer: int) -> bytes:
+    """One layer's block, checked against its hash; empty if nothing is adapted there.
+
+    Raises NotFound or CorruptArtifact.
+    """
+    block = header.layers[layer]
+    if block.size == 0:
+        return b""
+    data = store.get_range(key, block.offset, block.size)
+    if len(data) != block.size or hashlib.sha256(data).hexdigest() != block.sha256:
+        raise CorruptArtifact(f"layer {layer} of {header.digest} is not what was written")
+    return data
+
+
+def _check_header(header: ArtifactHeader, data_start: int) -> None:
+    """Bounds only: the layers' hashes vouch for the content."""
+    if header.version != FORMAT_VERSION or header.dtype not in ITEM_BYTES:
+        raise CorruptArtifact(f"unknown version {header.version} or dtype {header.dtype[:20]}")
+    end = data_start
+    for block in header.layers:
+        parts = [offset for pair in block.pairs for offset in (pair.a_offset, pair.b_offset)]
+        if block.offset < end or block.size < 0 or any(not 0 <= part < block.size for part in parts):
+            raise CorruptArtifact("its layers overlap or lie outside their blocks")
+        end = block.offset + block.size
+
+
+def _planned_header(layout: LoraLayout, base: BaseModel) -> ArtifactHeader:
+    """The header with every offset; hashes are still zeros, which take as many bytes as the real ones."""
+    start = ALIGN
+    while True:
+        end = start
+        blocks = []
+        for pairs in layout.layers:
+            block = _planned_block(pairs, end, base, ITEM_BYTES[layout.dtype])
+            blocks.append(block)
+            end += block.size
+        header = ArtifactHeader(FORMAT_VERSION, layout.digest, base.fingerprint, layout.dtype, tuple(blocks))
+        needed = _aligned(len(_encode_header(header)))
+        if needed <= start:
+            return header
+        start = needed  # larger offsets may need more digits, so look again
+
+
+def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, item: int) -> LayerBlock:
+    placed, size = [], 0
+    for pair in pairs:
+        d_in, d_out = base.widths[pair.projection]
+        b_offset = size + _aligned(pair.rank * d_in * item)
+        placed.append(Pair(pair.projection, pair.rank, pair.scale, a_offset=size, b_offset=b_offset))
+        size = b_offset + _aligned(pair.rank * d_out * item)
+    return LayerBlock(offset=offset, size=size, sha256="0" * 64, pairs=tuple(placed))
+
+
+def _encode_header(header: ArtifactHeader) -> bytes:
+    text = msgspec.json.encode(header)
+    return MAGIC + len(text).to_bytes(8, "little") + text
+
+
+def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...], dtype: str, weights: Path) -> str:
+    """Write one layer's tensors at their offsets; returns the SHA-256 of the block."""
+    whole = hashlib.sha256()
+    stream.seek(block.offset)
+    for pair in pairs:
+        for ref, transposed in ((pair.a, False), (pair.b, True)):
+            data = _rows(weights, ref, dtype, transposed)
+            data += bytes(-len(data) % ALIGN)
+            whole.update(data)
+            stream.write(data)
+    return whole.hexdigest()
+
+
+def _rows(weights: Path, ref: TensorRef, dtype: str, transposed: bool) -> bytes:
+    """A tensor's elements row by row, as `dtype`, little-endian."""
+    values: npt.NDArray[Any] = read_tensor(weights, ref).reshape(ref.shape)
+    if DTYPES[ref.dtype] != dtype:  # a file of mixed dtypes: all become float32, which holds each of them exactly
+        values = (values.astype("<u4") << 16).view("<f4") if ref.dtype == "BF16" else values.astype("<f4")
+    return np.ascontiguousarray(values.T if transposed else values).tobytes()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

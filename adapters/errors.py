@@ -1,0 +1,73 @@
+"""What can go wrong with an adapter or the registry, as types that callers map to their own replies.
+
+Messages name what was wrong and may be shown to a user: they hold no paths, keys of other tenants or stack traces.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_PROBLEMS = 1000
+"""Problems that one refusal lists; the rest is only counted, so that a hostile file can't make a huge reply."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One reason why an adapter is refused."""
+
+    tensor: str
+    """The tensor's name; `adapter_config.json#field` for the config; the file's name for a file that can't be read."""
+    problem: str
+    expected: str | None = None
+    found: str | None = None
+
+
+class AdapterError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class InvalidAdapter(AdapterError):
+    """The adapter's files can't be served; `problems` (one at least) lists every reason that was found."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems[:MAX_PROBLEMS]
+        if len(problems) > MAX_PROBLEMS:
+            self.problems.append(Problem("...", f"{len(problems) - MAX_PROBLEMS} further problems are not listed"))
+        first = problems[0]
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        super().__init__(f"{first.tensor}: {first.problem}{more}")
+
+
+class InvalidRequest(AdapterError):
+    """A name, alias, policy or record that breaks the rules; `param` says which field."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class NotFound(AdapterError):
+    """The function, version, alias, tenant or object does not exist (or belongs to someone else)."""
+
+
+class Conflict(AdapterError):
+    """It exists already, and what was asked would need it not to."""
+
+
+class PreconditionFailed(AdapterError):
+    """Someone else changed it since it was read."""
+
+
+class TooLarge(AdapterError):
+    """It exceeds a limit; `limit` is in bytes."""
+
+    def __init__(self, message: str, limit: int) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+class StoreUnavailable(AdapterError):
+    """The object store can't be reached, is full, or did not answer in time. The same call may work later."""
+
+
+class CorruptArtifact(AdapterError):
+    """Bytes in the registry are not what was written there."""

@@ -1,0 +1,234 @@
+"""An object store in a directory of one host: atomic by rename and link, durable by fsync, exclusive by file locks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
+from adapters.store import MAX_LIST, Object, ObjectInfo, check_key
+
+LOCK_SECONDS = 10.0
+"""Longest wait for a lock; its holders only compare, rename and fsync."""
+SHARDS = 256
+STALE_SECONDS = 60.0
+"""Age from which a temporary file without a living writer is removed."""
+CHUNK = 1 << 20
+
+
+class LocalStore:
+    """Objects are files under `root` (0700 and 0600); `.tmp` and `.locks` inside it are the store's own.
+
+    An etag is the SHA-256 of the content: no record beside the object can disagree with it, and only small records
+    are ever read whole. Large immutable objects are hashed once, while they are written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self._tmp = self.root / ".tmp"
+        self._locks = self.root / ".locks"
+        with _translated():
+            for directory in (self.root, self._tmp, self._locks):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._sweep()
+
+    def get(self, key: str) -> Object:
+        with _translated():
+            data = self._read(key)
+        return Object(data=data, etag=hashlib.sha256(data).hexdigest())
+
+    def head(self, key: str) -> ObjectInfo | None:
+        with _translated():
+            try:
+                stat = self._path(key).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return ObjectInfo(key=key, size=stat.st_size, modified=stat.st_mtime)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        with _translated(), self._open(key) as stream:
+            stream.seek(start)
+            return stream.read(length)
+
+    def put(self, key: str, data: bytes | Path) -> str:
+        path = self._path(key)
+        with _translated(), self._written(data) as (temporary, etag), self._locked(key):
+            _make_parents(path.parent, self.root)
+            os.replace(temporary, path)
+            _sync_directory(path.parent)
+        return etag
+
+    def put_if_absent(self, key: str, data: bytes | Path) -> str:
+        path = self._path(key)
+        if path.exists():
+            raise Conflict(f"{key} exists already")
+        with _translated(), self._written(data) as (temporary, etag):
+            _make_parents(path.parent, self.root)
+            try:
+                os.link(temporary, path)  # fails if the name is taken: the check and the write are one step
+            except FileExistsError:
+                raise Conflict(f"{key} exists already") from None
+            _sync_directory(path.parent)
+        return etag
+
+    def put_if_match(self, key: str, data: bytes, etag: str) -> str:
+        path = self._path(key)
+        with _translated(), self._written(data) as (temporary, new_etag), self._locked(key):
+            try:
+                current = self._read(key)
+            except NotFound:
+                raise PreconditionFailed(f"{key} does not exist any more") from None
+            if hashlib.sha256(current).hexdigest() != etag:
+                raise PreconditionFailed(f"{key} was changed by someone else")
+            os.replace(temporary, path)
+            _sync_directory(path.parent)
+        return new_etag
+
+    def list(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[ObjectInfo]:
+        infos = (self.head(key) for key in self._walk("", prefix, after))
+        with _translated():
+            return tuple(islice((info for info in infos if info is not None), min(limit, MAX_LIST)))
+
+    def folders(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
+        with _translated():
+            marked = [name for name in self._entries(prefix) if name.endswith("/") and name > (after and after + "/")]
+            kept = [name[:-1] for name in marked if next(self._walk(prefix + name, prefix + name, ""), None)]
+        return kept[: min(limit, MAX_LIST)]
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with _translated(), self._locked(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
+            _sync_directory(path.parent)
+
+    def _path(self, key: str) -> Path:
+        check_key(key)
+        return self.root / key
+
+    @contextlib.contextmanager
+    def _open(self, key: str) -> Iterator[BinaryIO]:
+        try:
+            stream = self._path(key).open("rb")
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise NotFound(f"there is no object {key}") from None
+        with stream:
+            yield stream
+
+    def _read(self, key: str) -> bytes:
+        with self._open(key) as stream:
+            return stream.read()
+
+    @contextlib.contextmanager
+    def _written(self, data: bytes | Path) -> Iterator[tuple[Path, str]]:
+        """A synced temporary file with the content, and its etag; removed afterwards if it is still there."""
+        path = self._tmp / f"{os.getpid()}-{threading.get_ident()}-{uuid.uuid4().hex}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as out:
+                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells `_sweep` that the writer lives
+                etag = _copy(data, out)
+                out.flush()
+                os.fsync(out.fileno())
+                yield path, etag
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """Exclude other compare-and-write steps on this key, in this and in other processes."""
+        shard = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % SHARDS
+        deadline = time.monotonic() + LOCK_SECONDS
+        fd = os.open(self._locks / f"{shard:02x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            pause = 0.0005
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StoreUnavailable("the registry is busy: a lock was not free in time") from None
+                    time.sleep(pause)
+                    pause = min(pause * 2, 0.02)
+            yield
+        finally:
+            os.close(fd)
+
+    def _sweep(self) -> None:
+        """Remove temporary files whose writers died."""
+        for path in self._tmp.iterdir():
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                if time.time() - path.stat().st_mtime < STALE_SECONDS:
+                    continue
+                with path.open("rb") as stream:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+
+    def _entries(self, folder: str) -> Sequence[str]:
+        """Names in a folder (a key prefix that ends with "/"), folders marked by "/", in the order of their keys."""
+        try:
+            with os.scandir(self.root / folder) as entries:
+                names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries if entry.name[0] != "."]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(names)
+
+    def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
+        """Keys in `folder` that start with `prefix` and follow `after`, without entering folders that hold none."""
+        for name in self._entries(folder):
+            key = folder + name
+            if not (key.startswith(prefix) or (name.endswith("/") and prefix.startswith(key))):
+                continue
+            if name.endswith("/"):
+                if key > after or after.startswith(key):
+                    yield from self._walk(key, prefix, after)
+            elif key > after:
+                yield key
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Turn failures of the file system into the package's error; its text may hold paths: it stays in the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(f"the registry's directory can't be used ({error.strerror or 'I/O error'})") from error
+
+
+def _copy(data: bytes | Path, out: BinaryIO) -> str:
+    """Write the content to `out`; returns its SHA-256."""
+    whole = hashlib.sha256()
+    if isinstance(data, bytes):
+        whole.update(data)
+        out.write(data)
+        return whole.hexdigest()
+    with data.open("rb") as source:
+        while chunk := source.read(CHUNK):
+            whole.update(chunk)
+            out.write(chunk)
+    return whole.hexdigest()
+
+
+def _make_parents(directory: Path, root: Path) -> None:
+    """Create missing folders below `root` and make each durable in its parent."""
+    for folder in (*reversed(directory.relative_to(root).parents[:-1]), directory.relative_to(root)):
+        # Existing folders are synced too: whoever made one may have died before its own sync.
+        (root / folder).mkdir(mode=0o700, exist_ok=True)
+        _sync_directory((root / folder).parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

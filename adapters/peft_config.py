@@ -1,0 +1,212 @@
+"""Which fields of adapter_config.json are served, which are harmless, and which are refused and why."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from adapters.errors import Problem
+from adapters.peft_format import CONFIG_FILE
+
+MAX_RANK = 512
+MAX_PATTERNS = 2048
+"""Entries in one rank or alpha pattern: more than seven projections of 256 layers can use."""
+
+SERVED = (
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern", "peft_type", "task_type", "bias", "init_lora_weights"),
+    *("fan_in_fan_out", "base_model_name_or_path"),
+)
+"""Fields that are read: they change the result, or are checked by a rule of their own."""
+
+HARMLESS = (
+    # about the file or the training run; inference with the saved tensors does not depend on them
+    *("peft_version", "revision", "auto_mapping", "inference_mode", "lora_dropout", "megatron_core"),
+    # only read together with a field that is refused, or by an initialisation that training has since replaced
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
+    "runtime_config",
+)
+"""Fields that may have any value."""
+
+REFUSED = {
+    "use_dora": "DoRA is not served yet: it rescales the base weights by a magnitude vector",
+    "modules_to_save": "whole modules saved beside the adapter are not served: they replace parts of the base",
+    "lora_bias": "bias vectors in LoRA B are not served",
+    "alora_invocation_tokens": "activated LoRA (aLoRA) is not served: it turns on in the middle of a prompt",
+    "use_qalora": "QALoRA is not served: it pools the inputs",
+    "layer_replication": "layer replication is not served: it changes the number of the base's layers",
+    "target_parameters": "LoRA on bare parameters is not served, only on the seven projections",
+    "trainable_token_indices": "trained token embeddings are not served: they change the base's vocabulary",
+    "megatron_config": "Megatron's parallel layers are not served",
+    "use_bdlora": "block-diagonal LoRA is not served",
+    "arrow_config": "Arrow routing is not served",
+    "kasa_config": "KaSA is not served: it truncates the base weights",
+    "monteclora_config": "MonteCLoRA is not served",
+    "velora_config": "VeLoRA is not served",
+}
+"""Fields that must be absent or hold PEFT's default (None, False or empty), with the reason."""
+
+HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
+
+class LoraSettings(msgspec.Struct, frozen=True):
+    """The fields that decide which modules are adapted, and how."""
+
+    rank: int
+    alpha: float
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+    use_rslora: bool
+    target_modules: tuple[str, ...] | str | None
+    """Names, a regular expression (or all-linear), or None for PEFT's default of the base's architecture."""
+    exclude_modules: tuple[str, ...] | str | None
+    layers_to_transform: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+
+
+def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Problem], list[str]]:
+    """(settings, problems, warnings); settings are None if a field that they need is unusable."""
+    problems = [*_check_kind(config), *_check_refused(config)]
+    warnings: list[str] = []
+    if config.get("fan_in_fan_out"):
+        warnings.append("fan_in_fan_out is ignored, as PEFT ignores it: the base's projections are Linear layers")
+    reader = _Reader(config)
+    settings = LoraSettings(
+        rank=reader.rank("r", config.get("r", 8)),
+        alpha=reader.number("lora_alpha", config.get("lora_alpha", 8)),
+        rank_pattern=reader.pattern("rank_pattern", reader.rank),
+        alpha_pattern=reader.pattern("alpha_pattern", reader.number),
+        use_rslora=reader.flag("use_rslora"),
+        target_modules=reader.modules("target_modules"),
+        exclude_modules=reader.modules("exclude_modules"),
+        layers_to_transform=reader.layers(),
+        layers_pattern=reader.layers_pattern(),
+    )
+    reader.check_combination(settings)
+    problems += reader.problems
+    return (None if reader.problems else settings), problems, warnings
+
+
+def field_problem(field: str, problem: str, expected: str | None = None, found: object = None) -> Problem:
+    """A problem of a field of the config; `found` is shortened."""
+    shown = None if found is None else repr(found)[:200]
+    return Problem(f"{CONFIG_FILE}#{field[:100]}", problem, expected, shown)
+
+
+def _check_kind(config: dict[str, Any]) -> list[Problem]:
+    problems: list[Problem] = []
+    if config.get("peft_type") != "LORA":
+        problems.append(field_problem("peft_type", "only LoRA is served", "'LORA'", config.get("peft_type", "nothing")))
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        problems.append(
+            field_problem("task_type", "only causal language models are served", "'CAUSAL_LM'", config["task_type"])
+        )
+    if config.get("bias", "none") != "none":
+        problems.append(field_problem("bias", "trained biases are not served", "'none'", config["bias"]))
+    init = config.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITS):
+        reason = (
+            "this initialisation changes the base weights; convert the adapter with PEFT's save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)"
+        )
+        problems.append(field_problem("init_lora_weights", reason, "true", init))
+    elif not (isinstance(init, bool) or (isinstance(init, str) and init.lower() in HARMLESS_INITS)):
+        problems.append(field_problem("init_lora_weights", "unknown initialisation", "true", init))
+    name = config.get("base_model_name_or_path")
+    if name is not None and not isinstance(name, str):
+        problems.append(field_problem("base_model_name_or_path", "wrong type", "a string or null", name))
+    return problems
+
+
+def _check_refused(config: dict[str, Any]) -> list[Problem]:
+    problems: list[Problem] = []
+    for field, value in config.items():
+        if field in SERVED or field in HARMLESS or value is None or value is False or value in ([], {}, ""):
+            continue
+        reason = REFUSED.get(field, "this field is not known, so it can't be ignored safely")
+        problems.append(field_problem(field, reason, "PEFT's default", value))
+    return problems
+
+
+class _Reader:
+    """Reads fields with their types and collects what is wrong."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.problems: list[Problem] = []
+
+    def wrong(self, field: str, problem: str, expected: str, found: object) -> None:
+        self.problems.append(field_problem(field, problem, expected, found))
+
+    def rank(self, field: str, value: object) -> int:
+        if type(value) is int and 1 <= value <= MAX_RANK:
+            return value
+        self.wrong(field, "unusable rank", f"an integer from 1 to {MAX_RANK}", value)
+        return 1
+
+    def number(self, field: str, value: object) -> float:
+        # Nodes compute in float32, so the scale must be a finite float32.
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30:
+            return float(value)
+        self.wrong(field, "unusable alpha", "a number below 1e30", value)
+        return 1.0
+
+    def flag(self, field: str) -> bool:
+        value = self.config.get(field, False)
+        if not isinstance(value, bool):
+            self.wrong(field, "wrong type", "true or false", value)
+        return value is True
+
+    def pattern(self, field: str, read: Any) -> dict[str, Any]:
+        value = self.config.get(field)
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
+            self.wrong(field, "wrong type or size", f"an object of at most {MAX_PATTERNS} patterns", value)
+            return {}
+        return {key: read(f"{field}.{key}", item) for key, item in value.items()}
+
+    def modules(self, field: str) -> tuple[str, ...] | str | None:
+        value = self.config.get(field)
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, list) and len(value) <= MAX_PATTERNS and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        self.wrong(field, "wrong type or size", f"a string or a list of at most {MAX_PATTERNS} strings", value)
+        return None
+
+    def layers(self) -> tuple[int, ...] | None:
+        value = self.config.get("layers_to_transform")
+        if value is None or value == []:
+            return None
+        items = value if isinstance(value, list) else [value]
+        if len(items) <= MAX_PATTERNS and all(type(item) is int for item in items):
+            return tuple(items)
+        self.wrong("layers_to_transform", "wrong type or size", "an integer or a list of integers", value)
+        return None
+
+    def layers_pattern(self) -> tuple[str, ...]:
+        value = self.modules("layers_pattern")
+        if not value:
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    def check_combination(self, settings: LoraSettings) -> None:
+        """Combinations that PEFT itself refuses to load."""
+        if isinstance(settings.target_modules, str) and settings.layers_to_transform is not None:
+            self.wrong(
+                "layers_to_transform",
+                "needs a list of target_modules",
+                "null",
+                settings.layers_to_transform,
+            )
+        if settings.layers_pattern and settings.layers_to_transform is None:
+            self.wrong("layers_pattern", "needs layers_to_transform", "both or none", settings.layers_pattern)
+
+
+def scale(alpha: float, rank: int, use_rslora: bool) -> float:
+    """What (xA)B is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    return alpha / math.sqrt(rank) if use_rslora else alpha / rank

@@ -1,0 +1,177 @@
+"""Which modules of the base a config adapts, decided as PEFT decides it.
+
+Patterns in a config are regular expressions from strangers, and one of a few characters can keep Python's `re` busy for
+years. Patterns without repetition are matched here; a config with any other is matched in a process of its own with a
+deadline.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from adapters.errors import InvalidAdapter
+from adapters.peft_config import LoraSettings, field_problem
+
+MATCH_SECONDS = 10.0
+"""Far above what honest patterns need, process start included (well under a second)."""
+MATCH_BYTES = 1 << 30
+"""Address space of the matching process."""
+
+DEFAULT_TARGETS = ("q_proj", "v_proj")
+"""What PEFT targets in every architecture that is served when the config names nothing."""
+
+MODULES = {
+    **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"},
+    **{"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
+}
+"""Module path inside a decoder layer per projection, in the order of PROJECTIONS."""
+
+OTHER_IN_LAYER = ("self_attn", "mlp", "mlp.act_fn", "input_layernorm", "post_attention_layernorm")
+OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+
+
+class Target(msgspec.Struct, frozen=True):
+    """One adapted module."""
+
+    module: str
+    rank: int
+    alpha: float
+
+
+def module_names(num_layers: int, model_type: str) -> list[str]:
+    """Every named module of the base, as transformers names them: targets may match any of them."""
+    inner = [*MODULES.values(), *OTHER_IN_LAYER]
+    if model_type == "qwen3":
+        inner += ["self_attn.q_norm", "self_attn.k_norm"]
+    names = list(OTHER_MODULES)
+    for layer in range(num_layers):
+        names += [f"model.layers.{layer}", *(f"model.layers.{layer}.{name}" for name in inner)]
+    return names
+
+
+def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
+    """The adapted modules among `names`.
+
+    Raises InvalidAdapter when a pattern is not a regular expression or takes longer than MATCH_SECONDS.
+    """
+    if all(_is_plain(pattern) for pattern in _patterns(settings)):
+        return match(settings, names)
+    request = msgspec.json.encode((settings, list(names)))
+    try:
+        done = subprocess.run(  # our own interpreter and module, no shell
+            [sys.executable, "-m", "adapters.peft_targets"],
+            input=request,
+            capture_output=True,
+            timeout=MATCH_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise InvalidAdapter(
+            [field_problem("target_modules", "its regular expressions take too long to match", f"{MATCH_SECONDS:g} s")]
+        ) from None
+    if done.returncode != 0:
+        raise InvalidAdapter([field_problem("target_modules", "its regular expressions need too much memory to match")])
+    outcome = msgspec.json.decode(done.stdout)
+    if "error" in outcome:
+        raise InvalidAdapter([field_problem(outcome["field"], "not a regular expression", found=outcome["error"])])
+    return msgspec.convert(outcome["targets"], list[Target])
+
+
+def match(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
+    """`find_targets` without the deadline. Raises _BadPattern."""
+    ranks = [(_compile("rank_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.rank_pattern.items()]
+    alphas = [(_compile("alpha_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.alpha_pattern.items()]
+    targets = []
+    for name in _targeted(settings, names):
+        rank = next((value for pattern, value in ranks if pattern.match(name)), settings.rank)
+        alpha = next((value for pattern, value in alphas if pattern.match(name)), settings.alpha)
+        targets.append(Target(module=name, rank=rank, alpha=alpha))
+    return targets
+
+
+def _targeted(settings: LoraSettings, names: Sequence[str]) -> list[str]:
+    wanted = DEFAULT_TARGETS if settings.target_modules is None else settings.target_modules
+    if isinstance(wanted, str):
+        if wanted.lower() == "all-linear":
+            suffixes = tuple(f".{module}" for module in MODULES.values())
+            chosen = [name for name in names if name.endswith(suffixes)]
+        else:
+            pattern = _compile("target_modules", wanted)
+            chosen = [name for name in names if pattern.fullmatch(name)]
+    else:
+        chosen = [name for name in names if _names_it(wanted, name)]
+        if settings.layers_to_transform is not None:
+            # PEFT looks at the layer only of modules that a suffix names, not of those named in full.
+            inside = set(_in_layers(settings, chosen))
+            chosen = [name for name in chosen if name in wanted or name in inside]
+    return _without_excluded(settings.exclude_modules, chosen)
+
+
+def _in_layers(settings: LoraSettings, names: list[str]) -> list[str]:
+    sources = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in settings.layers_pattern]
+    patterns = [_compile("layers_pattern", source) for source in sources or [r".*?\.[^.]*\.(?P<idx>\d+)\."]]
+    kept = []
+    for name in names:
+        found = next((hit for hit in (pattern.match(name) for pattern in patterns) if hit), None)
+        if found and int(found["idx"]) in (settings.layers_to_transform or ()):
+            kept.append(name)
+    return kept
+
+
+def _without_excluded(exclude: tuple[str, ...] | str | None, names: list[str]) -> list[str]:
+    if not exclude:
+        return names
+    if isinstance(exclude, str):
+        pattern = _compile("exclude_modules", exclude)
+        return [name for name in names if not pattern.fullmatch(name)]
+    return [name for name in names if not _names_it(exclude, name)]
+
+
+def _names_it(wanted: Sequence[str], name: str) -> bool:
+    return name in wanted or name.endswith(tuple(f".{item}" for item in wanted))
+
+
+def _patterns(settings: LoraSettings) -> list[str]:
+    regexes = [*settings.rank_pattern, *settings.alpha_pattern, *settings.layers_pattern]
+    regexes += [value for value in (settings.target_modules, settings.exclude_modules) if isinstance(value, str)]
+    return regexes
+
+
+def _is_plain(pattern: str) -> bool:
+    """Names of modules, perhaps anchored or with escaped dots: matched in linear time."""
+    return re.fullmatch(r"\^?(?:[A-Za-z0-9_.-]|\\\.)*\$?", pattern, re.ASCII) is not None
+
+
+class _BadPattern(InvalidAdapter):
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__([field_problem(field, "not a regular expression", found=text)])
+        self.field = field
+        self.text = text
+
+
+def _compile(field: str, source: str) -> re.Pattern[str]:
+    try:
+        return re.compile(source)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _BadPattern(field, str(error)) from None
+
+
+def main() -> None:
+    """Match on behalf of `find_targets`: settings and names from standard input, targets to standard output."""
+    resource.setrlimit(resource.RLIMIT_AS, (MATCH_BYTES, MATCH_BYTES))
+    settings, names = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[LoraSettings, list[str]])
+    try:
+        reply: object = {"targets": match(settings, names)}
+    except _BadPattern as error:
+        reply = {"field": error.field, "error": error.text}
+    sys.stdout.buffer.write(msgspec.json.encode(reply))
+
+
+if __name__ == "__main__":
+    main()

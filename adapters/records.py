@@ -1,0 +1,51 @@
+"""Small JSON records in the store, changed by compare-and-swap."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
+from adapters.store import ObjectStore
+
+ATTEMPTS = 100
+"""Tries of one change; each round of a race has a winner, so this bounds how many writers may race."""
+
+T = TypeVar("T")
+
+
+def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | None:
+    """The record and its etag, or None if there is none. Raises StoreUnavailable, also for an unreadable record."""
+    try:
+        found = store.get(key)
+    except NotFound:
+        return None
+    try:
+        return msgspec.json.decode(found.data, type=kind), found.etag
+    except msgspec.DecodeError as error:
+        raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+
+
+def update_record(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:
+    """Apply `change` to the record (None: there is none yet) until no other writer came between; returns the outcome.
+
+    `change` may be called several times. Raises what `change` raises, and StoreUnavailable after ATTEMPTS tries.
+    """
+    for attempt in range(ATTEMPTS):
+        found = read_record(store, key, kind)
+        changed = change(found[0] if found else None)
+        data = msgspec.json.encode(changed)
+        try:
+            if found:
+                store.put_if_match(key, data, found[1])
+            else:
+                store.put_if_absent(key, data)
+            return changed
+        except (Conflict, PreconditionFailed):
+            # Spread the next tries of racing writers.
+            time.sleep(random.uniform(0, min(0.05, 0.001 * 2 ** min(attempt, 10))))
+    raise StoreUnavailable(f"the record {key} is changed by too many writers at once")

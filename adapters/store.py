@@ -1,0 +1,95 @@
+"""The object store protocol: all that the registry needs of a directory or of S3."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from adapters.errors import InvalidRequest
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}", re.ASCII)
+MAX_KEY = 1024
+"""Bytes in a key, as on S3."""
+MAX_LIST = 1000
+"""Most entries of one listing."""
+
+
+class Object(msgspec.Struct, frozen=True):
+    """An object's whole content and the tag of that content."""
+
+    data: bytes
+    etag: str
+
+
+class ObjectInfo(msgspec.Struct, frozen=True):
+    key: str
+    size: int
+    modified: float
+    """Unix time of the last write, by the store's clock."""
+
+
+class ObjectStore(Protocol):
+    """Keys are `/`-separated segments of letters, digits, `.`, `_`, `-` (no leading `.`); none is a folder of another.
+
+    Every write is atomic and durable when it returns: readers see the old content or the new, never a part. Conditional
+    writes hold between threads, processes and hosts. An etag changes whenever the content does, and only then. Calls
+    block; each raises StoreUnavailable when the store can't answer in bounded time, InvalidRequest for a malformed key.
+    """
+
+    def get(self, key: str) -> Object:
+        """The whole object: for records, not for weights. Raises NotFound."""
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Size and age, or None if there is no such object."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
+
+    def put(self, key: str, data: bytes | Path) -> str:
+        """Write unconditionally; returns the etag."""
+
+    def put_if_absent(self, key: str, data: bytes | Path) -> str:
+        """Write if there is no such object; returns the etag. Raises Conflict."""
+
+    def put_if_match(self, key: str, data: bytes, etag: str) -> str:
+        """Replace the content that has this etag; returns the new one. Raises PreconditionFailed."""
+
+    def list(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[ObjectInfo]:
+        """At most `limit` objects whose keys start with `prefix` and are greater than `after`, ascending by bytes."""
+
+    def folders(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
+        """Names n for which keys `prefix` + n + "/..." exist (`prefix` ends with "/"), ascending as n + "/".
+
+        Only names with n + "/" > `after` + "/" are listed, at most `limit`.
+        """
+
+    def delete(self, key: str) -> None:
+        """Remove the object; no error if there is none."""
+
+
+def check_key(key: str) -> None:
+    """Raise InvalidRequest unless `key` is well-formed, so that no key can leave the store."""
+    if len(key) > MAX_KEY or not all(_SEGMENT.fullmatch(part) for part in key.split("/")):
+        raise InvalidRequest("key", f"malformed object key {key[:200]!r}")
+
+
+def open_store(url: str) -> ObjectStore:
+    """The store at `url`: a directory's path or `file://` URL (made if it does not exist).
+
+    Raises InvalidRequest for another scheme.
+    """
+    from adapters.local_store import LocalStore
+
+    parts = urlsplit(url)
+    if parts.scheme == "":
+        return LocalStore(Path(url))
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return LocalStore(Path(parts.path))
+    if parts.scheme == "s3":
+        raise InvalidRequest("registry", "registries on S3 are not built yet; use a directory")
+    raise InvalidRequest("registry", f"unknown registry {url[:200]!r}; expected a directory's path or file:// URL")

@@ -1,0 +1,57 @@
+"""JSON from strangers: one meaning per text, or an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+class InvalidJson(ValueError):
+    """The text is not JSON as RFC 8259 and its I-JSON profile have it."""
+
+
+def loads(data: bytes) -> Any:
+    """Parse UTF-8 JSON. Raises InvalidJson where parsers disagree or values can't be kept.
+
+    Refused beside plain syntax errors: NaN and Infinity (also by overflow, as 1e999), duplicate keys, lone surrogates,
+    nesting deeper than the interpreter's stack, integers of more than 4,300 digits.
+    """
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+        # Python keeps escaped lone surrogates in strings, and no other writer could store them again.
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise InvalidJson("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise InvalidJson("it is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise InvalidJson("a string holds half of a surrogate pair") from None
+    except ValueError as error:
+        raise InvalidJson(str(error)) from None
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in known:
+            raise InvalidJson(f"the key {key[:100]!r} occurs twice in one object")
+        known[key] = value
+    return known
+
+
+def _refuse_constant(text: str) -> float:
+    raise InvalidJson(f"{text} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise InvalidJson(f"the number {text[:40]} is too large")
+    return value

@@ -1,0 +1,215 @@
+"""Maps every tensor of an adapter to a projection of the base model, or refuses with the whole list of reasons."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from adapters.base_model import PROJECTIONS, BaseModel
+from adapters.errors import InvalidAdapter, Problem
+from adapters.peft_config import check_config, field_problem, scale
+from adapters.peft_format import PeftAdapter, TensorRef, read_tensor
+from adapters.peft_targets import MODULES, Target, find_targets, module_names
+
+DIGEST_FORMAT = 1
+"""Part of every digest: a change of meaning of what is stored makes other digests."""
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight", re.ASCII)
+_MODULE = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<path>[a-z_]+\.[a-z_]+)", re.ASCII)
+_PROJECTION_OF = {path: PROJECTIONS.index(name) for name, path in MODULES.items()}
+
+
+class LoraPair(msgspec.Struct, frozen=True):
+    """A and B of one projection of one layer."""
+
+    projection: int
+    """Index into PROJECTIONS."""
+    rank: int
+    scale: float
+    a: TensorRef
+    """[rank, d_in]"""
+    b: TensorRef
+    """[d_out, rank]"""
+
+
+class LoraLayout(msgspec.Struct, frozen=True):
+    """A checked adapter: what it adapts and where its tensors lie in the weights file."""
+
+    digest: str
+    """Identity of the version: SHA-256 hex, see `digest_of`."""
+    weights_sha256: str
+    layers: tuple[tuple[LoraPair, ...], ...]
+    """Per layer of the base, the adapted projections in the order of PROJECTIONS."""
+    dtype: str
+    """float32, float16 or bfloat16: what the tensors are served as; float32 if the file mixes dtypes."""
+    ranks: tuple[int, ...]
+    """Distinct ranks, ascending."""
+    targets: tuple[str, ...]
+    """Adapted projections (q, k, v, o, gate, up, down) in the order of PROJECTIONS."""
+    bytes: int
+    """Bytes of all tensors in `dtype`."""
+    warnings: tuple[str, ...]
+
+
+def validate(adapter: PeftAdapter, base: BaseModel) -> LoraLayout:
+    """Check the adapter against the base model, reading every tensor once.
+
+    Raises InvalidAdapter with every problem of the config, of the mapping and of the tensors' values.
+    """
+    settings, problems, warnings = check_config(adapter.config)
+    targets: list[Target] = []
+    if settings is not None:
+        try:
+            targets = find_targets(settings, module_names(base.num_layers, base.model_type))
+        except InvalidAdapter as error:
+            problems += error.problems
+        else:
+            if not targets:
+                problems.append(
+                    field_problem(
+                        "target_modules",
+                        f"it names no module of this base model ({base.id}, {base.model_type})",
+                        ", ".join(path.split(".")[1] for path in MODULES.values()),
+                        adapter.config.get("target_modules"),
+                    )
+                )
+    layers, mapping_problems = _map(adapter, base, targets, settings is not None and settings.use_rslora)
+    problems += mapping_problems
+    problems += _check_values(adapter)
+    if problems:
+        raise InvalidAdapter(problems)
+    warnings += _base_warnings(adapter, base)
+    return _layout(adapter.weights, layers, warnings)
+
+
+def digest_of(layers: tuple[tuple[LoraPair, ...], ...], weights_sha256: str) -> str:
+    """SHA-256 hex over {projection -> rank and scaling, hash of the weights, format} as canonical JSON.
+
+    Equal tensors with another alpha differ; configs that differ only in harmless fields don't.
+    """
+    projections = {
+        f"{layer}.{PROJECTIONS[pair.projection]}": [pair.rank, pair.scale]
+        for layer, pairs in enumerate(layers)
+        for pair in pairs
+    }
+    text = {"format": DIGEST_FORMAT, "projections": projections, "weights": weights_sha256}
+    return hashlib.sha256(json.dumps(text, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 hex of a file, streamed."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _layout(weights: Path, layers: tuple[tuple[LoraPair, ...], ...], warnings: list[str]) -> LoraLayout:
+    pairs = [pair for layer in layers for pair in layer]
+    refs = [ref for pair in pairs for ref in (pair.a, pair.b)]
+    dtypes = {ref.dtype for ref in refs}
+    dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else "float32"
+    weights_sha256 = file_sha256(weights)
+    return LoraLayout(
+        digest=digest_of(layers, weights_sha256),
+        weights_sha256=weights_sha256,
+        layers=layers,
+        dtype=dtype,
+        ranks=tuple(sorted({pair.rank for pair in pairs})),
+        targets=tuple(name for i, name in enumerate(PROJECTIONS) if any(pair.projection == i for pair in pairs)),
+        bytes=sum(ref.shape[0] * ref.shape[1] for ref in refs) * (4 if dtype == "float32" else 2),
+        warnings=tuple(warnings),
+    )
+
+
+def _map(
+    adapter: PeftAdapter, base: BaseModel, targets: list[Target], use_rslora: bool
+) -> tuple[tuple[tuple[LoraPair, ...], ...], list[Problem]]:
+    """Pairs per layer, and a problem for each tensor that is missing, of a wrong shape, or maps to nothing."""
+    problems: list[Problem] = []
+    layers: list[list[LoraPair]] = [[] for _ in range(base.num_layers)]
+    used: set[str] = set()
+    for target in targets:
+        place = _place(target.module, base)
+        if place is None:
+            problems.append(field_problem("target_modules", f"it names {target.module}, which is not served"))
+            continue
+        layer, projection = place
+        d_in, d_out = base.widths[projection]
+        found: list[TensorRef | None] = []
+        for part, shape in (("A", (target.rank, d_in)), ("B", (d_out, target.rank))):
+            name = f"base_model.model.{target.module}.lora_{part}.weight"
+            ref = adapter.tensors.get(name)
+            used.add(name)
+            found.append(ref)
+            if ref is None:
+                problems.append(Problem(name, "missing, though the config targets its module", str(list(shape))))
+            elif ref.shape != shape:
+                problems.append(
+                    Problem(name, "wrong shape for this base and rank", str(list(shape)), str(list(ref.shape)))
+                )
+        a, b = found
+        if a is not None and b is not None:
+            factor = scale(target.alpha, target.rank, use_rslora)
+            layers[layer].append(LoraPair(projection=projection, rank=target.rank, scale=factor, a=a, b=b))
+    problems += [_unmapped(ref, base) for name, ref in adapter.tensors.items() if name not in used]
+    ordered = tuple(tuple(sorted(pairs, key=lambda pair: pair.projection)) for pairs in layers)
+    return ordered, problems
+
+
+def _place(module: str, base: BaseModel) -> tuple[int, int] | None:
+    """(layer, projection) of a module, or None if it is not a projection of the base."""
+    match = _MODULE.fullmatch(module)
+    if match is None or match["path"] not in _PROJECTION_OF or int(match["layer"]) >= base.num_layers:
+        return None
+    return int(match["layer"]), _PROJECTION_OF[match["path"]]
+
+
+def _unmapped(ref: TensorRef, base: BaseModel) -> Problem:
+    name = ref.name[:300]
+    for mark, reason in (
+        ("lora_magnitude_vector", "a magnitude vector of DoRA, which is not served yet"),
+        ("lora_embedding_", "LoRA on the embeddings is not served"),
+        ("modules_to_save", "a whole module saved beside the adapter is not served"),
+        ("trainable_tokens", "trained token embeddings are not served"),
+    ):
+        if mark in name:
+            return Problem(name, reason)
+    if name.endswith(".bias"):
+        return Problem(name, "biases are not served")
+    match = _TENSOR.fullmatch(name)
+    if match is None:
+        return Problem(name, "maps to nothing", "base_model.model.<module>.lora_A.weight or lora_B.weight")
+    if _place(match["module"], base) is None:
+        where = f"model.layers.0 to {base.num_layers - 1}, {', '.join(MODULES.values())}"
+        return Problem(name, f"maps to no projection of this base model ({base.id})", where, match["module"])
+    return Problem(name, "the config does not target its module")
+
+
+def _check_values(adapter: PeftAdapter) -> list[Problem]:
+    problems: list[Problem] = []
+    for ref in adapter.tensors.values():
+        if ref.dtype not in DTYPES:
+            problems.append(Problem(ref.name[:300], "dtype is not served", "F32, F16 or BF16", ref.dtype))
+        elif not _is_finite(adapter.weights, ref):
+            problems.append(Problem(ref.name[:300], "holds NaN or Infinity", "finite values"))
+    return problems
+
+
+def _is_finite(weights: Path, ref: TensorRef) -> bool:
+    values = read_tensor(weights, ref)
+    if ref.dtype == "BF16":
+        return not bool(np.any((values & 0x7F80) == 0x7F80))  # all exponent bits set
+    return bool(np.isfinite(values).all())
+
+
+def _base_warnings(adapter: PeftAdapter, base: BaseModel) -> list[str]:
+    name = adapter.config.get("base_model_name_or_path")
+    if not name or name.rstrip("/").rsplit("/", 1)[-1].casefold() == base.id.rsplit("/", 1)[-1].casefold():
+        return []
+    return [f"the adapter names the base model {name[:200]!r}; it fits the shapes of {base.id} and is served on that"]
