@@ -29,14 +29,13 @@ class BaseText:
         self.tokenizer.no_padding()
         settings = _read_json(directory / "tokenizer_config.json")
         config = _read_json(directory / "config.json")
-        generation = _read_json(directory / "generation_config.json")
         self._special = {
             name: _content(settings[name])
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if settings.get(name)
         }
         self.bos_id = _bos_id(self.tokenizer, self._special.get("bos_token"), config)
-        self.eos_ids = _eos_ids(generation, config)
+        self.eos_ids = end_token_ids(directory)
         self._template = _compile_template(directory, settings)
 
     @property
@@ -82,11 +81,11 @@ def _bos_id(tokenizer: Tokenizer, token: str | None, config: dict[str, Any]) -> 
     return found
 
 
-def _eos_ids(generation: dict[str, Any], config: dict[str, Any]) -> frozenset[int]:
-    """Union of both files' end tokens: chat models often list the end of turn in one of them only."""
+def end_token_ids(directory: Path) -> frozenset[int]:
+    """End tokens of both config files: chat models often list the end of turn in one of them only."""
     found: set[int] = set()
-    for source in (generation, config):
-        value = source.get("eos_token_id")
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
         if value is not None:
             found.update(value if isinstance(value, list) else [value])
     return frozenset(found)

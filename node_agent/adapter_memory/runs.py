@@ -1,0 +1,41 @@
+"""Contiguous runs in a numbered space: first fit, joined again when freed."""
+
+from __future__ import annotations
+
+import bisect
+
+
+class FreeRuns:
+    """What is free in 0..size-1."""
+
+    def __init__(self, size: int) -> None:
+        self._runs: list[tuple[int, int]] = [(0, size)] if size else []
+        self.free = size
+
+    def fits(self, length: int) -> bool:
+        return any(run >= length for _, run in self._runs)
+
+    def take(self, length: int) -> int | None:
+        """Start of a run of `length` >= 1, or None when no free run is long enough."""
+        for i, (start, run) in enumerate(self._runs):
+            if run >= length:
+                self._runs[i : i + 1] = [(start + length, run - length)] if run > length else []
+                self.free -= length
+                return start
+        return None
+
+    def give(self, start: int, length: int) -> None:
+        """Raises RuntimeError when part of the run is free already."""
+        i = bisect.bisect(self._runs, (start, length))
+        before = self._runs[i - 1] if i else None
+        after = self._runs[i] if i < len(self._runs) else None
+        if (before and sum(before) > start) or (after and start + length > after[0]):
+            raise RuntimeError(f"run {start}+{length} was freed twice")
+        begin, end = start, start + length
+        low = high = i
+        if before and sum(before) == start:
+            begin, low = before[0], i - 1
+        if after and after[0] == end:
+            end, high = sum(after), i + 1
+        self._runs[low:high] = [(begin, end - begin)]
+        self.free += length

@@ -1,0 +1,3 @@
+"""What happens while an adapter is not on the device yet.
+
+`wait` lets the pass stand until the whole adapter is there."""

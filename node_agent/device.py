@@ -1,0 +1,90 @@
+"""The device: which one, when work on it is done, and how many cores a process may really use."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """Something enqueued earlier that ends at some point."""
+
+    def query(self) -> bool:
+        """True once it has ended; never waits."""
+
+    def synchronize(self) -> None:
+        """Returns when it has ended."""
+
+
+class EndedEvent:
+    """Work on a CPU device has ended when the call returns."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+ENDED = EndedEvent()
+
+
+def record_event(device: torch.device) -> Event:
+    """An event behind everything enqueued on the current stream so far."""
+    if device.type != "cuda":
+        return ENDED
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes the GPU when there is one. Raises ValueError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for, but torch sees no CUDA device; use auto or cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device: {name!r} is unknown; use auto, cpu or cuda")
+    return torch.device(name)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use: its affinity, cut by the container's CPU quota (cgroup v2, then v1)."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _quota_v2(cgroup) or _quota_v1(cgroup)
+    return max(1, min(cores, math.ceil(quota))) if quota else cores
+
+
+def _quota_v2(cgroup: Path) -> float | None:
+    try:
+        limit, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) / int(period)
+
+
+def _quota_v1(cgroup: Path) -> float | None:
+    try:
+        limit = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
+        period = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return limit / period if limit > 0 and period > 0 else None
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may still be allocated on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo names no MemAvailable")
+
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -1,0 +1,6 @@
+"""Iteration-level batching.
+
+`loop.Engine.submit` takes a request in, `Engine.step` runs one iteration and returns events.
+
+`scheduler` decides who runs, `batch` turns that into tensors, `runner` computes, and `loop` books the outcome.
+"""

@@ -1,0 +1,107 @@
+"""Turns the rows that were chosen for an iteration into the tensors of a StepBatch and a LoraBatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from node_agent.engine.request import Request
+from node_agent.runner.sampler import uniform
+from node_agent.types import Lease, LoraBatch, SamplingBatch, StepBatch
+
+
+@dataclass(frozen=True)
+class Row:
+    """`length` tokens of a request from position request.computed on."""
+
+    request: Request
+    length: int
+
+    @property
+    def wants_logits(self) -> bool:
+        """Its last token is the last one known: the next is to be sampled."""
+        return self.request.computed + self.length == len(self.request.tokens)
+
+
+def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.device) -> StepBatch:
+    """Rows in order; the first `n_decode` are decode rows of one token each."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts, logit_rows = [0], []
+    for row in rows:
+        request, begin, end = row.request, row.request.computed, row.request.computed + row.length
+        token_ids += request.tokens[begin:end]
+        positions += range(begin, end)
+        slots += [request.blocks[p // block_tokens] * block_tokens + p % block_tokens for p in range(begin, end)]
+        starts.append(starts[-1] + row.length)
+        if row.wants_logits:
+            logit_rows.append(starts[-1] - 1)
+    contexts = [row.request.computed + row.length for row in rows]
+    widest = max(-(-context // block_tokens) for context in contexts)
+    table = [(row.request.blocks[:widest] + [0] * widest)[:widest] for row in rows]
+    return StepBatch(
+        token_ids=torch.tensor(token_ids, device=device),
+        positions=torch.tensor(positions, device=device),
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        context_len=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_table=torch.tensor(table, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots, device=device),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        sampling=_sampling([row.request for row in rows if row.wants_logits], device),
+        n_decode=n_decode,
+        n_tokens=len(token_ids),
+        n_rows=len(rows),
+        max_query=max(row.length for row in rows),
+        max_context=max(contexts),
+        query_lens=[row.length for row in rows],
+        context_lens=contexts,
+    )
+
+
+def _sampling(requests: list[Request], device: torch.device) -> SamplingBatch:
+    ways = [request.sampling for request in requests]
+    counts = [
+        (i, torch.tensor(list(r.counts), device=device), torch.tensor(list(r.counts.values()), device=device).float())
+        for i, r in enumerate(requests)
+        if r.penalised and r.counts
+    ]
+    return SamplingBatch(
+        temperature=[way.temperature for way in ways],
+        top_p=[way.top_p for way in ways],
+        top_k=[way.top_k for way in ways],
+        min_p=[way.min_p for way in ways],
+        uniform=[uniform(r.sampling.seed, r.sampling.choice, len(r.tokens)) for r in requests],
+        presence_penalty=[way.presence_penalty for way in ways],
+        frequency_penalty=[way.frequency_penalty for way in ways],
+        counts=counts,
+        logprobs=[-1 if way.logprobs is None else way.logprobs for way in ways],
+    )
+
+
+def build_lora(rows: list[Row], device: torch.device) -> LoraBatch:
+    """Neighbouring rows of one adapter become one segment: order rows by adapter to have few."""
+    bounds: list[tuple[int, int]] = []
+    leases: list[Lease | None] = []
+    at = 0
+    for row in rows:
+        lease = row.request.lease
+        slot = -1 if lease is None else lease.slot
+        if bounds and slot == (-1 if leases[-1] is None else leases[-1].slot):
+            bounds[-1] = (bounds[-1][0], at + row.length)
+        else:
+            bounds.append((at, at + row.length))
+            leases.append(lease)
+        at += row.length
+    slots = [-1 if lease is None else lease.slot for lease in leases]
+    lengths = torch.tensor([end - begin for begin, end in bounds])
+    return LoraBatch(
+        seg_start=torch.tensor([0, *(end for _, end in bounds)], dtype=torch.int32, device=device),
+        seg_slot=torch.tensor(slots, dtype=torch.int32, device=device),
+        token_slot=torch.tensor(slots, dtype=torch.int32).repeat_interleave(lengths).to(device),
+        leases=leases,
+        bounds=bounds,
+        max_rank=max((max(lease.ranks, default=0) for lease in leases if lease), default=0),
+        empty=all(lease is None for lease in leases),
+    )

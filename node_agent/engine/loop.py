@@ -1,0 +1,316 @@
+"""The engine: continuous batching at iteration level, with hot and cold passes (docs/seams.md)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.messages import ColdStart
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.wait import WaitForAll
+from node_agent.device import Event
+from node_agent.engine.batch import Row, build_lora, build_step
+from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.request import Request
+from node_agent.engine.scheduler import admit, choose_hot
+from node_agent.ipc import Admitted, EngineEvent, Finished, Generated, Stats, Submit, Top
+from node_agent.lora import SegmentedLora
+from node_agent.types import ModelRunner, Pass, Plan, StepOutput
+
+log = logging.getLogger("garnish.engine")
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_context: int
+    vocab_size: int
+    max_rows: int
+    max_cold: int
+    chunk_tokens: int
+    queue_limit: int
+
+
+@dataclass
+class ColdPass:
+    """One open prefill pass of one chunk whose adapter was not on the device when the chunk began."""
+
+    row: Row
+    run: Pass
+    plan: Plan
+
+
+class Engine:
+    """Owns the requests. One thread calls every method; `step` runs one iteration."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        runner: ModelRunner,
+        store: AdapterStore,
+        cold_start: WaitForAll,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
+        self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
+        self.queue: list[Request] = []
+        self.running: dict[str, Request] = {}
+        self.cold: list[ColdPass] = []
+        self._layers_per_turn = max(1, runner.num_layers // 4)
+        self._freeing: list[tuple[Event, list[int]]] = []
+        self._events: list[EngineEvent] = []
+
+    # --- what the process around it calls
+
+    def submit(self, message: Submit) -> None:
+        """Queue a request, or answer at once why not. Its adapter's load starts now."""
+        request = Request(
+            id=message.id,
+            tenant=message.tenant,
+            tokens=list(message.token_ids),
+            max_tokens=message.max_tokens,
+            sampling=message.sampling,
+            deadline=time.monotonic() + message.timeout,
+            adapter=message.adapter,
+            ignore_eos=message.ignore_eos,
+        )
+        problem = self._problem(request)
+        if problem is not None:
+            self._finish(request, "error", *problem)
+            return
+        if request.adapter is not None:
+            request.found = self.store.announce(request.adapter)
+        self.queue.append(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends the request if it has not ended; otherwise does nothing."""
+        request = self.running.get(request_id) or next((r for r in self.queue if r.id == request_id), None)
+        if request is not None:
+            self._finish(request, "cancelled")
+
+    def step(self) -> bool:
+        """One iteration. False when there was nothing to compute: wait for a message, a load or a deadline."""
+        self.store.poll()
+        self._free_blocks()
+        self._expire()
+        self._admit()
+        self._open_cold_passes()
+        worked = self._advance_cold()
+        rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, self.limits.chunk_tokens)
+        if rows:
+            self._run_hot(rows, n_decode)
+        return worked or bool(rows)
+
+    def take_events(self) -> list[EngineEvent]:
+        """What has happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue or self.running)
+
+    def next_deadline(self) -> float | None:
+        """Monotonic seconds of the earliest deadline."""
+        return min((r.deadline for r in [*self.queue, *self.running.values()]), default=None)
+
+    def stats(self) -> Stats:
+        return Stats(
+            running=len(self.running),
+            queued=len(self.queue),
+            kv_blocks_free=self.blocks.free,
+            adapter_bytes_free=self.store.free_bytes,
+            batch_ranks=[max(r.lease.ranks, default=0) if r.lease else 0 for r in self.running.values()],
+            batch_contexts=[r.computed for r in self.running.values()],
+            residents=self.store.residents(),
+        )
+
+    # --- inside an iteration
+
+    def _problem(self, request: Request) -> tuple[str, str] | None:
+        whole = request.prompt_len + request.max_tokens
+        if request.id in self.running or any(r.id == request.id for r in self.queue):
+            return "conflict", f"request {request.id} is running already"
+        if not request.tokens or request.max_tokens < 1:
+            return "validation_failed", "a request needs at least one prompt token and max_tokens of at least 1"
+        if whole > self.limits.max_context:
+            return (
+                "validation_failed",
+                f"{request.prompt_len} prompt tokens and {request.max_tokens} more exceed the context of "
+                f"{self.limits.max_context}",
+            )
+        if min(request.tokens) < 0 or max(request.tokens) >= self.limits.vocab_size:
+            return "validation_failed", f"a token id is outside the vocabulary of {self.limits.vocab_size}"
+        if self.blocks.blocks_for(whole) > self.blocks.total:
+            return (
+                "too_large",
+                f"{whole} tokens need {self.blocks.blocks_for(whole)} KV blocks; this node has {self.blocks.total}",
+            )
+        if len(self.queue) >= self.limits.queue_limit:
+            return "overloaded", f"{len(self.queue)} requests are queued on this node"
+        return None
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for request in [r for r in [*self.queue, *self.running.values()] if now >= r.deadline]:
+            if request.generated:
+                self._finish(request, "timeout")
+            elif request.admitted:
+                self._finish(request, "error", "timeout", "no token was ready before the deadline")
+            else:
+                self._finish(request, "error", "unavailable", "the deadline passed while the request was queued")
+
+    def _admit(self) -> None:
+        if not self.queue:
+            return
+        admitted, refused = admit(self.queue, self.limits.max_rows - len(self.running), self.blocks, self.store)
+        for entry in refused:
+            log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
+            self._finish(entry.request, "error", entry.type, entry.message)
+        for request in admitted:
+            request.admitted = time.monotonic()
+            self.running[request.id] = request
+            self._events.append(Admitted(request.id, request.found))
+
+    def _is_loaded(self, request: Request) -> bool:
+        if request.lease is None:
+            return True
+        if not self.store.loaded(request.lease):
+            return False
+        request.loaded = request.loaded or time.monotonic()
+        return True
+
+    def _open_cold_passes(self) -> None:
+        for request in list(self.running.values()):
+            if request.decoding or request.in_cold_pass or request.lease is None:
+                continue
+            failure = self.store.failure(request.lease)
+            if failure:
+                self._fail_load(request, failure)
+            elif len(self.cold) < self.limits.max_cold and not self._is_loaded(request):
+                length = min(len(request.tokens) - request.computed, self.limits.chunk_tokens)
+                row = Row(request, length)
+                request.plan = self.cold_start.plan(request.lease, length)
+                request.in_cold_pass = True
+                self.cold.append(ColdPass(row, self._start([row], 0), request.plan))
+
+    def _advance_cold(self) -> bool:
+        """Advance one open cold pass by at most one block of layers, as far as its weights are ready."""
+        for cold in list(self.cold):
+            lease = cold.row.request.lease
+            assert lease is not None
+            failure = self.store.failure(lease)
+            if failure:
+                self._fail_load(cold.row.request, failure)
+                continue
+            ready = self.cold_start.ready_until(lease)
+            if ready <= cold.run.layer:
+                continue
+            if cold.run.layer == 0:
+                self.cold_start.observe(cold.plan)
+                self._is_loaded(cold.row.request)
+            cold.run.advance(min(ready, cold.run.layer + self._layers_per_turn))
+            self.cold.remove(cold)
+            if cold.run.layer < self.runner.num_layers:
+                self.cold.append(cold)  # behind the others: they take turns
+            else:
+                cold.row.request.in_cold_pass = False
+                self._book([cold.row], cold.run.finish())
+            return True
+        return False
+
+    def _run_hot(self, rows: list[Row], n_decode: int) -> None:
+        run = self._start(rows, n_decode)
+        run.advance(self.runner.num_layers)
+        self._book(rows, run.finish())
+
+    def _start(self, rows: list[Row], n_decode: int) -> Pass:
+        batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
+        lora = build_lora(rows, self.runner.device)
+        return self.runner.start(batch, None if lora.empty else SegmentedLora(lora, self.store.weights))
+
+    def _book(self, rows: list[Row], output: StepOutput) -> None:
+        """What a finished pass means for its requests."""
+        output.done.synchronize()
+        tokens = output.token_ids.tolist()
+        wanted = [row for row in rows if row.wants_logits]
+        for row in rows:
+            row.request.computed += row.length
+        for i, (row, token) in enumerate(zip(wanted, tokens, strict=True)):
+            if i in output.poisoned:
+                log.error("request %s: logits are not finite", row.request.id)
+                self._finish(row.request, "error", "internal", "the model's output was not finite")
+            else:
+                logprobs = output.logprobs[i]
+                self._take_token(row.request, token, Top(*logprobs) if logprobs else None)
+
+    def _take_token(self, request: Request, token: int, top: Top | None) -> None:
+        request.first_token = request.first_token or time.monotonic()
+        request.tokens.append(token)
+        if request.penalised:
+            request.counts[token] += 1
+        self._events.append(Generated(request.id, token, top))
+        if token in self.eos_ids and not request.ignore_eos:
+            self._finish(request, "stop")
+        elif request.generated >= request.max_tokens:
+            self._finish(request, "length")
+
+    # --- how requests end
+
+    def _fail_load(self, request: Request, cause: str) -> None:
+        assert request.adapter is not None
+        log.warning("load of %s failed: %s", request.adapter.digest, cause)
+        message = f"adapter {request.adapter.digest[:12]} could not be loaded on this node"
+        self._finish(request, "error", "unavailable", message)
+
+    def _finish(self, request: Request, reason: str, error_type: str = "", error: str = "") -> None:
+        """Free all that the request holds, then say how it ended."""
+        after: Sequence[Event] = ()
+        for cold in [c for c in self.cold if c.row.request is request]:
+            after = [cold.run.abort()]
+            self.cold.remove(cold)
+        if request.lease is not None:
+            self.store.release(request.lease, after)
+            request.lease = None
+        for event in after:
+            self._freeing.append((event, request.blocks))
+            request.blocks = []
+        if request.blocks:
+            self.blocks.release(request.blocks)
+            request.blocks = []
+        if self.running.get(request.id) is request:
+            del self.running[request.id]
+        self.queue[:] = [r for r in self.queue if r is not request]
+        self._free_blocks()
+        self._events.append(_finished(request, reason, error_type, error))
+
+    def _free_blocks(self) -> None:
+        if not self._freeing:
+            return
+        still: list[tuple[Event, list[int]]] = []
+        for event, blocks in self._freeing:
+            if event.query():
+                self.blocks.release(blocks)
+            else:
+                still.append((event, blocks))
+        self._freeing = still
+
+
+def _finished(request: Request, reason: str, error_type: str, error: str) -> Finished:
+    now = time.monotonic()
+    load = request.loaded - request.arrived if request.loaded and request.found != "none" else 0.0
+    return Finished(
+        id=request.id,
+        reason=reason,
+        queue=(request.admitted or now) - request.arrived,
+        prefill=(request.first_token or now) - request.admitted if request.admitted else 0.0,
+        cold_start=ColdStart(
+            state=request.found,
+            plan=request.plan.name if request.plan else "none",
+            load=load,
+            exposed=request.plan.exposed if request.plan else 0.0,
+        ),
+        error_type=error_type,
+        error=error,
+    )

@@ -1,0 +1,79 @@
+"""Builds an engine from its settings, and warms it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from adapters.base_model import BaseModel, load_base_model
+from adapters.store import open_store
+from cluster.messages import Sampling
+from cluster.text import end_token_ids
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.wait import WaitForAll
+from node_agent.config import EngineConfig
+from node_agent.device import DTYPES, free_memory, pick_device, usable_cores
+from node_agent.engine.loop import Engine, Limits
+from node_agent.ipc import Finished, Submit
+from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token
+
+MAX_CPU_KV = 1 << 30
+
+
+class WarmUpFailed(RuntimeError):
+    """The dummy request did not end as it must; the node is not ready."""
+
+
+def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[Engine, BaseModel]:
+    """Load the base model, allocate the pools and warm up. Raises ValueError or OSError on bad settings."""
+    device = pick_device(config.device)
+    torch.set_num_threads(config.threads or usable_cores())
+    base = load_base_model(Path(config.model_dir), config.base_id)
+    if config.dtype != "auto" and config.dtype not in DTYPES:
+        raise ValueError(f"dtype: {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
+    dtype = DTYPES.get(config.dtype)
+    runner = TransformersRunner(Path(config.model_dir), device, dtype, config.block_tokens, _kv_blocks(config, device))
+    store = AdapterStore(config, open_store(config.registry), base, device, runner.dtype, on_change)
+    capacity = (runner.num_blocks - 1) * config.block_tokens
+    limits = Limits(
+        max_context=min(base.max_context, capacity),
+        vocab_size=base.vocab_size,
+        max_rows=config.max_rows,
+        max_cold=config.max_cold,
+        chunk_tokens=config.chunk_tokens,
+        queue_limit=config.queue_limit,
+    )
+    engine = Engine(
+        limits,
+        runner,
+        store,
+        WaitForAll(store, runner.num_layers),
+        end_token_ids(Path(config.model_dir)),
+    )
+    warm_up(engine)
+    return engine, base
+
+
+def warm_up(engine: Engine) -> None:
+    """A dummy prefill and decode, so that the first caller does not pay for lazy initialisation."""
+    engine.submit(Submit("warm-up", "", [1] * 8, 3, Sampling(temperature=0), timeout=300.0, ignore_eos=True))
+    while engine.busy:
+        engine.step()
+    last = engine.take_events()[-1]
+    if not isinstance(last, Finished) or last.reason != "length":
+        raise WarmUpFailed(f"the dummy request ended with {last}")
+
+
+def _kv_blocks(config: EngineConfig, device: torch.device) -> int:
+    size = config.kv_memory
+    if size is None:
+        size = free_memory(device) // 4
+        if device.type == "cpu":
+            size = min(size, MAX_CPU_KV)
+    per_block = kv_bytes_per_token(Path(config.model_dir), DTYPES.get(config.dtype)) * config.block_tokens
+    blocks = size // per_block
+    if blocks < 2:
+        raise ValueError(f"kv_memory: {size} bytes hold {blocks} blocks of {per_block} bytes; at least 2 are needed")
+    return int(blocks)

@@ -1,0 +1,186 @@
+"""Attention over a paged KV cache, as a function that transformers calls in the place of its own.
+
+Decode rows are computed together, in buckets of similar context length so that padding stays below a factor of two.
+Prompt chunks are computed row by row. Grouped-query heads are never copied: decode folds a group's heads into the query
+dimension, a chunk broadcasts keys over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from node_agent.types import StepBatch
+
+
+@dataclass(frozen=True)
+class DecodeBucket:
+    """Decode rows whose contexts differ by less than a factor of two."""
+
+    rows: torch.Tensor
+    """i64[B]: their tokens"""
+    slots: torch.Tensor
+    """i64[B * context]: cache slots of every context position, padded with slot 0"""
+    lengths: torch.Tensor
+    """i64[B]"""
+    context: int
+    """longest context in the bucket"""
+    ragged: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A prompt chunk: tokens start..end of the pass, the last of `context` positions of its sequence."""
+
+    start: int
+    end: int
+    context: int
+    slots: torch.Tensor
+    """i64[context]"""
+
+
+@dataclass
+class AttentionPlan:
+    """What every layer of a pass needs; made once per pass."""
+
+    keys: list[torch.Tensor]
+    """per layer [slots, kv heads, head dim]"""
+    values: list[torch.Tensor]
+    slot_mapping: torch.Tensor
+    buckets: list[DecodeBucket]
+    chunks: list[Chunk]
+    masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    """(bucket, or -1 - chunk; sliding window) -> mask, shared by the layers"""
+
+
+def plan_attention(
+    batch: StepBatch, keys: list[torch.Tensor], values: list[torch.Tensor], block_tokens: int
+) -> AttentionPlan:
+    device = batch.token_ids.device
+    offsets = torch.arange(block_tokens, device=device)
+
+    def slots_of(row: int, context: int) -> torch.Tensor:
+        blocks = batch.block_table[row, : -(-context // block_tokens)].long()
+        return (blocks[:, None] * block_tokens + offsets).flatten()[:context]
+
+    buckets: dict[int, list[int]] = {}
+    for row in range(batch.n_decode):
+        buckets.setdefault(batch.context_lens[row].bit_length(), []).append(row)
+    decode: list[DecodeBucket] = []
+    for rows in buckets.values():
+        lengths = [batch.context_lens[row] for row in rows]
+        longest = max(lengths)
+        slots = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            slots[i, :length] = slots_of(row, length)
+        decode.append(
+            DecodeBucket(
+                rows=torch.tensor(rows, device=device),
+                slots=slots.flatten(),
+                lengths=torch.tensor(lengths, device=device),
+                context=longest,
+                ragged=min(lengths) < longest,
+            )
+        )
+    chunks: list[Chunk] = []
+    start = batch.n_decode
+    for row in range(batch.n_decode, batch.n_rows):
+        length, context = batch.query_lens[row], batch.context_lens[row]
+        chunks.append(Chunk(start, start + length, context, slots_of(row, context)))
+        start += length
+    return AttentionPlan(keys, values, batch.slot_mapping[: batch.n_tokens], decode, chunks)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,  # noqa: ARG001 - part of the signature; masks come from the plan
+    scaling: float,
+    garnish_plan: AttentionPlan | None = None,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature: query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D].
+
+    Writes this pass's keys and values into the cache first; every row then reads its whole context from there.
+    """
+    if garnish_plan is None:
+        raise RuntimeError("paged_attention was called outside a Garnish pass")
+    plan = garnish_plan
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = plan.keys[layer], plan.values[layer]
+    keys.index_copy_(0, plan.slot_mapping, key[0].transpose(0, 1))
+    values.index_copy_(0, plan.slot_mapping, value[0].transpose(0, 1))
+    heads, head_dim, kv_heads = query.shape[1], query.shape[3], key.shape[1]
+    out = query.new_empty(query.shape[2], heads, head_dim)
+    for i, bucket in enumerate(plan.buckets):
+        b = bucket.lengths.shape[0]
+        k = keys.index_select(0, bucket.slots).view(b, bucket.context, kv_heads, head_dim).transpose(1, 2)
+        v = values.index_select(0, bucket.slots).view(b, bucket.context, kv_heads, head_dim).transpose(1, 2)
+        q = query[0].index_select(1, bucket.rows).transpose(0, 1).reshape(b, kv_heads, heads // kv_heads, head_dim)
+        mask = _cached(plan, (i, sliding_window), partial(_decode_mask, bucket, sliding_window))
+        done = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        out.index_copy_(0, bucket.rows, done.reshape(b, heads, head_dim))
+    for i, chunk in enumerate(plan.chunks):
+        _attend_chunk(plan, i, chunk, query, keys, values, out, scaling, sliding_window)
+    return out.unsqueeze(0), None
+
+
+def _attend_chunk(
+    plan: AttentionPlan,
+    i: int,
+    chunk: Chunk,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    scaling: float,
+    window: int | None,
+) -> None:
+    kv_heads, head_dim = keys.shape[1], keys.shape[2]
+    group = query.shape[1] // kv_heads
+    length = chunk.end - chunk.start
+    whole = length == chunk.context and (window is None or chunk.context <= window)
+    mask = None if whole else _cached(plan, (-1 - i, window), partial(_chunk_mask, chunk, window))
+    k = keys.index_select(0, chunk.slots).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
+    v = values.index_select(0, chunk.slots).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
+    q = query[0, :, chunk.start : chunk.end].reshape(kv_heads, group, length, head_dim)
+    done = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scaling)
+    out[chunk.start : chunk.end] = done.reshape(kv_heads * group, length, head_dim).transpose(0, 1)
+
+
+def _cached(
+    plan: AttentionPlan, key: tuple[int, int | None], make: Callable[[], torch.Tensor | None]
+) -> torch.Tensor | None:
+    if key not in plan.masks:
+        plan.masks[key] = make()
+    return plan.masks[key]
+
+
+def _decode_mask(bucket: DecodeBucket, window: int | None) -> torch.Tensor | None:
+    """bool [B, 1, 1, context]: True where the last token may look."""
+    if not bucket.ragged and (window is None or bucket.context <= window):
+        return None
+    at = torch.arange(bucket.context, device=bucket.lengths.device)
+    ends = bucket.lengths[:, None]
+    mask = at < ends
+    if window is not None:
+        mask &= at >= ends - window
+    return mask[:, None, None, :]
+
+
+def _chunk_mask(chunk: Chunk, window: int | None) -> torch.Tensor:
+    """bool [length, context]: causal, cut to the window."""
+    device = chunk.slots.device
+    at = torch.arange(chunk.context, device=device)
+    queries = torch.arange(chunk.context - (chunk.end - chunk.start), chunk.context, device=device)[:, None]
+    mask = at <= queries
+    if window is not None:
+        mask &= at > queries - window
+    return mask

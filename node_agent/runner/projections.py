@@ -1,0 +1,84 @@
+"""Replaces a decoder layer's linear modules by fused ones that call the pass's LoRA around the base product.
+
+q, k and v become one product (so do gate and up): the first module computes all, its siblings hand over their part.
+The model's own forward code stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from node_agent.types import PassLora
+
+
+@dataclass
+class Current:
+    """What the projections of a model need to know of the pass that is being advanced. One per runner."""
+
+    lora: PassLora | None = None
+
+
+class FusedProjection(nn.Module):
+    """The product of a projection group with its shared input; returns the first part and keeps the others."""
+
+    def __init__(self, current: Current, layer: int, group: str, linears: list[nn.Linear]) -> None:
+        super().__init__()
+        self.current, self.layer, self.group = current, layer, group
+        self.widths = [module.out_features for module in linears]
+        self.weight = nn.Parameter(torch.cat([module.weight.data for module in linears]), requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if any(module.bias is not None for module in linears):
+            parts = [_bias(module) for module in linears]
+            self.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
+        self.parts: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [1, T, d_in] -> [1, T, widths[0]]"""
+        lora = self.current.lora
+        if lora is not None:
+            lora.begin(self.layer, self.group, x[0])
+        y = linear(x, self.weight, self.bias)
+        self.parts = y.split(self.widths, dim=-1) if len(self.widths) > 1 else (y,)
+        if lora is not None:
+            lora.finish(self.layer, self.group, [part[0] for part in self.parts])
+        return self.parts[0]
+
+
+class FusedPart(nn.Module):
+    """A projection that its group's FusedProjection has computed already."""
+
+    def __init__(self, fused: FusedProjection, index: int) -> None:
+        super().__init__()
+        self._fused = (fused,)  # a tuple, so that the weights are not registered twice
+        self.index = index
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return self._fused[0].parts[self.index]
+
+
+def _bias(module: nn.Linear) -> torch.Tensor:
+    return torch.zeros_like(module.weight.data[:, 0]) if module.bias is None else module.bias.data
+
+
+def fuse_projections(layer: Any, index: int, current: Current) -> None:
+    """Replace the seven linears of one decoder layer in place, one group at a time (memory grows by one group)."""
+    _fuse(layer.self_attn, ["q_proj", "k_proj", "v_proj"], "qkv", index, current)
+    _fuse(layer.self_attn, ["o_proj"], "o", index, current)
+    _fuse(layer.mlp, ["gate_proj", "up_proj"], "gate_up", index, current)
+    _fuse(layer.mlp, ["down_proj"], "down", index, current)
+
+
+def _fuse(owner: nn.Module, names: list[str], group: str, layer: int, current: Current) -> None:
+    linears = [getattr(owner, name) for name in names]
+    for name, module in zip(names, linears, strict=True):
+        if type(module) is not nn.Linear:
+            raise TypeError(f"layer {layer}: {name} is a {type(module).__name__}; only nn.Linear can be served")
+    fused = FusedProjection(current, layer, group, linears)
+    setattr(owner, names[0], fused)
+    for i, name in enumerate(names[1:], start=1):
+        setattr(owner, name, FusedPart(fused, i))

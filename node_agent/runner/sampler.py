@@ -1,0 +1,78 @@
+"""Chooses tokens from logits, on the device. The same logits and (seed, choice, position) give the same token."""
+
+from __future__ import annotations
+
+import torch
+
+from node_agent.types import SamplingBatch
+
+_MASK = (1 << 64) - 1
+
+Logprobs = tuple[float, list[tuple[int, float]]]
+"""The chosen token's log probability, and (token id, log probability) of the k most likely ones."""
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) that depends on its arguments alone (SplitMix64 finaliser over their mix)."""
+    x = seed * 0x9E3779B97F4A7C15 + choice * 0xD1B54A32D192ED03 + position * 0x8CB92BA72F3D8DD7 + 0x632BE59BD9B4E019
+    x &= _MASK
+    for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+        x = ((x ^ (x >> 30)) * multiplier) & _MASK
+    x ^= x >> 31
+    return (x >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, list[Logprobs | None]]:
+    """logits [Q, V] -> token ids i64[Q] on the device, and log probabilities of the raw logits for rows that ask."""
+    raw = logits.float()
+    scores = _penalised(raw, batch) if batch.counts else raw
+    tokens = scores.argmax(dim=-1)
+    drawn = [row for row, temperature in enumerate(batch.temperature) if temperature > 0]
+    for row in drawn:
+        tokens[row] = _draw(
+            scores[row] / batch.temperature[row],
+            batch.top_k[row],
+            batch.top_p[row],
+            batch.min_p[row],
+            batch.uniform[row],
+        )
+    return tokens, _logprobs(raw, tokens, batch)
+
+
+def _penalised(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """OpenAI's penalties: presence once per token generated so far, frequency per occurrence."""
+    scores = logits.clone()
+    for row, token_ids, counts in batch.counts:
+        scores[row, token_ids] -= batch.presence_penalty[row] + batch.frequency_penalty[row] * counts
+    return scores
+
+
+def _draw(scores: torch.Tensor, top_k: int, top_p: float, min_p: float, u: float) -> torch.Tensor:
+    """Inverse transform over the tokens that the filters leave (top-k, then top-p, then min-p of what is left)."""
+    if top_k:
+        scores, ids = scores.topk(min(top_k, scores.shape[0]))
+    else:
+        scores, ids = scores.sort(descending=True, stable=True)
+    probs = scores.double().softmax(dim=-1)
+    cumulative = probs.cumsum(dim=-1)
+    keep = cumulative - probs < top_p  # the token that crosses top_p stays
+    keep &= probs >= min_p * probs[0]
+    probs = probs * keep
+    cumulative = probs.cumsum(dim=-1)
+    at = torch.searchsorted(cumulative, cumulative[-1] * u, right=True)
+    return ids[at.clamp(max=int(keep.sum()) - 1)]
+
+
+def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch) -> list[Logprobs | None]:
+    out: list[Logprobs | None] = [None] * raw.shape[0]
+    for row, k in enumerate(batch.logprobs):
+        if k < 0:
+            continue
+        values = raw[row].log_softmax(dim=-1)
+        chosen = float(values[tokens[row]])
+        top: list[tuple[int, float]] = []
+        if k:
+            best, ids = values.topk(min(k, values.shape[0]))
+            top = list(zip(ids.tolist(), best.tolist(), strict=True))
+        out[row] = (chosen, top)
+    return out

@@ -1,0 +1,118 @@
+"""Runs a Hugging Face Llama-like model over a paged KV cache, on a CPU or a GPU.
+
+The model's own decoder layers are called one by one, so that a pass can stop between them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from adapters.base_model import SUPPORTED_MODEL_TYPES
+from node_agent.device import ENDED, Event, record_event
+from node_agent.runner.attention import paged_attention, plan_attention
+from node_agent.runner.projections import Current, fuse_projections
+from node_agent.runner.sampler import sample
+from node_agent.types import PassLora, StepBatch, StepOutput
+
+ATTENTION = "garnish_paged"
+
+
+class TransformersRunner:
+    """A ModelRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+
+    def __init__(
+        self, model_dir: Path, device: torch.device, dtype: torch.dtype | None, block_tokens: int, num_blocks: int
+    ) -> None:
+        AttentionInterface.register(ATTENTION, paged_attention)
+        AttentionMaskInterface.register(ATTENTION, _no_mask)
+        config = AutoConfig.from_pretrained(model_dir)
+        if config.model_type not in SUPPORTED_MODEL_TYPES:
+            raise ValueError(f"{model_dir}: model_type {config.model_type!r} is not served")
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype or "auto", attn_implementation=ATTENTION, local_files_only=True
+        )
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.device, self.dtype = device, model.dtype
+        self.layers = list(self.model.model.layers)
+        self.num_layers = len(self.layers)
+        self.block_tokens, self.num_blocks = block_tokens, num_blocks
+        self.current = Current()
+        for index, layer in enumerate(self.layers):
+            fuse_projections(layer, index, self.current)
+        shape = kv_shape(config)
+        slots = num_blocks * block_tokens
+        self.keys = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
+        self.values = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
+
+    def start(self, batch: StepBatch, lora: PassLora | None) -> TransformersPass:
+        return TransformersPass(self, batch, lora)
+
+
+class TransformersPass:
+    """One forward of a StepBatch."""
+
+    @torch.inference_mode()
+    def __init__(self, runner: TransformersRunner, batch: StepBatch, lora: PassLora | None) -> None:
+        self.runner, self.batch, self.lora, self.layer = runner, batch, lora, 0
+        model = runner.model.model
+        self.hidden = model.embed_tokens(batch.token_ids[: batch.n_tokens].unsqueeze(0))
+        self.positions = batch.positions[: batch.n_tokens].unsqueeze(0)
+        self.rotary = model.rotary_emb(self.hidden, position_ids=self.positions)
+        self.plan = plan_attention(batch, runner.keys, runner.values, runner.block_tokens)
+
+    @torch.inference_mode()
+    def advance(self, to_layer: int) -> None:
+        self.runner.current.lora = self.lora
+        for layer in self.runner.layers[self.layer : to_layer]:
+            self.hidden = layer(
+                self.hidden,
+                attention_mask=None,
+                position_ids=self.positions,
+                position_embeddings=self.rotary,
+                garnish_plan=self.plan,
+            )
+        self.layer = max(self.layer, to_layer)
+        self.runner.current.lora = None
+
+    @torch.inference_mode()
+    def finish(self) -> StepOutput:
+        if self.layer != self.runner.num_layers:
+            raise RuntimeError(f"finish after {self.layer} of {self.runner.num_layers} layers")
+        hidden = self.hidden[0].index_select(0, self.batch.logit_rows)
+        if not hidden.shape[0]:
+            empty = torch.empty(0, dtype=torch.int64)
+            return StepOutput(empty, [], frozenset(), record_event(self.runner.device))
+        logits = self.runner.model.lm_head(self.runner.model.model.norm(hidden))
+        tokens, logprobs = sample(logits, self.batch.sampling)
+        # amax hands on NaN and +inf, and costs one read of the logits
+        poisoned = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
+        return StepOutput(tokens.cpu(), logprobs, poisoned, record_event(self.runner.device))
+
+    def abort(self) -> Event:
+        self.hidden = self.hidden[:, :0]
+        return record_event(self.runner.device) if self.layer else ENDED
+
+
+def kv_shape(config: AutoConfig) -> tuple[int, int]:
+    """(kv heads, head dim) of one layer's cache."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def kv_bytes_per_token(model_dir: Path, dtype: torch.dtype | None) -> int:
+    """Bytes that one token takes in the KV cache of all layers."""
+    config = AutoConfig.from_pretrained(model_dir)
+    kv_heads, head_dim = kv_shape(config)
+    itemsize = (dtype or config.dtype or torch.float32).itemsize
+    return 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    """Masks are made by the attention function, from the paged layout."""
+    return None

@@ -1,0 +1,188 @@
+"""The contracts between engine, runner, adapter memory and cold start (docs/seams.md).
+
+Shapes: T tokens, R rows (sequences), Q rows whose logits are wanted, S segments (maximal runs of tokens of one
+adapter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from node_agent.device import Event
+
+GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
+"""Projection groups that share their input, as indices into adapters.base_model.PROJECTIONS."""
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """How to choose the next token of each of the Q rows.
+
+    `uniform` f64[Q] in [0, 1) depends on (seed, choice, position) alone. `counts` holds, for rows with a penalty, how
+    often each token was generated: (row index, token ids i64[n], counts f32[n]).
+    """
+
+    temperature: list[float]
+    top_p: list[float]
+    top_k: list[int]
+    min_p: list[float]
+    uniform: list[float]
+    presence_penalty: list[float]
+    frequency_penalty: list[float]
+    counts: list[tuple[int, torch.Tensor, torch.Tensor]]
+    logprobs: list[int]
+    """-1: none; k: the chosen token's and the k largest"""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One iteration's tokens; decode rows (one token each) come first, then prompt chunks."""
+
+    token_ids: torch.Tensor
+    """i64[T]"""
+    positions: torch.Tensor
+    """i64[T]"""
+    query_start: torch.Tensor
+    """i32[R + 1]"""
+    context_len: torch.Tensor
+    """i32[R], this chunk included"""
+    block_table: torch.Tensor
+    """i32[R, max_blocks], padded with 0"""
+    slot_mapping: torch.Tensor
+    """i64[T]: where each token's key and value go; -1 is padding"""
+    logit_rows: torch.Tensor
+    """i64[Q]: tokens (indices below T) whose logits are wanted"""
+    sampling: SamplingBatch
+    n_decode: int
+    n_tokens: int
+    n_rows: int
+    max_query: int
+    max_context: int
+    query_lens: list[int]
+    context_lens: list[int]
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to read an adapter's weights in `slot` until it is released."""
+
+    digest: str
+    slot: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NoRoom:
+    """Not now: adapters in use fill the pool or the slots."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Not now: how large the adapter is, is still being read."""
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """Never: the adapter needs `need` bytes and the whole pool has `have`."""
+
+    need: int
+    have: int
+
+
+@dataclass(frozen=True)
+class LoadFailed:
+    """The adapter's bytes could not be read, or are not what they must be."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class LoraBatch:
+    """Which adapter each token of a pass uses."""
+
+    seg_start: torch.Tensor
+    """i32[S + 1]"""
+    seg_slot: torch.Tensor
+    """i32[S], -1 = base"""
+    token_slot: torch.Tensor
+    """i32[T], -1 = base"""
+    leases: list[Lease | None]
+    """per segment"""
+    bounds: list[tuple[int, int]]
+    """per segment: first token and end, on the host"""
+    max_rank: int
+    empty: bool
+    """no token uses an adapter: no LoRA code runs"""
+
+
+class LayerState:
+    """States of one layer of an adapter, in the order in which they are passed through."""
+
+    NO, HOST, ENQUEUED, DEVICE, FAILED = range(5)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Sampled tokens; valid once `done` has ended."""
+
+    token_ids: torch.Tensor
+    """i64[Q] in host memory"""
+    logprobs: list[tuple[float, list[tuple[int, float]]] | None]
+    """per row that asked: the chosen token's and the k largest (id, log probability)"""
+    poisoned: frozenset[int]
+    """rows of Q whose numbers must not be used: their chunk is replayed"""
+    done: Event
+
+
+class PassLora(Protocol):
+    """Adds the adapters' part to a pass's projections. Made per pass."""
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> None:
+        """Called before the base product of `group` with its input x[T, d_in]."""
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
+        """Called after it; adds to each y[T, d_out] in place."""
+
+
+class Pass(Protocol):
+    """A forward that can stop between layers."""
+
+    layer: int
+    """Layers advanced so far."""
+
+    def advance(self, to_layer: int) -> None:
+        """Enqueues layers up to `to_layer`. Never waits on a device; on a CPU it returns when computed."""
+
+    def finish(self) -> StepOutput:
+        """Final norm, logits of `logit_rows`, sampling. All layers must have been advanced."""
+
+    def abort(self) -> Event:
+        """Drops a half-run pass; what it holds is free at the event."""
+
+
+class ModelRunner(Protocol):
+    """A base model on a device, with its KV cache."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_layers: int
+    block_tokens: int
+    num_blocks: int
+
+    def start(self, batch: StepBatch, lora: PassLora | None) -> Pass:
+        """`lora` is None when no token uses an adapter."""
+
+
+@dataclass
+class Plan:
+    """How a cold chunk gets its weights, and what came of it."""
+
+    name: str
+    begun: float
+    """monotonic seconds"""
+    exposed: float = 0.0
+    """seconds in which the chunk's computation waited for adapter bytes"""
