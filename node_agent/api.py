@@ -1,0 +1,148 @@
+"""A node's API process: HTTP towards the gateway, one socket towards the engine. Run as `python -m node_agent.api`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.errors import ServiceError
+from cluster.secret import is_authorized, read_secret
+from cluster.text import BaseText
+from node_agent.api_desk import Desk
+from node_agent.api_generate import Generate
+from node_agent.api_request import read_limits
+from node_agent.child import die_with_parent, read_config
+from node_agent.config import ApiProcessConfig, NodeConfig
+from node_agent.detokenize import TokenText
+from node_agent.engine_link import EngineLink
+from node_agent.log import set_up_logging
+from node_agent.publisher import Publisher
+
+STOP_SECONDS = 5
+"""How long open streams may go on when the process is told to stop."""
+
+
+def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str) -> ASGIApp:
+    """The service of one node. Its lifespan listens for the engine and publishes records from `desk.url`."""
+    text = BaseText(Path(config.engine.model_dir))
+    generate = Generate(desk, TokenText(text), read_limits(Path(config.engine.model_dir)), config.node_id)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        link = EngineLink(engine_socket, desk)
+        desk.attach(link)
+        await link.start()
+        publishing = asyncio.create_task(Publisher(desk, config.gateway_url, secret).run())
+        try:
+            yield
+        finally:
+            publishing.cancel()
+            await asyncio.wait({publishing})
+            await link.stop()
+
+    async def healthz(_request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def record(_request: Request) -> Response:
+        return Response(msgspec.msgpack.encode(desk.record()), media_type="application/msgpack")
+
+    async def drain(_request: Request) -> Response:
+        desk.set_draining(True)
+        return Response(status_code=204)
+
+    async def undrain(_request: Request) -> Response:
+        desk.set_draining(False)
+        return Response(status_code=204)
+
+    routes = [
+        Route("/healthz", healthz),
+        Route("/record", record),
+        Route("/drain", drain, methods=["POST"]),
+        Route("/undrain", undrain, methods=["POST"]),
+        Route("/generate", generate, methods=["POST"]),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={ServiceError: _answer_error})
+    return RequireSecret(app, secret)
+
+
+class RequireSecret:
+    """Lets in only who knows the cluster secret; /healthz is open."""
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
+        self._app = app
+        self._secret = secret
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/healthz":
+            header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            if not is_authorized(header, self._secret):
+                error = ServiceError("unauthenticated", "the cluster secret is missing or wrong")
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def error_response(error: ServiceError) -> Response:
+    return JSONResponse({"error": {"type": error.type, "message": error.message}}, status_code=error.status)
+
+
+async def _answer_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return error_response(error)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, so that the port is known (0: a free one) before anything is announced."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=512)
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(config: ApiProcessConfig) -> None:
+    """Serve until TERM or INT."""
+    node = config.node
+    secret = read_secret(Path(node.secret_file))
+    listener = listen(node.host, node.port)
+    desk = Desk(node)
+    desk.url = url_of(listener)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(node, Path(config.socket), desk, secret),
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_SECONDS,
+        )
+    )
+    await server.serve(sockets=[listener])
+
+
+def main() -> None:
+    config = read_config(ApiProcessConfig)
+    die_with_parent(config.parent)
+    set_up_logging("api")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))
+
+
+if __name__ == "__main__":
+    main()

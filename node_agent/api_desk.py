@@ -1,0 +1,255 @@
+"""The API process's book of requests in flight, and what it knows of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+
+from cluster.errors import ServiceError
+from cluster.messages import GenerateRequest, NodeRecord
+from node_agent.api_reply import RequestEvent
+from node_agent.config import NodeConfig
+from node_agent.engine_link import EngineLink, LinkDown
+from node_agent.ipc import Admitted, Cancel, EngineEvent, Finished, Generated, Ready, Stats, Submit
+
+EVENT_LIMIT = 4096
+"""Events of one request that may wait for a gateway that reads slowly; beyond it the request is cancelled."""
+BACKSTOP = 5.0
+"""Seconds after a request's deadline, which the engine keeps, when this process stops waiting for the engine."""
+ACKNOWLEDGED_LIMIT = 4096
+RETRY_AFTER = 1.0
+"""Seconds that callers are asked to wait when this node is full or away."""
+
+log = logging.getLogger(__name__)
+
+
+class Ended(Exception):
+    """Nothing more will come from the engine about this request."""
+
+    def __init__(self, type: str, message: str) -> None:
+        super().__init__(message)
+        self.type = type
+        self.message = message
+
+
+class InFlight:
+    """A request that was given to the engine, until its Finished."""
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.admitted = False
+        self.timer: asyncio.TimerHandle | None = None
+        self._events: deque[RequestEvent] = deque()
+        self._ended: Ended | None = None
+        self._wakeup = asyncio.Event()
+        self._cancelled = False
+
+    async def events(self) -> list[RequestEvent]:
+        """What came since the last call, at least one. Raises Ended. Bounded by the desk's own timer."""
+        await self._wakeup.wait()
+        self._wakeup.clear()
+        if self._events:
+            events = list(self._events)
+            self._events.clear()
+            if self._ended is not None:
+                self._wakeup.set()
+            return events
+        assert self._ended is not None
+        raise self._ended
+
+    def put(self, event: RequestEvent) -> bool:
+        """False when too many wait already. What comes after the end is dropped: a gap must not show."""
+        if self._ended is not None:
+            return True
+        if len(self._events) >= EVENT_LIMIT:
+            return False
+        self._events.append(event)
+        self._wakeup.set()
+        return True
+
+    def end(self, ended: Ended) -> None:
+        self._ended = self._ended or ended
+        self._wakeup.set()
+
+
+class Desk:
+    """Takes requests in, hands the engine's events to them, and reports the node's state."""
+
+    def __init__(self, config: NodeConfig, backstop: float = BACKSTOP) -> None:
+        self._config = config
+        self.backstop = backstop
+        self._epoch = secrets.token_hex(8)
+        self._seq = 0
+        self._in_flight: dict[str, InFlight] = {}
+        self._acknowledged: deque[str] = deque(maxlen=ACKNOWLEDGED_LIMIT)
+        self._stats: Stats | None = None
+        self._error = "the engine is starting"
+        self._link: EngineLink | None = None
+        self.ready: Ready | None = None
+        self.draining = False
+        self.url = ""
+        self.changed = asyncio.Event()
+        """Set whenever a new record would tell something new."""
+
+    def attach(self, link: EngineLink) -> None:
+        self._link = link
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> InFlight:
+        """Give a checked request to the engine. Raises ServiceError when it can't be taken now."""
+        self._acknowledged.append(request.id)
+        self.changed.set()
+        self._refuse_unfit(request)
+        command = Submit(
+            id=request.id,
+            tenant=request.tenant,
+            token_ids=request.token_ids,
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            timeout=request.timeout,
+            adapter=request.adapter,
+            ignore_eos=request.ignore_eos,
+        )
+        self._send(command)
+        entry = InFlight(request.id)
+        late = request.timeout + self.backstop
+        entry.timer = asyncio.get_running_loop().call_later(late, self._expire, entry, late)
+        self._in_flight[request.id] = entry
+        return entry
+
+    def cancel(self, entry: InFlight) -> None:
+        """Tell the engine that nobody wants the rest. Its place is kept until the engine has let go of it."""
+        if self._in_flight.get(entry.id) is entry and self.ready is not None:
+            try:
+                self._send(Cancel(entry.id))
+            except ServiceError as error:
+                # The link is going down: engine_gone frees the place.
+                log.warning("cancel not sent", extra={"request": entry.id, "reason": error.message})
+
+    def _refuse_unfit(self, request: GenerateRequest) -> None:
+        if self.draining:
+            raise ServiceError("unavailable", "this node is draining", retry_after=RETRY_AFTER)
+        if self.ready is None:
+            raise ServiceError("unavailable", f"this node is not ready: {self._error}", retry_after=RETRY_AFTER)
+        if request.base != self.ready.base:
+            raise ServiceError("unavailable", "this node serves another base model", retry_after=RETRY_AFTER)
+        if request.id in self._in_flight:
+            raise ServiceError("conflict", f"request {request.id} is in flight already")
+        if self.queued >= self._config.engine.queue_limit:
+            raise ServiceError("overloaded", f"{self.queued} requests wait already", retry_after=RETRY_AFTER)
+
+    def _send(self, command: Submit | Cancel) -> None:
+        if self._link is None:
+            raise ServiceError("unavailable", "this node has no engine", retry_after=RETRY_AFTER)
+        try:
+            self._link.send(command)
+        except LinkDown as error:
+            raise ServiceError("unavailable", f"this node is not ready: {error}", retry_after=RETRY_AFTER) from error
+
+    def _expire(self, entry: InFlight, late: float) -> None:
+        self.cancel(entry)
+        self._remove(entry)
+        log.error("engine did not end a request", extra={"request": entry.id, "seconds": late})
+        entry.end(Ended("timeout", "the engine did not keep the request's deadline"))
+
+    def _remove(self, entry: InFlight) -> None:
+        if self._in_flight.get(entry.id) is entry:
+            del self._in_flight[entry.id]
+        if entry.timer is not None:
+            entry.timer.cancel()
+        self.changed.set()
+
+    # -- what the engine says (EngineListener) --------------------------------------------------------------------
+
+    def engine_ready(self, ready: Ready) -> None:
+        self.ready = ready
+        self._error = ""
+        self.changed.set()
+
+    def engine_events(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            if isinstance(event, Stats):
+                self._note(event)
+            elif isinstance(event, Admitted | Generated | Finished):
+                self._deliver(event)
+
+    def engine_gone(self, reason: str) -> None:
+        self.ready, self._stats, self._error = None, None, reason
+        for entry in list(self._in_flight.values()):
+            self._remove(entry)
+            entry.end(Ended("node_failed", "the node's engine ended while it served the request"))
+        self.changed.set()
+
+    def _note(self, stats: Stats) -> None:
+        before, self._stats = self._stats, stats
+        # Contexts grow with every token; they are told with the next record, but are no reason for one.
+        if before is None or (before.residents, before.batch_ranks) != (stats.residents, stats.batch_ranks):
+            self.changed.set()
+
+    def _deliver(self, event: RequestEvent) -> None:
+        entry = self._in_flight.get(event.id)
+        if entry is None:
+            return  # it was given up after its deadline
+        if isinstance(event, Admitted):
+            entry.admitted = True
+            self.changed.set()
+        if not entry.put(event):
+            self.cancel(entry)
+            entry.end(Ended("cancelled", f"the reader was slower than {EVENT_LIMIT} events"))
+        if isinstance(event, Finished):
+            self._remove(entry)
+
+    def set_draining(self, draining: bool) -> None:
+        """While draining, new requests are refused and running ones go on."""
+        self.draining = draining
+        self.changed.set()
+
+    # -- what the node tells --------------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        return sum(not entry.admitted for entry in self._in_flight.values())
+
+    @property
+    def state(self) -> str:
+        if self.draining:
+            return "draining"
+        return "ready" if self.ready is not None else "warming"
+
+    def record(self) -> NodeRecord:
+        """The node as it is now; each has a higher `seq`."""
+        self._seq += 1
+        ready, stats, queued = self.ready, self._stats, self.queued
+        return NodeRecord(
+            id=self._config.node_id,
+            epoch=self._epoch,
+            seq=self._seq,
+            url=self.url,
+            state=self.state,
+            base=ready.base if ready else "",
+            base_id=self._config.engine.base_id,
+            max_context=ready.max_context if ready else 0,
+            running=len(self._in_flight) - queued,
+            queued=queued,
+            queue_limit=self._config.engine.queue_limit,
+            kv_blocks_free=stats.kv_blocks_free if stats else 0,
+            kv_blocks=ready.kv_blocks if ready else 0,
+            block_tokens=ready.block_tokens if ready else self._config.engine.block_tokens,
+            batch_ranks=stats.batch_ranks if stats else [],
+            batch_contexts=stats.batch_contexts if stats else [],
+            adapter_bytes_free=stats.adapter_bytes_free if stats else 0,
+            adapter_bytes=ready.adapter_bytes if ready else 0,
+            residents=stats.residents if stats else [],
+            acknowledged=list(self._acknowledged),
+            device=ready.device if ready else "",
+            error=self._error,
+        )
+
+    def forget_acknowledged(self, ids: list[str]) -> None:
+        """The gateway has been told of these, the oldest ones."""
+        told = set(ids)
+        while self._acknowledged and self._acknowledged[0] in told:
+            self._acknowledged.popleft()

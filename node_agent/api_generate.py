@@ -1,0 +1,116 @@
+"""POST /generate: one request in, a stream of frames out. A plain ASGI endpoint, for it must see its caller go."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster.errors import ServiceError
+from cluster.messages import Event, Failed, GenerateRequest, encode_event
+from node_agent.api_desk import Desk, Ended, InFlight
+from node_agent.api_reply import RETRYABLE, Reply
+from node_agent.api_request import Limits, check_request, decode_request, read_body
+from node_agent.detokenize import TokenText
+
+SLACK = 10.0
+"""Seconds after the desk's own bound within which even a caller that reads nothing is let go."""
+
+
+class Generate:
+    """Every reply is 200 and a stream of frames, once the body is a request: what then fails is a Failed frame."""
+
+    def __init__(self, desk: Desk, tokens: TokenText, limits: Limits, node_id: str) -> None:
+        self._desk = desk
+        self._tokens = tokens
+        self._limits = limits
+        self._node_id = node_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(Request(scope, receive), self._limits.body_bytes)
+        writer = FrameWriter(send)
+        try:
+            request = decode_request(body)
+            if self._desk.ready is not None:
+                check_request(request, self._limits, self._desk.ready.max_context)
+            reply = Reply(request, self._node_id, self._tokens)
+            entry = self._desk.submit(request)
+        except ServiceError as error:
+            if error.type == "invalid_request":
+                raise
+            await writer.start()
+            await writer.write([_failed(error)], last=True)
+            return
+        await self._serve(request, reply, entry, receive, writer)
+
+    async def _serve(
+        self, request: GenerateRequest, reply: Reply, entry: InFlight, receive: Receive, writer: FrameWriter
+    ) -> None:
+        """Streams until the end, or until the caller goes; either way the engine lets go of the request."""
+        streaming = asyncio.create_task(self._stream(reply, entry, writer))
+        leaving = asyncio.create_task(_caller_left(receive))
+        try:
+            done, _ = await asyncio.wait(
+                {streaming, leaving},
+                timeout=request.timeout + self._desk.backstop + SLACK,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if streaming in done:
+                streaming.result()
+        finally:
+            streaming.cancel()
+            leaving.cancel()
+            await asyncio.wait({streaming, leaving})
+            self._desk.cancel(entry)
+
+    async def _stream(self, reply: Reply, entry: InFlight, writer: FrameWriter) -> None:
+        await writer.start()  # before the queue: the caller learns at once that the node has the request
+        while not reply.ended:
+            try:
+                events = await entry.events()
+            except Ended as ended:
+                await writer.write([reply.fail(ended.type, ended.message)], last=True)
+                return
+            out: list[Event] = []
+            was_stopped = reply.stopped
+            for event in events:
+                translated = reply.translate(event)
+                if translated is not None:
+                    out.append(translated)
+            if reply.stopped and not was_stopped:
+                self._desk.cancel(entry)
+            if out:
+                await writer.write(out, last=reply.ended)
+
+
+class FrameWriter:
+    """Writes events as the body of one streamed reply."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def start(self) -> None:
+        """Send the reply's headers."""
+        headers = [(b"content-type", b"application/x-garnish-frames"), (b"cache-control", b"no-store")]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": True})
+
+    async def write(self, events: list[Event], last: bool) -> None:
+        body = b"".join(map(encode_event, events))
+        message: Message = {"type": "http.response.body", "body": body, "more_body": not last}
+        await self._send(message)
+
+
+async def _caller_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass  # the body's last, empty message
+
+
+def _failed(error: ServiceError) -> Failed:
+    return Failed(
+        type=error.type,
+        message=error.message,
+        retryable=error.type in RETRYABLE,
+        retry_after=error.retry_after,
+    )

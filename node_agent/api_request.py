@@ -1,0 +1,113 @@
+"""Reading and checking what the gateway sends to POST /generate."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from cluster.errors import ServiceError
+from cluster.messages import GenerateRequest, Sampling, VersionMismatch, check_version
+
+BODY_OVERHEAD = 2 << 20
+"""Bytes that a request may have beside its token ids; stop strings are the bulk of it."""
+BYTES_PER_TOKEN = 5
+"""A token id in msgpack at most."""
+BODY_SECONDS = 10.0
+STOP_LIMIT = 64
+STOP_CHARACTERS = 1 << 16
+"""Of all stop strings together; their automata are built before the first token."""
+LOGPROBS_LIMIT = 64
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The two figures of config.json that requests are checked against. `vocab_size` counts the embedding's rows."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+    @property
+    def body_bytes(self) -> int:
+        return BODY_OVERHEAD + BYTES_PER_TOKEN * self.max_position_embeddings
+
+
+class _Versioned(msgspec.Struct):
+    v: int = 1
+
+
+def read_limits(model_dir: Path) -> Limits:
+    """Raises OSError or msgspec.DecodeError when the base model's config.json can't be used."""
+    return msgspec.json.decode((model_dir / "config.json").read_bytes(), type=Limits)
+
+
+async def read_body(request: Request, limit: int, seconds: float = BODY_SECONDS) -> bytes:
+    """The whole body. Raises ServiceError when it is too large or too slow, or its sender went."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise ServiceError("too_large", f"the body has more than {limit} bytes")
+    except TimeoutError as error:
+        raise ServiceError("invalid_request", f"the body did not arrive within {seconds:g} s") from error
+    except ClientDisconnect as error:
+        raise ServiceError("cancelled", "the caller went before the body was complete") from error
+    return bytes(body)
+
+
+def decode_request(body: bytes) -> GenerateRequest:
+    """Raises ServiceError: `invalid_request` for what is not this protocol, `unavailable` for another version of it."""
+    try:
+        check_version(msgspec.msgpack.decode(body, type=_Versioned).v)
+        return msgspec.msgpack.decode(body, type=GenerateRequest)
+    except VersionMismatch as error:
+        raise ServiceError("unavailable", str(error)) from error
+    except msgspec.DecodeError as error:
+        raise ServiceError("invalid_request", f"the body is not a GenerateRequest: {error}") from error
+
+
+def check_request(request: GenerateRequest, limits: Limits, max_context: int) -> None:
+    """Raises ServiceError (`validation_failed`) for what the engine could not compute; gateways refuse it earlier."""
+    prompt = len(request.token_ids)
+    _require(prompt > 0, "token_ids", "is empty")
+    _require(request.max_tokens > 0, "max_tokens", "must be at least 1")
+    _require(
+        prompt + request.max_tokens <= max_context,
+        "max_tokens",
+        f"prompt ({prompt} tokens) and max_tokens ({request.max_tokens}) exceed the context of {max_context}",
+    )
+    _require(
+        min(request.token_ids) >= 0 and max(request.token_ids) < limits.vocab_size,
+        "token_ids",
+        f"holds an id outside the vocabulary of {limits.vocab_size}",
+    )
+    _require(math.isfinite(request.timeout) and request.timeout > 0, "timeout", "must be a positive number of seconds")
+    _require(len(request.stop) <= STOP_LIMIT, "stop", f"has more than {STOP_LIMIT} strings")
+    _require(all(request.stop), "stop", "holds an empty string")
+    _require(
+        sum(map(len, request.stop)) <= STOP_CHARACTERS, "stop", f"has more than {STOP_CHARACTERS} characters in all"
+    )
+    _check_sampling(request.sampling)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    _require(math.isfinite(sampling.temperature) and sampling.temperature >= 0, "temperature", "must be 0 or more")
+    _require(0 < sampling.top_p <= 1, "top_p", "must be in (0, 1]")
+    _require(0 <= sampling.min_p <= 1, "min_p", "must be in [0, 1]")
+    _require(sampling.top_k >= 0, "top_k", "must be 0 or more")
+    _require(math.isfinite(sampling.presence_penalty), "presence_penalty", "must be a finite number")
+    _require(math.isfinite(sampling.frequency_penalty), "frequency_penalty", "must be a finite number")
+    _require(
+        sampling.logprobs is None or 0 <= sampling.logprobs <= LOGPROBS_LIMIT,
+        "logprobs",
+        f"must be between 0 and {LOGPROBS_LIMIT}",
+    )
+
+
+def _require(condition: bool, param: str, problem: str) -> None:
+    if not condition:
+        raise ServiceError("validation_failed", f"{param} {problem}", param=param)

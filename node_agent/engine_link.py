@@ -1,0 +1,130 @@
+"""The API process's side of the socket to the engine: it listens, the engine connects and says Ready first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from cluster.frames import FrameError, Frames
+from node_agent.ipc import Command, EngineEvent, Ready, encode, event_decoder
+
+SILENCE_LIMIT = 30.0
+"""Seconds. An engine says something every 0.2 s; one that says nothing for so long is taken for dead."""
+READ_SIZE = 1 << 18
+WRITE_LIMIT = 64 << 20
+"""Bytes of commands that may wait for an engine that does not read."""
+LONGEST_PATH = 107
+"""Bytes of a Unix socket's path, by the kernel's struct sockaddr_un."""
+
+log = logging.getLogger(__name__)
+
+
+class LinkDown(Exception):
+    """No engine is connected, or it does not read its commands."""
+
+
+class EngineListener(Protocol):
+    """Who is told what the engine says. Called on the event loop; must not block."""
+
+    def engine_ready(self, ready: Ready) -> None: ...
+
+    def engine_events(self, events: list[EngineEvent]) -> None: ...
+
+    def engine_gone(self, reason: str) -> None:
+        """Comes once after each engine_ready: nothing that was submitted before will be answered."""
+
+
+class EngineLink:
+    """One engine at a time; a new connection replaces the one before, whose requests count as failed."""
+
+    def __init__(self, path: Path, listener: EngineListener, silence_limit: float = SILENCE_LIMIT) -> None:
+        self._path = path
+        self._listener = listener
+        self._silence_limit = silence_limit
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._current: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen, in a directory that only this user may enter. Raises OSError when that can't be."""
+        if len(os.fsencode(self._path)) > LONGEST_PATH:
+            raise OSError(f"{self._path}: a socket's path has at most {LONGEST_PATH} bytes; use a shorter directory")
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path.parent.chmod(0o700)
+        self._path.unlink(missing_ok=True)  # left by a process that was killed
+        self._server = await asyncio.start_unix_server(self._serve, path=str(self._path))
+
+    async def stop(self) -> None:
+        """Stop listening and hang up."""
+        if self._server is not None:
+            self._server.close()
+        await self._hang_up()
+        self._path.unlink(missing_ok=True)
+
+    def send(self, command: Command) -> None:
+        """Queue one command. Raises LinkDown when no engine is there to take it."""
+        if self._writer is None or self._writer.is_closing():
+            raise LinkDown("no engine is connected")
+        if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT:
+            raise LinkDown("the engine does not read its commands")
+        self._writer.write(encode([command]))
+
+    async def _hang_up(self) -> None:
+        task, self._current = self._current, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        await self._hang_up()
+        self._current = task
+        try:
+            reason = await self._converse(reader, writer)
+        except (FrameError, msgspec.DecodeError, UnexpectedMessage) as error:
+            reason = f"the engine broke the protocol: {error}"
+        except TimeoutError:
+            reason = f"the engine said nothing for {self._silence_limit:g} s"
+        except OSError as error:
+            reason = f"the connection to the engine broke: {error}"
+        except asyncio.CancelledError:
+            reason = "the connection to the engine was replaced or closed"
+        finally:
+            writer.close()
+        if self._writer is writer:
+            self._writer = None
+            log.warning("engine gone", extra={"reason": reason})
+            self._listener.engine_gone(reason)
+        else:
+            log.warning("engine refused", extra={"reason": reason})
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Passes on what the engine says until it hangs up; returns why it ended."""
+        frames = Frames()
+        while True:
+            async with asyncio.timeout(self._silence_limit):
+                chunk = await reader.read(READ_SIZE)
+            if not chunk:
+                return "the engine's connection ended"
+            for body in frames.feed(chunk):
+                self._pass_on(event_decoder.decode(body), writer)
+
+    def _pass_on(self, events: list[EngineEvent], writer: asyncio.StreamWriter) -> None:
+        if self._writer is not writer:
+            first = events[0] if events else None
+            if not isinstance(first, Ready):
+                raise UnexpectedMessage("the first message must be ready")
+            self._writer, events = writer, events[1:]
+            self._listener.engine_ready(first)
+            log.info("engine ready")
+        if events:
+            self._listener.engine_events(events)
+
+
+class UnexpectedMessage(ValueError):
+    """A message that has no place here."""

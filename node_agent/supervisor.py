@@ -1,0 +1,169 @@
+"""Keeps a node's two processes alive: the API process and the engine. Single-threaded, no torch, no asyncio."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
+from node_agent.log import set_up_logging
+
+FIRST_BACKOFF = 0.2
+LONGEST_BACKOFF = 10.0
+STEADY = 30.0
+"""Seconds after which a process counts as healthy, so that its next restart is quick again."""
+GRACE = 8.0
+"""Seconds that both processes have to end by themselves; the API process ends its open streams in it."""
+
+log = logging.getLogger(__name__)
+
+
+def run(config: NodeConfig) -> int:
+    """Run the node until TERM or INT, then stop both processes. Returns the exit code, 0.
+
+    Must be called on the main thread, whose signal handlers it borrows. Raises OSError when `run_dir` can't be made.
+    """
+    set_up_logging("supervisor")
+    run_dir = Path(config.run_dir).absolute()
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run_dir.chmod(0o700)
+    path, parent = str(run_dir / "engine.sock"), os.getpid()
+    children = [
+        Child("api", "node_agent.api", ApiProcessConfig(socket=path, parent=parent, node=config)),
+        Child(
+            "engine", "node_agent.engine_process", EngineProcessConfig(socket=path, parent=parent, engine=config.engine)
+        ),
+    ]
+    with Signals() as signals:
+        try:
+            while not signals.stop_requested:
+                signals.wait(_tend(children))
+        finally:
+            _stop(children, signals)
+    return 0
+
+
+class Child:
+    """One process, and when to start it again. States: waiting for its start, running, ended."""
+
+    def __init__(self, name: str, module: str, config: ApiProcessConfig | EngineProcessConfig) -> None:
+        self.name = name
+        self._module = module
+        self._config = msgspec.json.encode(config)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._backoff = FIRST_BACKOFF
+        self._due = 0.0
+
+    def tend(self, now: float) -> float:
+        """Start or reap as is due. Returns in how many seconds it wants to be looked at again, at the latest."""
+        if self.reap(now) and self._due <= now:
+            self._start(now)
+        return max(0.0, self._due - now) if self._process is None else STEADY
+
+    def reap(self, now: float) -> bool:
+        """Whether the process is not running; if it just ended, its exit is logged and its restart is scheduled."""
+        if self._process is None:
+            return True
+        code = self._process.poll()
+        if code is None:
+            return False
+        if now - self._started >= STEADY:
+            self._backoff = FIRST_BACKOFF
+        self._due = now + self._backoff
+        extra = {"child": self.name, "pid": self._process.pid, "code": code, "restart_in": self._backoff}
+        log.warning("child ended", extra=extra)
+        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
+        self._process = None
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill -9 and reap: no zombie is left."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self, now: float) -> None:
+        # Its own process group: Ctrl-C reaches this process alone, which then stops both in order.
+        process = subprocess.Popen([sys.executable, "-m", self._module], stdin=subprocess.PIPE, process_group=0)
+        self._process, self._started = process, now
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it died at once: reap says so
+            stream.write(self._config)
+        log.info("child started", extra={"child": self.name, "pid": process.pid})
+
+
+class Signals:
+    """TERM and INT ask to stop; CHLD only wakes. Restores the handlers that were there before."""
+
+    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+    def __init__(self) -> None:
+        self.stop_requested = 0
+        """How often TERM or INT came."""
+
+    def __enter__(self) -> Signals:
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
+        self._before_fd = signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.set_wakeup_fd(self._before_fd)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._wake.close()
+        self._woken.close()
+
+    def wait(self, seconds: float) -> None:
+        """Until a signal comes, or for so long."""
+        select.select([self._wake], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            while self._wake.recv(4096):
+                pass
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.stop_requested += number != signal.SIGCHLD
+
+
+def _tend(children: list[Child]) -> float:
+    now = time.monotonic()
+    return min(child.tend(now) for child in children)
+
+
+def _stop(children: list[Child], signals: Signals) -> None:
+    """In order, the API process first: its streams need the engine. A second TERM or INT, or GRACE, cuts it short."""
+    deadline = time.monotonic() + GRACE
+    asked = signals.stop_requested
+    for child in children:
+        child.signal(signal.SIGTERM)
+        for now in _ticks(deadline):
+            if child.reap(now) or signals.stop_requested > asked:
+                break
+            signals.wait(deadline - now)
+    for child in children:
+        child.kill()
+    log.info("node stopped")
+
+
+def _ticks(deadline: float) -> Iterator[float]:
+    while (now := time.monotonic()) < deadline:
+        yield now

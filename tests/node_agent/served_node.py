@@ -1,0 +1,176 @@
+"""A node's API process inside a test: the real application on a real port, a gateway that collects its records."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import uvicorn
+import uvloop
+from aiohttp import web
+
+from cluster.frames import Frames
+from cluster.messages import Event, GenerateRequest, NodeRecord, Sampling, decode_event
+from cluster.secret import authorization, create_secret
+from node_agent.api import create_app, listen, url_of
+from node_agent.api_desk import Desk
+from node_agent.config import EngineConfig, NodeConfig
+from scripted_engine import ScriptedEngine
+
+SECONDS = 60.0
+"""Bound of one scenario."""
+
+
+class Gateway:
+    """Receives records, as the gateway does; `status` is what it answers."""
+
+    def __init__(self) -> None:
+        self.status = 204
+        self.records: asyncio.Queue[NodeRecord] = asyncio.Queue()
+        self.authorizations: set[str | None] = set()
+
+    async def receive(self, request: web.Request) -> web.Response:
+        self.authorizations.add(request.headers.get("authorization"))
+        self.records.put_nowait(msgspec.msgpack.decode(await request.read(), type=NodeRecord))
+        return web.Response(status=self.status)
+
+    async def record_where(self, condition: Callable[[NodeRecord], bool]) -> NodeRecord:
+        """The next record for which the condition holds."""
+        while not condition(record := await self.records.get()):
+            pass
+        return record
+
+
+class Node:
+    """A served node and the means to talk to it from both sides."""
+
+    def __init__(self, url: str, socket: Path, secret: str, desk: Desk, gateway: Gateway) -> None:
+        self.url = url
+        self.socket = socket
+        self.secret = secret
+        self.desk = desk
+        self.gateway = gateway
+        self.session = aiohttp.ClientSession(headers=authorization(secret))
+
+    async def engine(self) -> ScriptedEngine:
+        """A new engine that has said Ready, known to the API process."""
+        engine = await ScriptedEngine.connect(self.socket)
+        while self.desk.ready is None:
+            await self.desk.changed.wait()
+            await asyncio.sleep(0)
+        return engine
+
+    async def record(self) -> NodeRecord:
+        async with self.session.get(self.url + "/record") as response:
+            assert response.status == 200
+            return msgspec.msgpack.decode(await response.read(), type=NodeRecord)
+
+    async def record_where(self, condition: Callable[[NodeRecord], bool]) -> NodeRecord:
+        """Asks until the condition holds; the scenario's own bound ends it."""
+        while not condition(record := await self.record()):
+            await asyncio.sleep(0.002)
+        return record
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerateRequest | bytes) -> AsyncIterator[Stream]:
+        body = request if isinstance(request, bytes) else msgspec.msgpack.encode(request)
+        async with self.session.post(self.url + "/generate", data=body) as response:
+            yield Stream(response)
+
+
+class Stream:
+    """The events of one reply."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.response = response
+        self._frames = Frames()
+        self._events: list[Event] = []
+
+    async def next(self) -> Event:
+        while not self._events:
+            chunk = await self.response.content.readany()
+            assert chunk, "the reply ended without Done or Failed"
+            self._events += [decode_event(body) for body in self._frames.feed(chunk)]
+        return self._events.pop(0)
+
+    async def rest(self) -> list[Event]:
+        """All events until the reply ends."""
+        events, self._events = self._events, []
+        async for chunk in self.response.content.iter_any():
+            events += [decode_event(body) for body in self._frames.feed(chunk)]
+        return events
+
+
+def node_config(directory: Path, model_dir: Path, gateway_url: str, **engine: object) -> NodeConfig:
+    return NodeConfig(
+        node_id="n1",
+        gateway_url=gateway_url,
+        secret_file=str(directory / "cluster.secret"),
+        run_dir=str(directory / "run"),
+        engine=EngineConfig(
+            model_dir=str(model_dir), base_id="stories260K", registry=str(directory / "registry"), **engine
+        ),
+    )
+
+
+@contextlib.asynccontextmanager
+async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, **engine: object) -> AsyncIterator[Node]:
+    gateway = Gateway()
+    secret = create_secret(directory / "cluster.secret")
+    async with _gateway_server(gateway) as gateway_url:
+        config = node_config(directory, model_dir, gateway_url, **engine)
+        desk = Desk(config, backstop)
+        listener = listen(config.host, config.port)
+        desk.url = url_of(listener)
+        socket = Path(config.run_dir) / "engine.sock"
+        app = create_app(config, socket, desk, secret)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        node = Node(desk.url, socket, secret, desk, gateway)
+        try:
+            await node.record_where(lambda _: True)
+            yield node
+        finally:
+            await node.session.close()
+            server.should_exit = True
+            await serving
+
+
+@contextlib.asynccontextmanager
+async def _gateway_server(gateway: Gateway) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/cluster/record", gateway.receive)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+def request_of(id: str = "r1", **fields: object) -> GenerateRequest:
+    values: dict[str, object] = {
+        "id": id,
+        "base": "fingerprint",
+        "tenant": "demo",
+        "token_ids": [1],
+        "max_tokens": 100,
+        "sampling": Sampling(temperature=0.0),
+        "timeout": 60.0,
+    }
+    return GenerateRequest(**{**values, **fields})
+
+
+def run_scenario(scenario: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(SECONDS):
+            await scenario
+
+    uvloop.run(bounded())
