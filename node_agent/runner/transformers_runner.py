@@ -81,17 +81,23 @@ class TransformersPass:
 
     @torch.inference_mode()
     def finish(self) -> StepOutput:
-        if self.layer != self.runner.num_layers:
-            raise RuntimeError(f"finish after {self.layer} of {self.runner.num_layers} layers")
-        hidden = self.hidden[0].index_select(0, self.batch.logit_rows)
-        if not hidden.shape[0]:
+        if not self.batch.logit_rows.shape[0]:
             empty = torch.empty(0, dtype=torch.int64)
             return StepOutput(empty, [], frozenset(), record_event(self.runner.device))
-        logits = self.runner.model.lm_head(self.runner.model.model.norm(hidden))
+        logits = self.logits()
         tokens, logprobs = sample(logits, self.batch.sampling)
         # amax hands on NaN and +inf, and costs one read of the logits
         poisoned = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
         return StepOutput(tokens.cpu(), logprobs, poisoned, record_event(self.runner.device))
+
+    @torch.inference_mode()
+    def logits(self) -> torch.Tensor:
+        """[Q, V] of `logit_rows`, in the model's dtype. All layers must have been advanced."""
+        if self.layer != self.runner.num_layers:
+            raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
+        hidden = self.hidden[0].index_select(0, self.batch.logit_rows)
+        found: torch.Tensor = self.runner.model.lm_head(self.runner.model.model.norm(hidden))
+        return found
 
     def abort(self) -> Event:
         self.hidden = self.hidden[:, :0]

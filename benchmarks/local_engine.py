@@ -1,0 +1,110 @@
+"""An engine in this process over a registry in a directory: what tests and in-process benchmarks drive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adapters.base_model import load_base_model
+from adapters.registry import Registry
+from adapters.store import open_store
+from cluster.messages import Adapter, Sampling
+from node_agent.config import EngineConfig
+from node_agent.engine.setup import build_engine
+from node_agent.ipc import Admitted, Finished, Generated, Submit
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass
+class Outcome:
+    """What the engine said about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    admitted: str = ""
+    finished: Finished | None = None
+
+
+class LocalEngine:
+    """Deploys adapters through the real registry and collects what the engine answers."""
+
+    def __init__(self, model_dir: Path, registry: Path, **settings: Any) -> None:
+        self.model_dir = model_dir
+        self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
+        config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
+        self.engine, self.base = build_engine(config, lambda: None)
+        self.outcomes: dict[str, Outcome] = {}
+        self._count = 0
+
+    def deploy(self, directory: Path, name: str | None = None) -> Adapter:
+        function = (name or directory.name).lower()
+        config = (directory / "adapter_config.json").read_bytes()
+        self.registry.deploy("test", function, config, directory / "adapter_model.safetensors")
+        found = self.registry.resolve("test", function, None)
+        return Adapter(found.digest, found.artifact_key, found.bytes, tuple(found.ranks))
+
+    def submit(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        adapter: Adapter | None = None,
+        sampling: Sampling = GREEDY,
+        timeout: float = 300.0,
+        ignore_eos: bool = False,
+    ) -> str:
+        self._count += 1
+        request = f"r{self._count}"
+        self.outcomes[request] = Outcome()
+        self.engine.submit(Submit(request, "test", tokens, max_tokens, sampling, timeout, adapter, ignore_eos))
+        return request
+
+    def step(self) -> None:
+        """One iteration; what it said is booked in `outcomes`."""
+        worked = self.engine.step()
+        now = time.perf_counter()
+        events = self.engine.take_events()
+        for event in events:
+            if isinstance(event, Generated):
+                outcome = self.outcomes[event.id]
+                outcome.tokens.append(event.token_id)
+                outcome.times.append(now)
+                outcome.logprobs.append(event.top)
+            elif isinstance(event, Admitted):
+                self.outcomes[event.id].admitted = event.state
+            elif isinstance(event, Finished):
+                self.outcomes[event.id].finished = event
+        if not worked and not events:
+            time.sleep(0.0005)  # a load is on its way
+
+    def run(self, until: Callable[[], bool] | None = None, limit: float = 300.0) -> None:
+        """Step until nothing is in flight (or `until` holds). Raises TimeoutError after `limit` seconds."""
+        deadline = time.monotonic() + limit
+        while self.engine.busy and not (until is not None and until()):
+            self.step()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"requests still run after {limit} s")
+
+    def results(self, requests: Iterable[str]) -> list[list[int]]:
+        return [self.outcomes[request].tokens for request in requests]
+
+    def assert_clean(self) -> None:
+        """Nothing is held when nothing runs: no KV block, lease, queue entry, open pass or pending release."""
+        self.engine.step()
+        self.engine.take_events()
+        held = {
+            "queue": len(self.engine.queue),
+            "running": len(self.engine.running),
+            "cold passes": len(self.engine.cold),
+            "kv blocks": self.engine.blocks.total - self.engine.blocks.free,
+            "leases": self.engine.store.leases,
+        }
+        if any(held.values()):
+            raise AssertionError(f"the engine still holds {held}")
+
+    def close(self) -> None:
+        self.engine.store.close()

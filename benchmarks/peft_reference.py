@@ -1,0 +1,112 @@
+"""Hugging Face PEFT alone: the reference for what an adapter's output must be, and a generator of drawn adapters."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TIE = 1e-4
+"""Two best logits closer than this may be swapped by another order of additions."""
+
+
+def draw_adapter(rng: random.Random, num_layers: int) -> dict[str, Any]:
+    """LoraConfig arguments over the forms that Garnish serves."""
+    targets = rng.choice([["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj"], ALL_TARGETS, None])
+    if targets is None:
+        targets = rng.sample(ALL_TARGETS, rng.randint(1, 7))
+    rank = rng.choice([1, 2, 3, 4, 7, 8, 16, 32, 64])
+    arguments: dict[str, Any] = {"r": rank, "lora_alpha": rng.choice([1, rank, 2 * rank, 16]), "target_modules": targets}
+    if rng.random() < 0.3:
+        arguments["use_rslora"] = True
+    if rng.random() < 0.3:
+        some = rng.sample(targets, rng.randint(1, len(targets)))
+        arguments["rank_pattern"] = {name: rng.choice([1, 5, 8, 24]) for name in some}
+    if rng.random() < 0.2:
+        arguments["alpha_pattern"] = {rng.choice(targets): rng.choice([1, 8, 32])}
+    if rng.random() < 0.25:
+        arguments["layers_to_transform"] = sorted(rng.sample(range(num_layers), rng.randint(1, num_layers)))
+    return arguments
+
+
+def make_adapter(model_dir: Path, out: Path, seed: int, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    """Write a PEFT adapter with random weights, large enough to change what is written."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
+    wrapped.save_pretrained(out)
+    generator = torch.Generator().manual_seed(seed)
+    file = out / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in sorted(tensors.items()):
+        spread = tensor.shape[1] ** -0.5
+        tensors[name] = (torch.randn(tensor.shape, generator=generator) * spread).to(dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return out
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """What PEFT writes, and how far apart its two best logits were at each token."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+class PeftReference:
+    """One base model in fp32; adapters are loaded from their directories and run one at a time."""
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+        self._wrapped: PeftModel | None = None
+        self._loaded: set[str] = set()
+
+    def model(self, adapter: Path | None) -> torch.nn.Module:
+        """The model that runs with this adapter alone, or the plain base."""
+        if adapter is None:
+            if self._wrapped is not None:
+                self._wrapped.base_model.disable_adapter_layers()
+            return self.base
+        name = str(adapter).replace(".", "_")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if self._wrapped is None:
+                self._wrapped = PeftModel.from_pretrained(self.base, adapter, adapter_name=name).eval()
+            elif name not in self._loaded:
+                self._wrapped.load_adapter(adapter, adapter_name=name)
+        self._loaded.add(name)
+        self._wrapped.base_model.enable_adapter_layers()
+        self._wrapped.set_adapter(name)
+        return self._wrapped
+
+    @torch.inference_mode()
+    def greedy(self, adapter: Path | None, prompt: list[int], count: int, eos: frozenset[int] = frozenset()) -> Greedy:
+        """`count` tokens, or fewer when one of `eos` comes (it is included)."""
+        model = self.model(adapter)
+        tokens: list[int] = []
+        gaps: list[float] = []
+        step = torch.tensor([prompt])
+        past = None
+        while len(tokens) < count:
+            out = model(input_ids=step, past_key_values=past, use_cache=True, logits_to_keep=1)
+            past = out.past_key_values
+            best = out.logits[0, -1].float().topk(2)
+            tokens.append(int(best.indices[0]))
+            gaps.append(float(best.values[0] - best.values[1]))
+            if tokens[-1] in eos:
+                break
+            step = best.indices[:1].unsqueeze(0)
+        return Greedy(tokens, gaps)
+
+    @torch.inference_mode()
+    def logits(self, adapter: Path | None, ids: list[int]) -> torch.Tensor:
+        """f32[T, V], teacher-forced."""
+        found: torch.Tensor = self.model(adapter)(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+        return found

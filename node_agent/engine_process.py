@@ -1,0 +1,213 @@
+"""The engine process: owns the device, and speaks node_agent.ipc with the API process over one Unix socket."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from adapters.base_model import BaseModel
+from cluster.frames import FrameError, Frames
+from node_agent.child import die_with_parent, read_config
+from node_agent.config import EngineProcessConfig
+from node_agent.engine.loop import Engine
+from node_agent.engine.setup import build_engine
+from node_agent.ipc import Cancel, EngineEvent, Ready, Submit, command_decoder, encode
+from node_agent.log import set_up_logging
+
+STATS_INTERVAL = 0.2
+"""Seconds between two pictures of an idle engine; a working one sends them at most every MIN_STATS_INTERVAL."""
+MIN_STATS_INTERVAL = 0.05
+RECONNECT_INTERVAL = 0.1
+MAX_UNSENT = 64 << 20
+"""Bytes that may wait for an API process that does not read."""
+
+log = logging.getLogger("garnish.engine")
+
+
+class Disconnected(Exception):
+    """The API process is gone, or does not read."""
+
+
+class Channel:
+    """The connection to the API process; never blocks."""
+
+    def __init__(self, path: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.socket.connect(path)
+        except OSError as error:
+            self.socket.close()
+            raise Disconnected(str(error)) from error
+        self.socket.setblocking(False)
+        self._frames = Frames()
+        self._unsent = bytearray()
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._unsent)
+
+    def receive(self) -> list[Submit | Cancel]:
+        """Everything that has arrived. Raises Disconnected."""
+        commands: list[Submit | Cancel] = []
+        while True:
+            try:
+                chunk = self.socket.recv(1 << 18)
+            except BlockingIOError:
+                return commands
+            except OSError as error:
+                raise Disconnected(str(error)) from error
+            if not chunk:
+                raise Disconnected("the API process hung up")
+            try:
+                for body in self._frames.feed(chunk):
+                    commands += command_decoder.decode(body)
+            except (FrameError, msgspec.DecodeError) as error:
+                raise Disconnected(f"the API process broke the protocol: {error}") from error
+
+    def send(self, events: list[EngineEvent]) -> None:
+        """Queue one frame and send what the socket takes now. Raises Disconnected."""
+        if events:
+            self._unsent += encode(events)
+        while self._unsent:
+            try:
+                sent = self.socket.send(memoryview(self._unsent)[: 1 << 18])
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise Disconnected(str(error)) from error
+            del self._unsent[:sent]
+        if len(self._unsent) > MAX_UNSENT:
+            raise Disconnected("the API process does not read")
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class WakeUp:
+    """Loader threads wake the loop through an eventfd."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def set(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+
+
+class Loop:
+    """Runs the engine for one API process after another, until `stopping`."""
+
+    def __init__(self, engine: Engine, ready: Ready, wake: WakeUp, stopping: Callable[[], bool]) -> None:
+        self.engine, self.ready, self.wake, self.stopping = engine, ready, wake, stopping
+        self._stats_at = 0.0
+
+    def serve(self, channel: Channel) -> None:
+        """Until the connection ends. What was in flight is cancelled then: nobody is left to read it."""
+        selector = selectors.DefaultSelector()
+        selector.register(channel.socket, selectors.EVENT_READ)
+        selector.register(self.wake.fd, selectors.EVENT_READ)
+        try:
+            channel.send([self.ready, self.engine.stats()])
+            while not self.stopping():
+                self._turn(channel, selector)
+        except Disconnected as error:
+            log.warning("api process gone", extra={"reason": str(error)})
+        finally:
+            selector.close()
+            self.drop_all()
+
+    def drop_all(self) -> None:
+        for request in [*self.engine.queue, *self.engine.running.values()]:
+            self.engine.cancel(request.id)
+        self.engine.take_events()
+
+    def _turn(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        for command in channel.receive():
+            if isinstance(command, Submit):
+                self.engine.submit(command)
+            else:
+                self.engine.cancel(command.id)
+        worked = self.engine.step()
+        events = self.engine.take_events()
+        now = time.monotonic()
+        if now >= self._stats_at or (events and now >= self._stats_at - STATS_INTERVAL + MIN_STATS_INTERVAL):
+            events.append(self.engine.stats())
+            self._stats_at = now + STATS_INTERVAL
+        channel.send(events)
+        if not worked and not events:
+            self._wait(channel, selector, now)
+
+    def _wait(self, channel: Channel, selector: selectors.BaseSelector, now: float) -> None:
+        """For a message, a load, a deadline, or the next picture."""
+        until = min(self._stats_at, self.engine.next_deadline() or self._stats_at)
+        write = selectors.EVENT_WRITE if channel.wants_write else 0
+        selector.modify(channel.socket, selectors.EVENT_READ | write)
+        selector.select(max(0.0, until - now))
+        self.wake.clear()
+
+
+def ready_message(engine: Engine, base: BaseModel) -> Ready:
+    return Ready(
+        base=base.fingerprint,
+        device=str(engine.runner.device),
+        dtype=str(engine.runner.dtype).removeprefix("torch."),
+        max_context=engine.limits.max_context,
+        kv_blocks=engine.blocks.total,
+        block_tokens=engine.runner.block_tokens,
+        adapter_bytes=engine.store.pool.size,
+        max_rows=engine.limits.max_rows,
+    )
+
+
+def main() -> int:
+    set_up_logging("engine")
+    config = read_config(EngineProcessConfig)
+    if config.parent is not None:
+        die_with_parent(config.parent)
+    stop_requested = False
+    wake = WakeUp()
+
+    def request_stop(*_: object) -> None:
+        nonlocal stop_requested
+        stop_requested = True
+        wake.set()
+
+    signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGINT, request_stop)
+    try:
+        engine, base = build_engine(config.engine, wake.set)
+    except (ValueError, OSError) as error:
+        log.error("engine can't start", extra={"reason": str(error)})
+        return 1
+    ready = ready_message(engine, base)
+    log.info("engine is warm", extra=msgspec.to_builtins(ready))
+    loop = Loop(engine, ready, wake, lambda: stop_requested)
+    while not stop_requested:
+        try:
+            channel = Channel(config.socket)
+        except Disconnected:
+            time.sleep(RECONNECT_INTERVAL)  # the API process is starting, or restarting
+            continue
+        try:
+            loop.serve(channel)
+        finally:
+            channel.close()
+    engine.store.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
