@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from stat import S_ISREG
 from typing import BinaryIO
 
 from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
@@ -52,6 +53,8 @@ class LocalStore:
                 stat = self._path(key).stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+        if not S_ISREG(stat.st_mode):
+            return None
         return ObjectInfo(key=key, size=stat.st_size, modified=stat.st_mtime)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -69,7 +72,7 @@ class LocalStore:
 
     def put_if_absent(self, key: str, data: bytes | Path) -> str:
         path = self._path(key)
-        if path.exists():
+        if self.head(key) is not None:  # spares the copy of a large blob; the link below decides
             raise Conflict(f"{key} exists already")
         with _translated(), self._written(data) as (temporary, etag):
             _make_parents(path.parent, self.root)

@@ -11,16 +11,16 @@ A version exists only once function.json lists it, so whatever dies in between l
 from __future__ import annotations
 
 import hashlib
-import tempfile
-import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from adapters.artifact import artifact_key, write_artifact
+from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
+from adapters.contents import Contents
 from adapters.errors import Conflict, InvalidRequest, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Manifest, Policy, VersionEntry, parse_policy, with_version
 from adapters.names import is_alias, is_name
@@ -31,15 +31,19 @@ from adapters.validate import LoraLayout, validate
 
 MAX_ORPHANS = 1000
 """Numbers in a row that a deploy skips because deploys that failed, or still run, took them."""
-REWRITE_SECONDS = 12 * 3600.0
-"""Age at which a blob that a deploy meets is written anew, well before the 24 h at which orphans may be removed."""
 NAME_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting and ending with a letter or digit"
 
 
-class _Files(msgspec.Struct, frozen=True):
+@dataclass
+class _Deploy:
+    """A deploy under way; `manifest` once it has taken a number, which it keeps through all tries."""
+
+    layout: LoraLayout
     config: bytes
     weights: Path
     source: str | None
+    manifest: Manifest | None = None
+    created: bool = False
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -74,7 +78,7 @@ class Registry:
     def __init__(self, store: ObjectStore, base: BaseModel) -> None:
         self.store = store
         self.base = base
-        self._remake = threading.Lock()
+        self.contents = Contents(store, base)
 
     def check(self, config: bytes, weights: Path, name: str = "") -> Deployment:
         """What a deploy would find, without writing anything. Raises as `deploy` does."""
@@ -104,8 +108,17 @@ class Registry:
             raise InvalidRequest("alias", f"malformed alias {alias[:100]!r}: {NAME_RULE}, not all digits")
         parse_policy(policy or {}, Policy())
         layout = validate(read_peft(config, weights), self.base)
-        files = _Files(config=config, weights=weights, source=source)
-        return self._commit(tenant, name, layout, files, alias or "latest", policy or {})
+        deploy = _Deploy(layout=layout, config=config, weights=weights, source=source)
+
+        def commit(record: FunctionRecord | None) -> FunctionRecord:
+            record = record or FunctionRecord(name=name, created=time.time())
+            entry = self._listed(tenant, record, deploy)
+            changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
+            return with_version(changed, entry, alias or "latest", time.time())
+
+        record = update_record(self.store, _function_key(tenant, name), FunctionRecord, commit)
+        entry = _find_digest(record, layout.digest)
+        return _deployment(name, entry.version if entry else None, layout, created=deploy.created)
 
     def resolve(self, tenant: str, name: str, qualifier: str | None = None) -> Resolved:
         """The version that `qualifier` (an alias, a version number, or None for `latest`) names now.
@@ -120,7 +133,7 @@ class Registry:
         if entry is None:
             raise NotFound(f"function {name} has no version or alias {wanted[:100]!r}")
         if entry.base != self.base.fingerprint:
-            self._ensure_artifact(tenant, name, entry)
+            self.contents.ensure_artifact(self._manifest(tenant, name, entry.version))
         return Resolved(
             function=name,
             version=entry.version,
@@ -158,13 +171,11 @@ class Registry:
         """One version's manifest. Raises NotFound unless the function lists that version."""
         if all(entry.version != version for entry in self.function(tenant, name).versions):
             raise NotFound(f"function {name} has no version {version}")
-        return msgspec.json.decode(self.store.get(_manifest_key(tenant, name, version)).data, type=Manifest)
+        return self._manifest(tenant, name, version)
 
     def versions(self, tenant: str, name: str) -> list[Manifest]:
         """The manifests of all versions, ascending. Raises NotFound."""
-        entries = self.function(tenant, name).versions
-        keys = [_manifest_key(tenant, name, entry.version) for entry in entries]
-        return [msgspec.json.decode(self.store.get(key).data, type=Manifest) for key in keys]
+        return [self._manifest(tenant, name, entry.version) for entry in self.function(tenant, name).versions]
 
     def delete_function(self, tenant: str, name: str) -> None:
         """Make the function invisible at once; its objects are left to garbage collection. Raises NotFound."""
@@ -189,70 +200,29 @@ class Registry:
         found = read_record(self.store, _function_key(tenant, name), FunctionRecord)
         return found[0] if found else None
 
-    def _put_blob(self, sha256: str, data: bytes | Path) -> None:
-        self._put_immutable(f"blobs/sha256/{sha256}", data)
+    def _listed(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> VersionEntry:
+        """The version that the record should list: the one it has of this digest, or one with a number of its own."""
+        existing = _find_digest(record, deploy.layout.digest)
+        deploy.created = existing is None
+        if existing is not None:
+            if not self.contents.has_artifact(existing.digest):
+                self.contents.put_artifact(deploy.layout, deploy.weights)
+            return msgspec.structs.replace(existing, base=self.base.fingerprint)
+        if deploy.manifest is None:
+            self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
+            deploy.manifest = self._put_manifest(tenant, record, deploy)
+        made = deploy.manifest
+        return VersionEntry(made.version, made.digest, made.base, made.ranks, made.targets, made.bytes, made.created)
 
-    def _put_artifact(self, layout: LoraLayout, weights: Path) -> None:
-        key = artifact_key(self.base.fingerprint, layout.digest)
-        if self._is_fresh(key):
-            return
-        with tempfile.TemporaryDirectory(prefix="garnish-artifact-") as folder:
-            out = Path(folder) / "artifact"
-            write_artifact(layout, self.base, weights, out)
-            self._put_immutable(key, out)
+    def _manifest(self, tenant: str, name: str, version: int) -> Manifest:
+        found = read_record(self.store, _manifest_key(tenant, name, version), Manifest)
+        if found is None:
+            raise StoreUnavailable(f"the manifest of version {version} of {name} is missing from the registry")
+        return found[0]
 
-    def _is_fresh(self, key: str) -> bool:
-        info = self.store.head(key)
-        return info is not None and time.time() - info.modified < REWRITE_SECONDS
-
-    def _put_immutable(self, key: str, data: bytes | Path) -> None:
-        """Write content whose key is its hash; an old copy is written anew, for it may be an orphan about to go."""
-        if self._is_fresh(key):
-            return
-        if self.store.head(key) is not None:
-            self.store.put(key, data)
-            return
-        try:
-            self.store.put_if_absent(key, data)
-        except Conflict:
-            return  # another deploy of the same content was faster
-
-    def _commit(
-        self,
-        tenant: str,
-        name: str,
-        layout: LoraLayout,
-        files: _Files,
-        alias: str,
-        policy: dict[str, Any],
-    ) -> Deployment:
-        number: int | None = None
-        created = False
-
-        def commit(record: FunctionRecord | None) -> FunctionRecord:
-            nonlocal number, created
-            record = record or FunctionRecord(name=name, created=time.time())
-            existing = _find_digest(record, layout.digest)
-            created = existing is None
-            if existing is not None:
-                if self.store.head(artifact_key(self.base.fingerprint, layout.digest)) is None:
-                    self._put_artifact(layout, files.weights)
-                number = existing.version
-            elif number is None:
-                self._put_blob(hashlib.sha256(files.config).hexdigest(), files.config)
-                self._put_blob(layout.weights_sha256, files.weights)
-                self._put_artifact(layout, files.weights)
-                number = self._put_manifest(tenant, record, layout, files)
-            entry = _entry(number, layout, self.base.fingerprint, existing.created if existing else time.time())
-            changed = msgspec.structs.replace(record, policy=parse_policy(policy, record.policy))
-            return with_version(changed, entry, alias, time.time())
-
-        record = update_record(self.store, _function_key(tenant, name), FunctionRecord, commit)
-        entry = _find_digest(record, layout.digest)
-        return _deployment(name, entry.version if entry else None, layout, created=created)
-
-    def _put_manifest(self, tenant: str, record: FunctionRecord, layout: LoraLayout, files: _Files) -> int:
+    def _put_manifest(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
         """Take the next free number by writing its manifest; numbers of orphans are skipped."""
+        layout = deploy.layout
         for number in range(record.next_version, record.next_version + MAX_ORPHANS):
             manifest = Manifest(
                 function=record.name,
@@ -260,7 +230,7 @@ class Registry:
                 digest=layout.digest,
                 base=self.base.fingerprint,
                 base_id=self.base.id,
-                config_sha256=hashlib.sha256(files.config).hexdigest(),
+                config_sha256=hashlib.sha256(deploy.config).hexdigest(),
                 weights_sha256=layout.weights_sha256,
                 dtype=layout.dtype,
                 ranks=layout.ranks,
@@ -268,35 +238,14 @@ class Registry:
                 bytes=layout.bytes,
                 warnings=layout.warnings,
                 created=time.time(),
-                source=files.source,
+                source=deploy.source,
             )
             try:
                 self.store.put_if_absent(_manifest_key(tenant, record.name, number), msgspec.json.encode(manifest))
             except Conflict:
                 continue
-            return number
+            return manifest
         raise StoreUnavailable(f"function {record.name} has too many unfinished versions; remove them first")
-
-    def _ensure_artifact(self, tenant: str, name: str, entry: VersionEntry) -> None:
-        """Make the artifact for the present base from the stored files, if it does not exist. Raises InvalidAdapter."""
-        key = artifact_key(self.base.fingerprint, entry.digest)
-        if self.store.head(key) is not None:
-            return
-        with self._remake, tempfile.TemporaryDirectory(prefix="garnish-remake-") as folder:
-            if self.store.head(key) is not None:
-                return
-            manifest = self.manifest(tenant, name, entry.version)
-            weights = Path(folder) / "weights"
-            self._fetch_blob(manifest.weights_sha256, weights)
-            config = self.store.get(f"blobs/sha256/{manifest.config_sha256}").data
-            self._put_artifact(validate(read_peft(config, weights), self.base), weights)
-
-    def _fetch_blob(self, sha256: str, out: Path) -> None:
-        start = 0
-        with out.open("wb") as stream:
-            while data := self.store.get_range(f"blobs/sha256/{sha256}", start, 8 << 20):
-                stream.write(data)
-                start += len(data)
 
 
 def _function_key(tenant: str, name: str) -> str:
@@ -314,10 +263,6 @@ def _check_tenant(tenant: str) -> None:
 
 def _find_digest(record: FunctionRecord, digest: str) -> VersionEntry | None:
     return next((entry for entry in record.versions if entry.digest == digest), None)
-
-
-def _entry(version: int, layout: LoraLayout, base: str, created: float) -> VersionEntry:
-    return VersionEntry(version, layout.digest, base, layout.ranks, layout.targets, layout.bytes, created)
 
 
 def _deployment(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:

@@ -1,0 +1,72 @@
+"""Adapters for tests: real ones, trained weights replaced by random numbers, and files broken in one chosen way."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+LAYERS = 3
+TINY = LlamaConfig(
+    num_hidden_layers=LAYERS,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+    max_position_embeddings=128,
+)
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def tiny_model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(TINY)
+
+
+def peft_model(model: PreTrainedModel | None = None, **fields: Any) -> PeftModel:
+    """A model with a random (not zero) adapter of the given LoraConfig fields."""
+    fields = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "target_modules": ["q_proj", "v_proj"], **fields}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns about configs that are legal and drawn here on purpose
+        return get_peft_model(model or tiny_model(), LoraConfig(**fields))
+
+
+def save(model: PeftModel, folder: Path) -> tuple[bytes, Path]:
+    """Save as PEFT does; returns what a deploy takes: the config's bytes and the weights' path."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
+
+
+def adapter(folder: Path, **fields: Any) -> tuple[bytes, Path]:
+    """A saved adapter of the tiny model."""
+    torch.manual_seed(0)
+    return save(peft_model(**fields), folder)
+
+
+def changed(config: bytes, **fields: Any) -> bytes:
+    """The config with some fields replaced."""
+    return json.dumps({**json.loads(config), **fields}).encode()
+
+
+def safetensors_bytes(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file from raw parts; `length` lies about the header's length."""
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+def write_tensors(path: Path, tensors: dict[str, tuple[str, np.ndarray[Any, Any]]]) -> Path:
+    """A well-formed safetensors file of (dtype name, array) by name; bf16 comes as uint16 bits."""
+    header, data = {}, b""
+    for name, (dtype, array) in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    path.write_bytes(safetensors_bytes(json.dumps(header).encode(), data))
+    return path

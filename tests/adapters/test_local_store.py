@@ -1,0 +1,112 @@
+"""What is special to the directory store: modes, crashes, and exclusion between processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from adapters.errors import StoreUnavailable
+from adapters.local_store import LocalStore
+
+COUNT = """
+import sys
+from pathlib import Path
+from adapters.errors import PreconditionFailed
+from adapters.local_store import LocalStore
+store = LocalStore(Path(sys.argv[1]))
+done = 0
+while done < 25:
+    found = store.get("count")
+    try:
+        store.put_if_match("count", str(int(found.data) + 1).encode(), found.etag)
+        done += 1
+    except PreconditionFailed:
+        pass
+"""
+
+HANG_IN_WRITE = """
+import os, sys
+from pathlib import Path
+from adapters.local_store import LocalStore
+store = LocalStore(Path(sys.argv[1]))
+os.mkfifo(sys.argv[2])
+store.put_if_absent("big/object", Path(sys.argv[2]))
+"""
+
+
+def test_only_the_owner_may_read(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        store = LocalStore(tmp_path / "root")
+        store.put_if_absent("a/b/c", b"x")
+        store.put("a/d", b"x")
+    finally:
+        os.umask(old)
+    for path in [store.root, *store.root.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_no_increment_is_lost_between_processes(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put_if_absent("count", b"0")
+    workers = [subprocess.Popen([sys.executable, "-c", COUNT, str(tmp_path)]) for _ in range(3)]
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
+    assert store.get("count").data == b"75"
+
+
+def test_a_writer_killed_midway_leaves_nothing_visible_and_its_file_is_swept(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    worker = subprocess.Popen([sys.executable, "-c", HANG_IN_WRITE, str(tmp_path / "store"), str(fifo)])
+    try:
+        while not fifo.exists():
+            assert worker.poll() is None
+        with fifo.open("wb") as feed:  # opens once the worker reads: it is in the middle of its write
+            feed.write(b"half")
+            feed.flush()
+            temporary = _await_file(tmp_path / "store" / ".tmp")
+            _age(temporary)
+            LocalStore(tmp_path / "store")
+            assert temporary.exists(), "a living writer keeps its file, however old"
+            worker.send_signal(signal.SIGKILL)
+            worker.wait(timeout=30)
+    finally:
+        worker.kill()
+        worker.wait(timeout=30)
+    store = LocalStore(tmp_path / "store")
+    assert store.head("big/object") is None
+    assert store.list("") == ()
+    assert not temporary.exists()
+
+
+def test_failures_of_the_disk_are_typed_and_name_no_path(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    store.put_if_absent("folder/object", b"x")
+    with pytest.raises(StoreUnavailable) as raised:
+        store.put("folder", b"a folder is in the way")
+    assert str(tmp_path) not in str(raised.value)
+    with pytest.raises(StoreUnavailable):
+        store.put_if_absent("folder/object/below", b"an object is in the way")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreUnavailable):
+        LocalStore(tmp_path / "file")
+    assert list((store.root / ".tmp").iterdir()) == []
+
+
+def _await_file(folder: Path) -> Path:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        files = list(folder.iterdir())
+        if files:
+            return files[0]
+    raise AssertionError("no temporary file appeared")
+
+
+def _age(path: Path) -> None:
+    os.utime(path, (time.time() - 3600, time.time() - 3600))
