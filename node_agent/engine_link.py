@@ -13,8 +13,8 @@ import msgspec
 from cluster.frames import FrameError, Frames
 from node_agent.ipc import Command, EngineEvent, Ready, encode, event_decoder
 
-SILENCE_LIMIT = 30.0
-"""Seconds. An engine says something every 0.2 s; one that says nothing for so long is taken for dead."""
+SILENCE_LIMIT = 60.0
+"""Seconds. An engine speaks every 0.2 s, but a long prompt on a busy CPU can take far longer; then it is taken for dead."""
 READ_SIZE = 1 << 18
 WRITE_LIMIT = 64 << 20
 """Bytes of commands that may wait for an engine that does not read."""

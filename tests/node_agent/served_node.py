@@ -12,6 +12,7 @@ import msgspec
 import uvicorn
 import uvloop
 from aiohttp import web
+from scripted_engine import ScriptedEngine
 
 from cluster.frames import Frames
 from cluster.messages import Event, GenerateRequest, NodeRecord, Sampling, decode_event
@@ -19,7 +20,6 @@ from cluster.secret import authorization, create_secret
 from node_agent.api import create_app, listen, url_of
 from node_agent.api_desk import Desk
 from node_agent.config import EngineConfig, NodeConfig
-from scripted_engine import ScriptedEngine
 
 SECONDS = 60.0
 """Bound of one scenario."""

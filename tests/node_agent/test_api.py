@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.messages import Done, Started, Token
-from cluster.text import BaseText
 from scripted_engine import admitted, finished, tokens
 from served_node import request_of, run_scenario, served_node
+
+from cluster.messages import Done, Started, Token
+from cluster.text import BaseText
 
 
 def test_a_request_becomes_events(tmp_path: Path, stories_dir: Path) -> None:

@@ -1,0 +1,71 @@
+"""Stop strings against a search of the whole text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node_agent.stops import StopMatcher
+
+LETTERS = "ab\u20ac"
+"""Few letters, so that drawn stop strings overlap themselves, each other and the text."""
+stop_strings = st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4)
+
+
+def whole_text_answer(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Tries every end from the left: the first at which some stop string ends, and of those the longest."""
+    for end in range(1, len(text) + 1):
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return text[: end - max(map(len, matches))], True
+    return text, False
+
+
+def longest_beginning(text: str, stops: list[str]) -> int:
+    """Length of the longest end of `text` that is a proper beginning of a stop string."""
+    return max(
+        (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
+        default=0,
+    )
+
+
+@given(st.lists(st.text(LETTERS, max_size=6), max_size=12), stop_strings)
+def test_any_cut_gives_what_the_whole_text_gives(pieces: list[str], stops: list[str]) -> None:
+    matcher, emitted, seen, stopped = StopMatcher(stops), "", "", False
+    for piece in pieces:
+        seen += piece
+        part, stopped = matcher.feed(piece)
+        emitted += part
+        expected, found = whole_text_answer(seen, stops)
+        assert stopped == found
+        if stopped:
+            assert emitted == expected
+            break
+        assert emitted == seen[: len(seen) - longest_beginning(seen, stops)], "holds back no more and no less"
+    if not stopped:
+        assert emitted + matcher.flush() == seen
+        assert matcher.flush() == ""
+
+
+def test_a_stop_string_across_three_pieces_is_cut_out() -> None:
+    matcher = StopMatcher(["\n\nUser:"])
+    assert matcher.feed("Hello.\n") == ("Hello.", False)
+    assert matcher.feed("\nUs") == ("", False)
+    assert matcher.feed("er: and more") == ("", True)
+
+
+def test_a_false_start_is_released_in_full() -> None:
+    matcher = StopMatcher(["aab"])
+    assert matcher.feed("aa") == ("", False)
+    assert matcher.feed("a") == ("a", False), "the last two may still begin the stop string"
+    assert matcher.feed("c") == ("aac", False)
+
+
+def test_without_stop_strings_nothing_is_held_back() -> None:
+    assert StopMatcher([]).feed("anything") == ("anything", False)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty stop string"):
+        StopMatcher(["a", ""])
