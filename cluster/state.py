@@ -1,0 +1,159 @@
+"""What gateways know of nodes: their latest records, and places reserved on them but not yet acknowledged."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from cluster.messages import RECORD_EXPIRY, NodeRecord, check_version
+
+RESERVATION_SECONDS = 5.0
+"""A place that no record acknowledged by then is free again: the request never reached the node."""
+FORGET_SECONDS = 60.0
+"""An expired record is kept this long, so that streams of a silent node can tell for how long it has been silent."""
+MAX_NODES = 1024
+PAST_EPOCHS = 8
+"""Replaced epochs remembered per node, so that a record delayed on its way can't bring back a dead process."""
+
+
+class TooManyNodes(ValueError):
+    """The state is full of other nodes."""
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """A live node as the scheduler sees it."""
+
+    record: NodeRecord
+    reserved: int
+    """Places given away that the node has not acknowledged yet."""
+    age: float
+    """Seconds since the record came in, by the receiver's clock."""
+
+    @property
+    def load(self) -> int:
+        """Requests that the node has or is about to get."""
+        return self.record.running + self.record.queued + self.reserved
+
+    @property
+    def full(self) -> bool:
+        return self.record.queued + self.reserved >= self.record.queue_limit
+
+
+class ClusterState(Protocol):
+    """Shared by everything that places requests; methods are async because a shared state lives elsewhere."""
+
+    async def publish(self, record: NodeRecord) -> bool:
+        """Take a record in; False when it is older than what is known. Raises VersionMismatch, TooManyNodes."""
+        ...
+
+    async def nodes(self) -> list[NodeView]:
+        """Every node whose record has not expired, in the order of their ids."""
+        ...
+
+    async def reserve(self, node_id: str, request_id: str) -> bool:
+        """Take a place on a live node; False when it is full or gone."""
+        ...
+
+    async def release(self, node_id: str, request_id: str) -> None:
+        """Give a place back that will not be used. Nothing happens when the reservation has ended already."""
+        ...
+
+    async def silence(self, node_id: str, epoch: str) -> float:
+        """Seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
+        ...
+
+
+class _Node:
+    def __init__(self, record: NodeRecord, heard: float) -> None:
+        self.record = record
+        self.heard = heard
+        self.reservations: dict[str, float] = {}
+        self.past: OrderedDict[str, None] = OrderedDict()
+
+
+class MemoryClusterState:
+    """The state of one gateway process. `clock` is monotonic seconds of this process."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        expiry: float = RECORD_EXPIRY,
+        reservation_seconds: float = RESERVATION_SECONDS,
+        max_nodes: int = MAX_NODES,
+    ) -> None:
+        self._clock = clock
+        self._expiry = expiry
+        self._reservation_seconds = reservation_seconds
+        self._max_nodes = max_nodes
+        self._nodes: dict[str, _Node] = {}
+
+    async def publish(self, record: NodeRecord) -> bool:
+        check_version(record.v)
+        now = self._clock()
+        self._forget(now)
+        node = self._nodes.get(record.id)
+        if node is None:
+            if len(self._nodes) >= self._max_nodes:
+                raise TooManyNodes(f"{self._max_nodes} nodes are known already; {record.id} was not added")
+            node = self._nodes[record.id] = _Node(record, now)
+        elif not self._is_newer(node, record):
+            return False
+        node.record, node.heard = record, now
+        for request_id in record.acknowledged:
+            node.reservations.pop(request_id, None)
+        return True
+
+    async def nodes(self) -> list[NodeView]:
+        now = self._clock()
+        return [
+            NodeView(record=node.record, reserved=self._reserved(node, now), age=now - node.heard)
+            for _, node in sorted(self._nodes.items())
+            if now - node.heard < self._expiry
+        ]
+
+    async def reserve(self, node_id: str, request_id: str) -> bool:
+        now = self._clock()
+        node = self._nodes.get(node_id)
+        if node is None or now - node.heard >= self._expiry:
+            return False
+        if NodeView(record=node.record, reserved=self._reserved(node, now), age=0.0).full:
+            return False
+        node.reservations[request_id] = now + self._reservation_seconds
+        return True
+
+    async def release(self, node_id: str, request_id: str) -> None:
+        node = self._nodes.get(node_id)
+        if node is not None:
+            node.reservations.pop(request_id, None)
+
+    async def silence(self, node_id: str, epoch: str) -> float:
+        node = self._nodes.get(node_id)
+        if node is None or node.record.epoch != epoch:
+            return math.inf
+        return self._clock() - node.heard
+
+    def _is_newer(self, node: _Node, record: NodeRecord) -> bool:
+        """Within an epoch the greater `seq` wins; a new epoch is a new process, whose places are all free."""
+        if record.epoch == node.record.epoch:
+            return record.seq > node.record.seq
+        if record.epoch in node.past:
+            return False
+        node.past[node.record.epoch] = None
+        if len(node.past) > PAST_EPOCHS:
+            node.past.popitem(last=False)
+        node.reservations.clear()
+        return True
+
+    def _reserved(self, node: _Node, now: float) -> int:
+        for request_id in [name for name, end in node.reservations.items() if end <= now]:
+            del node.reservations[request_id]
+        return len(node.reservations)
+
+    def _forget(self, now: float) -> None:
+        for node_id in [name for name, node in self._nodes.items() if now - node.heard >= FORGET_SECONDS]:
+            del self._nodes[node_id]

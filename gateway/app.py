@@ -1,0 +1,58 @@
+"""The application: routes inside the boundary, services made when the server starts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NoReturn, TypedDict
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+
+from gateway.boundary import Boundary
+from gateway.config import GatewayConfig, check_config
+from gateway.metrics import Metrics
+from gateway.routes import cluster, deploy, health, invoke
+from gateway.services import Services, open_services
+
+ROUTES = [*deploy.routes, *invoke.routes, *health.routes, *cluster.routes]
+
+
+class State(TypedDict):
+    services: Services
+
+
+def create_app(config: GatewayConfig) -> Starlette:
+    """Raises ConfigError. Files are read, and clients made, only once the server starts."""
+    check_config(config)
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[State]:
+        _empty_folder(Path(config.tmp_dir))
+        async with open_services(config, metrics) as services:
+            yield {"services": services}
+
+    app = Starlette(
+        routes=ROUTES,
+        lifespan=lifespan,
+        middleware=[Middleware(Boundary, max_concurrent=config.max_concurrent, metrics=metrics)],
+        exception_handlers={HTTPException: _pass_on},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _pass_on(_: Request, error: Exception) -> NoReturn:
+    raise error  # the boundary makes all replies to errors, so that they have one shape
+
+
+def _empty_folder(folder: Path) -> None:
+    """What a killed gateway left of its uploads."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for left in folder.glob("upload-*"):
+        shutil.rmtree(left)

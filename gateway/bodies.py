@@ -1,0 +1,127 @@
+"""Request bodies: bounded in size and time while they come in, then one strict reading of their JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from adapters import strict_json
+from cluster.errors import ServiceError
+from gateway.errors import ClientGone
+
+T = TypeVar("T")
+
+DISCARD_BYTES = 8 << 20
+DISCARD_SECONDS = 1.0
+"""A body over its limit is read and dropped this far, so that its sender gets to read the answer."""
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")
+
+
+async def stream_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> AsyncGenerator[bytes, None]:
+    """Chunks of the body. Raises ServiceError: `too_large` over `limit` bytes, `invalid_request` when it comes too
+    slowly (whole body `seconds`, one pause `idle_seconds`); ClientGone when its sender has gone."""
+    stated = request.headers.get("content-length", "0")
+    if stated.isdigit() and int(stated) > limit:
+        await _refuse_size(request, limit)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout_at(min(deadline, loop.time() + idle_seconds)):
+                message = await request.receive()
+        except TimeoutError:
+            raise SlowBody(seconds, idle_seconds) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            await _refuse_size(request, limit)
+        if chunk:
+            yield chunk
+        if not message.get("more_body", False):
+            return
+
+
+async def read_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> bytes:
+    return b"".join([chunk async for chunk in stream_body(request, limit, seconds, idle_seconds)])
+
+
+class SlowBody(ServiceError):
+    """Its sender must not keep the connection: the rest of the body would be taken for the next request."""
+
+    def __init__(self, seconds: float, idle_seconds: float) -> None:
+        super().__init__(
+            "invalid_request",
+            f"the body did not arrive in time (at most {seconds:g} s in all, pauses of at most {idle_seconds:g} s)",
+        )
+        self.headers = {"connection": "close"}
+
+
+class _TooLargeBody(ServiceError):
+    def __init__(self, limit: int) -> None:
+        super().__init__("too_large", f"the body is larger than {limit} bytes")
+        self.headers = {"connection": "close"}
+
+
+async def _refuse_size(request: Request, limit: int) -> None:
+    left = DISCARD_BYTES
+    try:
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass  # the answer goes out now; whether it is read is the sender's affair
+    raise _TooLargeBody(limit)
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """One value of `kind`. Raises ServiceError: `invalid_request` when it is not JSON, `validation_failed` naming the
+    field in `param` when it is JSON of another form."""
+    try:
+        value = strict_json.loads(data)
+    except strict_json.InvalidJson as error:
+        raise ServiceError("invalid_request", f"the body is not valid JSON: {error}") from None
+    return convert(value, kind)
+
+
+def convert(value: Any, kind: type[T], at: str = "") -> T:
+    """`value` checked against the message type `kind`; `at` is put before the name of the offending field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        param = field_of(str(error))
+        named = ".".join(part for part in (at, param) if part) or None
+        raise ServiceError("validation_failed", _PATH.sub("", str(error)), param=named) from None
+    except RecursionError:
+        raise ServiceError("invalid_request", "the body is not valid JSON: it is nested too deeply") from None
+
+
+def field_of(message: str) -> str | None:
+    """The field that a msgspec error is about: `messages[0].role`, `max_tokens`."""
+    path = _PATH.search(message)
+    unknown = _UNKNOWN.search(message)
+    parts = [path.group(1) if path else "", next(filter(None, unknown.groups()), "") if unknown else ""]
+    return ".".join(part for part in parts if part) or None
+
+
+def media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def require_json(request: Request) -> None:
+    """Raises ServiceError `unsupported_media_type`. A body without a stated type is taken for JSON."""
+    given = media_type(request)
+    if given not in ("", "application/json"):
+        raise ServiceError("unsupported_media_type", f"send application/json, not {given}")

@@ -1,0 +1,104 @@
+"""The outermost layer of the application: request ids, errors as replies, and the bound on concurrent requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.errors import ServiceError
+from gateway.errors import ClientGone, error_reply, is_unexpected, to_service_error
+from gateway.metrics import Metrics
+
+SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+UNCOUNTED = ("/healthz", "/readyz", "/cluster/record")
+"""Served even when the gateway is full: without them it would look dead, or would see no nodes."""
+
+log = logging.getLogger("gateway")
+
+
+class Boundary:
+    """Pure ASGI: event streams pass through it unbuffered."""
+
+    def __init__(self, app: ASGIApp, max_concurrent: int, metrics: Metrics) -> None:
+        self._app = app
+        self._max_concurrent = max_concurrent
+        self._metrics = metrics
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reply = _Reply(send, _request_id(scope))
+        scope.setdefault("state", {})["request_id"] = reply.request_id
+        counted = scope["path"] not in UNCOUNTED
+        self._running += counted
+        try:
+            if counted and self._running > self._max_concurrent:
+                raise ServiceError("overloaded", "the gateway has too many open requests", retry_after=1.0)
+            await self._app(scope, receive, reply.send)
+        except ClientGone:
+            reply.status = 499
+        except asyncio.CancelledError:
+            # The server stops and its grace is over; an open stream has said so itself.
+            await reply.fail(ServiceError("unavailable", "the gateway is stopping", retry_after=1.0), scope["path"])
+            raise
+        except Exception as error:
+            _log_failure(error, reply, scope)
+            await reply.fail(to_service_error(error), scope["path"], getattr(error, "headers", None))
+        finally:
+            self._running -= counted
+            self._metrics.count_request(_route(scope), reply.status)
+
+
+class _Reply:
+    """The way out of one request: adds its id, and remembers whether an answer has begun."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    async def fail(self, error: ServiceError, path: str, extra: dict[str, str] | None = None) -> None:
+        if self.status:
+            return  # the answer has begun: a second one would be garbage inside the first
+        status, body, headers = error_reply(error, path, self.request_id)
+        await send_json(self.send, status, body, headers | (extra or {}))
+
+
+async def send_json(send: Send, status: int, body: Any, headers: dict[str, str]) -> None:
+    content = msgspec.json.encode(body)
+    fixed = {"content-type": "application/json", "content-length": str(len(content))}
+    pairs = [(name.lower().encode(), value.encode()) for name, value in (fixed | headers).items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": content})
+
+
+def _request_id(scope: Scope) -> str:
+    """The caller's own id when it can do no harm in headers and logs."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    text: str = given.decode("latin-1")
+    return text if SANE_ID.fullmatch(text) else f"req_{secrets.token_hex(12)}"
+
+
+def _route(scope: Scope) -> str:
+    return getattr(scope.get("endpoint"), "__name__", "unknown")
+
+
+def _log_failure(error: Exception, reply: _Reply, scope: Scope) -> None:
+    if is_unexpected(error):
+        log.error("request failed", exc_info=error, extra={"request_id": reply.request_id, "route": _route(scope)})
+    elif reply.status:
+        log.warning("reply broke off: %s", error, extra={"request_id": reply.request_id, "route": _route(scope)})

@@ -1,0 +1,82 @@
+"""What the registry said a moment ago: valid for a second, and for a minute while the registry is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+from adapters.errors import StoreUnavailable
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class GraceCache(Generic[K, V]):
+    """Only answers are kept: what was missing is asked for again each time, so that a deploy is seen at once."""
+
+    def __init__(
+        self,
+        load: Callable[[K], Awaitable[V]],
+        *,
+        clock: Callable[[], float],
+        fresh: float,
+        grace: float,
+        limit: int = 10_000,
+    ) -> None:
+        self._load = load
+        self._clock = clock
+        self._fresh = fresh
+        self._grace = grace
+        self._limit = limit
+        self._known: OrderedDict[K, tuple[V, float]] = OrderedDict()
+        self._loading: dict[K, asyncio.Task[V]] = {}
+
+    async def get(self, key: K) -> V:
+        """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
+        known = self._known.get(key)
+        if known is not None and self._clock() - known[1] < self._fresh:
+            return known[0]
+        try:
+            return await asyncio.shield(self._loading.get(key) or self._begin(key))
+        except StoreUnavailable:
+            if known is None or self._clock() - known[1] >= self._grace:
+                raise
+            return known[0]
+
+    def forget_where(self, matches: Callable[[K], bool]) -> None:
+        """The next `get` of these asks anew, and a load of them that began before does not count."""
+        for key in [key for key in self._known if matches(key)]:
+            del self._known[key]
+        for key in [key for key in self._loading if matches(key)]:
+            del self._loading[key]
+
+    def _begin(self, key: K) -> asyncio.Task[V]:
+        task = asyncio.ensure_future(self._load_one(key))
+        # Retrieved here too: when every waiter has gone, nobody else looks at the task's exception.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._loading[key] = task
+        return task
+
+    async def _load_one(self, key: K) -> V:
+        task = asyncio.current_task()
+        asked = self._clock()
+        try:
+            value = await self._load(key)
+        except StoreUnavailable:
+            raise
+        except Exception:
+            if self._loading.get(key) is task:
+                self._known.pop(key, None)
+            raise
+        else:
+            if self._loading.get(key) is task:
+                self._known[key] = (value, asked)
+                self._known.move_to_end(key)
+                if len(self._known) > self._limit:
+                    self._known.popitem(last=False)
+            return value
+        finally:
+            if self._loading.get(key) is task:
+                del self._loading[key]

@@ -1,0 +1,117 @@
+"""Who calls: keys to tenants, through a cache of a second."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+
+from adapters.errors import NotFound
+from adapters.names import is_name
+from adapters.tenants import Tenants, parse_key
+from cluster.errors import ServiceError
+from gateway.cache import GraceCache
+from gateway.config import GatewayConfig
+from gateway.threads import StoreThreads
+
+OPEN_TENANT = "default"
+"""Whose functions are served when `auth` is `none`."""
+MAX_KEY_TEXT = 512
+TENANT_HEADER = "x-garnish-tenant"
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """`tenant` is the one that the key belongs to; None for an admin key."""
+
+    tenant: str | None
+    admin: bool
+
+
+class Callers:
+    def __init__(
+        self, config: GatewayConfig, tenants: Tenants, threads: StoreThreads, clock: Callable[[], float]
+    ) -> None:
+        self._open = config.auth == "none"
+        self._tenants = tenants
+        self._threads = threads
+        self._keys: GraceCache[_Key, Caller] = GraceCache(
+            self._verify, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
+        )
+        self._known: GraceCache[str, str] = GraceCache(
+            self._tenant_exists, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
+        )
+
+    async def caller(self, request: Request) -> Caller:
+        """Raises ServiceError `unauthenticated` without a valid key."""
+        if self._open:
+            return Caller(tenant=OPEN_TENANT, admin=True)
+        text = _key_text(request)
+        if parse_key(text) is None:
+            raise _invalid_key()
+        return await self._keys.get(_Key(text))
+
+    async def tenant(self, request: Request) -> str:
+        """Inside whose functions the request is looked up. Raises ServiceError."""
+        caller = await self.caller(request)
+        named = request.headers.get(TENANT_HEADER)
+        if named is None:
+            if caller.tenant is None:
+                raise ServiceError(
+                    "invalid_request", f"an admin key names a tenant in the header {TENANT_HEADER}", param=TENANT_HEADER
+                )
+            return caller.tenant
+        if named == caller.tenant:
+            return named
+        if not caller.admin:
+            raise ServiceError("forbidden", "only an admin key may act for another tenant", param=TENANT_HEADER)
+        return await self._known.get(named)
+
+    async def admin(self, request: Request) -> None:
+        """Raises ServiceError `forbidden` for a tenant's key."""
+        if not (await self.caller(request)).admin:
+            raise ServiceError("forbidden", "this route needs an admin key")
+
+    async def _verify(self, key: _Key) -> Caller:
+        principal = await self._threads.read(self._tenants.verify, key.text)
+        if principal is None:
+            raise _invalid_key()
+        return Caller(tenant=principal.tenant, admin=principal.tenant is None)
+
+    async def _tenant_exists(self, name: str) -> str:
+        if not is_name(name):
+            raise NotFound("there is no such tenant")
+        return (await self._threads.read(self._tenants.get, name)).id
+
+
+class _Key:
+    """A key as a cache's key: equal by its hash, so that comparing takes no time that tells of the text."""
+
+    __slots__ = ("_digest", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._digest = hashlib.sha256(text.encode()).digest()
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._digest == other._digest
+
+
+def _key_text(request: Request) -> str:
+    scheme, _, text = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not text:
+        text = request.headers.get("x-api-key", "")
+    text = text.strip()
+    if not text:
+        raise ServiceError("unauthenticated", "send a key: `Authorization: Bearer KEY` or `x-api-key: KEY`")
+    if len(text) > MAX_KEY_TEXT or not text.isascii():
+        raise _invalid_key()
+    return text
+
+
+def _invalid_key() -> ServiceError:
+    return ServiceError("unauthenticated", "the key is not valid")

@@ -1,0 +1,89 @@
+"""Settings of the gateway. `garnish` fills them from serverless.yml and the command line; parts take what they use."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Literal
+
+import msgspec
+
+from cluster.messages import RECORD_EXPIRY
+
+
+class ConfigError(ValueError):
+    """A setting, or two settings together, that the gateway can't serve with; names the field."""
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are in seconds, sizes in bytes."""
+
+    model_dir: str
+    """Directory of the base model: tokenizer and config are read, weights are only fingerprinted."""
+    base_id: str
+    registry: str
+    """Directory (or URL) of the object store."""
+    secret_file: str
+    """The cluster secret, shared with the nodes."""
+    tmp_dir: str
+    """Uploads lie here while they are checked; emptied at start."""
+    host: str = "127.0.0.1"
+    port: int = 8080
+    workers: int = 1
+    """Must be 1: the cluster state lives in the process."""
+    auth: Literal["keys", "none"] = "keys"
+    policy: str = "least_loaded"
+
+    call_body: int = 1 << 20
+    deploy_body: int = 512 << 20
+    body_seconds: float = 30.0
+    """Within which the whole body of a call must have arrived."""
+    deploy_seconds: float = 600.0
+    """Within which the whole body of a deploy must have arrived."""
+    body_idle_seconds: float = 20.0
+    """Longest pause inside any body."""
+    max_concurrent: int = 1024
+    """Requests in the gateway at once; more are answered 429."""
+    max_deploys: int = 4
+    """Uploads at once; each may fill `deploy_body` bytes of disk."""
+
+    request_timeout: float = 600.0
+    """Deadline of a call that states no `timeout`."""
+    max_timeout: float = 3600.0
+    connect_seconds: float = 2.0
+    """To a node."""
+    node_silence: float = 10.0
+    """A node without record for this long is taken for dead: its open requests fail, even if their connections live."""
+    record_expiry: float = RECORD_EXPIRY
+    """A node without record for this long gets no new requests."""
+    header_seconds: float = 10.0
+    """A stream's headers go out with the first token, or after this long."""
+    keepalive_seconds: float = 15.0
+    store_seconds: float = 10.0
+    """Longest wait for one read of the registry."""
+    cache_seconds: float = 1.0
+    grace_seconds: float = 60.0
+    """While the store is away, what was known keeps its validity for this long."""
+    shutdown_seconds: float = 20.0
+    """Open requests may go on for this long after TERM, then they are told and ended."""
+
+
+def check_config(config: GatewayConfig) -> None:
+    """Raises ConfigError for what the types can't say."""
+    if config.workers != 1:
+        raise ConfigError(f"workers: {config.workers} is not served, only 1: the cluster state is in memory")
+    if config.auth == "none" and not is_loopback(config.host):
+        raise ConfigError(f"auth: `none` is accepted on a loopback address only, and host is {config.host!r}")
+    for name in ("call_body", "deploy_body", "max_concurrent", "max_deploys", "request_timeout", "shutdown_seconds"):
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")
+    if config.request_timeout > config.max_timeout:
+        raise ConfigError(f"request_timeout: {config.request_timeout} is above max_timeout {config.max_timeout}")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,172 @@
+"""An invocation on its way: placed, sent to a node, tried once more elsewhere while no token has come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+
+from cluster.errors import ServiceError
+from cluster.messages import Done, Failed, GenerateRequest, Started, Token
+from cluster.state import ClusterState
+from gateway.metrics import Metrics
+from gateway.node_client import NodeClient, NodeFailure
+from gateway.running import Running
+from gateway.scheduling.placement import RETRY_AFTER, Placed, place
+from gateway.scheduling.policy import Policy
+from gateway.scheduling.request import PlacementRequest
+
+ATTEMPTS = 2
+
+log = logging.getLogger("gateway")
+
+
+class Dispatcher:
+    """What all invocations share."""
+
+    def __init__(
+        self, state: ClusterState, policy: Policy, client: NodeClient, base: str, running: Running, metrics: Metrics
+    ) -> None:
+        self.state = state
+        self.policy = policy
+        self.client = client
+        self.base = base
+        self.running = running
+        self.metrics = metrics
+
+    def generation(self, request: GenerateRequest, function: str, received: float) -> Generation:
+        """`received`: monotonic seconds at which the call came in."""
+        return Generation(self, request, function, received)
+
+
+class Generation:
+    """One request to the nodes; what became known of it on the way is in its attributes (times: monotonic seconds)."""
+
+    def __init__(self, dispatcher: Dispatcher, request: GenerateRequest, function: str, received: float) -> None:
+        self._dispatcher = dispatcher
+        self.request = request
+        self.function = function
+        self.received = received
+        self.tokens = 0
+        self.node: str | None = None
+        self.cold_start: str | None = None
+        self.schedule = 0.0
+        self.sent_at: float | None = None
+        self.started_at: float | None = None
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.done: Done | None = None
+
+    async def events(self) -> AsyncGenerator[Token | Done, None]:
+        """Tokens, then Done. Raises ServiceError. Must be closed (`aclosing`): that cancels the request on the node."""
+        shared = self._dispatcher
+        outcome = "cancelled"
+        shared.metrics.change_open(1)
+        try:
+            with shared.running.track(self.request.tenant, self.function) as revoked:
+                async with aclosing(self._attempts(revoked)) as events:
+                    async for event in events:
+                        self._note(event)
+                        yield event
+        except ServiceError as error:
+            outcome = error.type
+            raise
+        finally:
+            shared.metrics.change_open(-1)
+            self._count(outcome)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from receipt to the first token."""
+        return None if self.first_at is None else self.first_at - self.received
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds between two tokens, on average; None before the second one."""
+        if self.first_at is None or self.last_at is None or self.tokens < 2:
+            return None
+        return (self.last_at - self.first_at) / (self.tokens - 1)
+
+    async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
+        deadline = time.monotonic() + self.request.timeout
+        excluded: frozenset[str] = frozenset()
+        failure: ServiceError | None = None
+        for attempt in range(ATTEMPTS):
+            placed = await self._place(excluded, failure)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise failure or ServiceError("timeout", "the timeout passed before a node was found")
+            try:
+                async with aclosing(self._attempt(placed, left, revoked)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except NodeFailure as error:
+                log.warning("%s", error, extra={"invocation": self.request.id})
+                await self._dispatcher.state.release(placed.node_id, self.request.id)
+                if self.first_at is not None or not error.retryable or attempt == ATTEMPTS - 1:
+                    raise error.error from error
+                failure, excluded = error.error, excluded | {placed.node_id}
+                self._dispatcher.metrics.count_retry()
+
+    async def _attempt(
+        self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]
+    ) -> AsyncGenerator[Token | Done, None]:
+        request = msgspec.structs.replace(self.request, timeout=left)
+        self.node, self.sent_at, self.started_at = placed.node_id, time.monotonic(), None
+        async with aclosing(self._dispatcher.client.stream(placed, request, revoked)) as events:
+            async for event in events:
+                if isinstance(event, Started):
+                    self.cold_start, self.started_at = event.cold_start, time.monotonic()
+                elif isinstance(event, Failed):
+                    error = ServiceError(event.type, event.message, retry_after=event.retry_after)
+                    raise NodeFailure(error, retryable=event.retryable)
+                else:
+                    yield event
+
+    async def _place(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
+        """Raises the first attempt's failure when no other node can take the request."""
+        request, shared = self.request, self._dispatcher
+        wanted = PlacementRequest(
+            id=request.id,
+            prompt_tokens=len(request.token_ids),
+            max_tokens=request.max_tokens,
+            digest=request.adapter.digest if request.adapter else None,
+            adapter_bytes=request.adapter.bytes if request.adapter else 0,
+        )
+        began = time.monotonic()
+        try:
+            return await place(shared.state, shared.policy, shared.base, wanted, excluded)
+        except ServiceError as error:
+            raise failure or error from None
+        finally:
+            self.schedule += time.monotonic() - began
+            shared.metrics.observe_schedule(time.monotonic() - began)
+
+    def _note(self, event: Token | Done) -> None:
+        now = time.monotonic()
+        if isinstance(event, Token):
+            self.tokens += len(event.token_ids)
+            self.first_at = self.first_at or now
+            self.last_at = now
+            return
+        self.done = event
+        if event.finish_reason == "timeout" and event.completion_tokens == 0:
+            if self.started_at is None:
+                raise ServiceError("unavailable", "the timeout passed in the node's queue", retry_after=RETRY_AFTER)
+            raise ServiceError("timeout", "the timeout passed before the first token")
+
+    def _count(self, outcome: str) -> None:
+        metrics, tenant, done = self._dispatcher.metrics, self.request.tenant, self.done
+        if done is None:
+            metrics.count_invocation(tenant, self.function, outcome)
+            return
+        metrics.count_invocation(tenant, self.function, "ok" if outcome == "cancelled" else outcome)
+        metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
+        metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)
+        cold = done.timing.cold_start
+        metrics.count_cold_start(cold.state, cold.plan, cold.exposed)

@@ -1,0 +1,105 @@
+"""The one place where errors become replies: our own types, the registry's, Starlette's, and the unexpected."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from adapters import errors as adapter_errors
+from cluster.errors import ServiceError
+
+STORE_RETRY_AFTER = 2.0
+
+
+class ClientGone(Exception):
+    """The caller closed the connection: whatever was being done for it ends, and nobody reads a reply."""
+
+
+def to_service_error(error: BaseException) -> ServiceError:
+    """What the caller may know of `error`. Unexpected ones become `internal` without any detail."""
+    match error:
+        case ServiceError():
+            return error
+        case adapter_errors.InvalidAdapter():
+            details = [msgspec.to_builtins(problem) for problem in error.problems]
+            return ServiceError("validation_failed", f"the adapter is refused: {error}", details=details)
+        case adapter_errors.InvalidRequest():
+            return ServiceError("validation_failed", str(error), param=error.param)
+        case adapter_errors.NotFound():
+            return ServiceError("not_found", str(error))
+        case adapter_errors.Conflict():
+            return ServiceError("conflict", str(error))
+        case adapter_errors.PreconditionFailed():
+            return ServiceError("precondition_failed", str(error))
+        case adapter_errors.TooLarge():
+            return ServiceError("too_large", str(error))
+        case adapter_errors.StoreUnavailable():
+            return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
+        case HTTPException():
+            return _from_starlette(error)
+    return ServiceError("internal", "an unexpected error; the operator finds it in the log by the request id")
+
+
+def is_unexpected(error: BaseException) -> bool:
+    """Whether the log must hold the stack trace."""
+    return to_service_error(error).type == "internal"
+
+
+def _from_starlette(error: HTTPException) -> ServiceError:
+    if error.status_code == 404:
+        return ServiceError("not_found", "no such route")
+    if error.status_code == 405:
+        return ServiceError("method_not_allowed", "the route exists, but not with this method")
+    return ServiceError("invalid_request", str(error.detail))
+
+
+def native_body(error: ServiceError, request_id: str) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "type": error.type,
+        "message": error.message,
+        "param": error.param,
+        "request_id": request_id,
+    }
+    if error.details is not None:
+        body["details"] = error.details
+    return {"error": body}
+
+
+def openai_body(error: ServiceError, request_id: str) -> dict[str, Any]:
+    """OpenAI's shape: its own word in `type`, ours in `code`."""
+    kind = {400: "invalid_request_error", 404: "invalid_request_error", 401: "authentication_error"}
+    kind |= {403: "permission_error", 429: "rate_limit_error"}
+    status = openai_status(error)
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind.get(status, "invalid_request_error" if status < 500 else "server_error"),
+            "param": error.param,
+            "code": error.type,
+            "request_id": request_id,
+        }
+    }
+
+
+def openai_status(error: ServiceError) -> int:
+    """OpenAI's clients know 400 for every fault of the request's content."""
+    return 400 if error.type == "validation_failed" else error.status
+
+
+def is_openai_path(path: str) -> bool:
+    return path == "/v1" or path.startswith("/v1/")
+
+
+def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, JSON body and extra headers."""
+    headers: dict[str, str] = {}
+    if error.type in ("rate_limited", "overloaded", "unavailable"):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))
+    if error.type == "unauthenticated":
+        headers["www-authenticate"] = "Bearer"
+    if is_openai_path(path):
+        return openai_status(error), openai_body(error, request_id), headers
+    return error.status, native_body(error, request_id), headers

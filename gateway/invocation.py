@@ -1,0 +1,169 @@
+"""A checked call: prompt as tokens, sampling with all defaults filled in, ready to be sent to a node."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from adapters.functions import Defaults
+from cluster.errors import ServiceError
+from cluster.messages import GenerateRequest, Sampling
+from cluster.text import TextError
+from gateway.functions import Target
+from gateway.services import Services
+from gateway.stopwatch import Stopwatch
+
+DEFAULT_MAX_TOKENS = 256
+GREEDY_BELOW = 1e-4
+"""A temperature under this divides logits into infinities; it means greedy."""
+INLINE_CHARACTERS = 4096
+"""A longer prompt is tokenised in a thread, for it would hold up other requests."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call states of its own; None where it states nothing."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    timeout: float | None = None
+    max_tokens_field: str = "max_tokens"
+    """How the caller calls it."""
+
+
+class Invocation(msgspec.Struct, frozen=True):
+    """One call; `requests` holds one entry per choice."""
+
+    id: str
+    tenant: str
+    target: Target
+    requests: list[GenerateRequest]
+    received: float
+    """Monotonic seconds at which the request's headers were there."""
+    steps: dict[str, float]
+    """Seconds of the steps before placement, for Server-Timing."""
+
+
+def new_id() -> str:
+    return f"inv_{secrets.token_hex(12)}"
+
+
+async def prompt_tokens(services: Services, prompt: str) -> list[int]:
+    if len(prompt) <= INLINE_CHARACTERS:
+        return services.text.encode_prompt(prompt)
+    return await anyio.to_thread.run_sync(services.text.encode_prompt, prompt, limiter=services.text_threads)
+
+
+async def chat_tokens(services: Services, messages: list[dict[str, Any]]) -> list[int]:
+    """Raises ServiceError when the base has no chat template, or it refuses these messages."""
+    try:
+        if sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS:
+            return services.text.encode_chat(messages)
+        return await anyio.to_thread.run_sync(services.text.encode_chat, messages, limiter=services.text_threads)
+    except TextError as error:
+        raise ServiceError("validation_failed", str(error), param="messages") from error
+
+
+async def prepare(
+    services: Services,
+    *,
+    tenant: str,
+    target: Target,
+    prompts: list[list[int]],
+    options: Options,
+    watch: Stopwatch,
+    choices: int = 1,
+    prompt_field: str = "prompt",
+) -> Invocation:
+    """Raises ServiceError `validation_failed` when prompt and `max_tokens` don't fit the context."""
+    invocation_id = new_id()
+    merged = merge(options, target.defaults)
+    context = await _context(services)
+    timeout = _timeout(services, options, target) - (time.monotonic() - watch.received)
+    seed = secrets.randbits(63) if merged.seed is None else merged.seed
+    requests = [
+        GenerateRequest(
+            id=f"{invocation_id}-{index * choices + choice}",
+            base=services.base.fingerprint,
+            tenant=tenant,
+            token_ids=tokens,
+            max_tokens=_max_tokens(merged, options.max_tokens, len(tokens), context, prompt_field),
+            sampling=_sampling(merged, seed, choice),
+            timeout=max(timeout, 0.001),
+            adapter=target.adapter,
+            stop=_stops(merged.stop),
+            ignore_eos=bool(merged.ignore_eos),
+        )
+        for index, tokens in enumerate(prompts)
+        for choice in range(choices)
+    ]
+    watch.lap("tokenize")
+    return Invocation(invocation_id, tenant, target, requests, watch.received, dict(watch.steps))
+
+
+def merge(options: Options, defaults: Defaults) -> Options:
+    """The call's own values, then the function's."""
+    unset = {name: getattr(defaults, name) for name in defaults.__struct_fields__ if getattr(options, name) is None}
+    return msgspec.structs.replace(options, **unset)
+
+
+async def _context(services: Services) -> int:
+    """Tokens that prompt and output may have together on the roomiest node."""
+    nodes = [node.record.max_context for node in await services.cluster.nodes()]
+    return min(services.base.max_context, max(nodes, default=services.base.max_context))
+
+
+def _max_tokens(merged: Options, stated: int | None, prompt: int, context: int, prompt_field: str) -> int:
+    left = context - prompt
+    if left < 1:
+        raise ServiceError(
+            "validation_failed",
+            f"the prompt has {prompt} tokens, and prompt and output together may have {context}",
+            param=prompt_field,
+        )
+    if stated is not None and stated > left:
+        raise ServiceError(
+            "validation_failed",
+            f"max_tokens is {stated}, but the prompt of {prompt} tokens leaves {left} of the context of {context}",
+            param=merged.max_tokens_field,
+        )
+    return min(merged.max_tokens or DEFAULT_MAX_TOKENS, left)
+
+
+def _timeout(services: Services, options: Options, target: Target) -> float:
+    stated = options.timeout
+    if stated is not None and stated > services.config.max_timeout:
+        limit = services.config.max_timeout
+        raise ServiceError("validation_failed", f"timeout may be at most {limit:g} s here", param="timeout")
+    return stated or target.timeout or services.config.request_timeout
+
+
+def _sampling(merged: Options, seed: int, choice: int) -> Sampling:
+    temperature = 1.0 if merged.temperature is None else merged.temperature
+    return Sampling(
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=1.0 if merged.top_p is None else merged.top_p,
+        top_k=merged.top_k or 0,
+        min_p=merged.min_p or 0.0,
+        seed=seed,
+        choice=choice,
+        presence_penalty=merged.presence_penalty or 0.0,
+        frequency_penalty=merged.frequency_penalty or 0.0,
+        logprobs=merged.logprobs,
+    )
+
+
+def _stops(stop: list[str] | str | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else list(stop or [])

@@ -1,0 +1,85 @@
+"""Prometheus metrics of one gateway process, in a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+MAX_LABELS = 200
+"""Distinct tenants, and distinct functions, that get a label of their own; later ones share `other`."""
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class LabelCap:
+    """Bounds the values of a label: names come from users, and each value costs memory for ever."""
+
+    def __init__(self, limit: int = MAX_LABELS) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def __call__(self, value: str) -> str:
+        if value not in self._known:
+            if len(self._known) >= self._limit:
+                return "other"
+            self._known.add(value)
+        return value
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._tenant = LabelCap()
+        self._function = LabelCap()
+        own = self.registry
+        owner = ("tenant", "function")
+        self._requests = Counter("garnish_requests", "Replies by route and status", ("route", "status"), registry=own)
+        self._invocations = Counter("garnish_invocations", "Invocations by outcome", (*owner, "outcome"), registry=own)
+        self._tokens = Counter("garnish_tokens", "Tokens by kind", (*owner, "kind"), registry=own)
+        self._ttft = Histogram("garnish_ttft_seconds", "Receipt to first token", owner, buckets=SECONDS, registry=own)
+        self._tpot = Histogram("garnish_tpot_seconds", "Between two tokens", owner, buckets=SECONDS, registry=own)
+        self._cold = Counter(
+            "garnish_cold_starts", "Invocations by where the adapter was", ("tier", "plan"), registry=own
+        )
+        self._exposed = Counter("garnish_exposed_load_seconds", "Computation waiting for adapter bytes", registry=own)
+        self._schedule = Histogram("garnish_schedule_seconds", "Placing one request", buckets=SECONDS, registry=own)
+        self._retries = Counter("garnish_retries", "Invocations sent to a second node", registry=own)
+        self._nodes = Gauge("garnish_nodes", "Nodes by state", ("state",), registry=own)
+        self._open = Gauge("garnish_open_invocations", "Invocations in progress", registry=own)
+
+    def count_request(self, route: str, status: int) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    def count_invocation(self, tenant: str, function: str, outcome: str) -> None:
+        self._invocations.labels(self._tenant(tenant), self._function(function), outcome).inc()
+
+    def count_tokens(self, tenant: str, function: str, prompt: int, completion: int) -> None:
+        owner = (self._tenant(tenant), self._function(function))
+        self._tokens.labels(*owner, "prompt").inc(prompt)
+        self._tokens.labels(*owner, "completion").inc(completion)
+
+    def observe_speed(self, tenant: str, function: str, ttft: float | None, tpot: float | None) -> None:
+        owner = (self._tenant(tenant), self._function(function))
+        if ttft is not None:
+            self._ttft.labels(*owner).observe(ttft)
+        if tpot is not None:
+            self._tpot.labels(*owner).observe(tpot)
+
+    def count_cold_start(self, tier: str, plan: str, exposed: float) -> None:
+        self._cold.labels(tier, plan).inc()
+        self._exposed.inc(exposed)
+
+    def observe_schedule(self, seconds: float) -> None:
+        self._schedule.observe(seconds)
+
+    def count_retry(self) -> None:
+        self._retries.inc()
+
+    def change_open(self, by: int) -> None:
+        self._open.inc(by)
+
+    def render(self, nodes_by_state: dict[str, int]) -> bytes:
+        """Prometheus text format."""
+        self._nodes.clear()
+        for state, count in nodes_by_state.items():
+            self._nodes.labels(state).set(count)
+        return generate_latest(self.registry)

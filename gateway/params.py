@@ -1,0 +1,31 @@
+"""Query parameters, as strict as bodies."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from cluster.errors import ServiceError
+
+
+def known_only(request: Request, *known: str) -> None:
+    """Raises ServiceError `validation_failed` for a parameter that the route has not."""
+    for name in request.query_params:
+        if name not in known:
+            raise ServiceError("validation_failed", f"unknown query parameter {name[:100]!r}", param=name[:100])
+
+
+def flag(request: Request, name: str) -> bool:
+    """True or false; false when absent."""
+    value = request.query_params.get(name, "false").lower()
+    if value not in ("true", "false"):
+        raise ServiceError("validation_failed", f"{name} must be true or false", param=name)
+    return value == "true"
+
+
+def integer(request: Request, name: str, default: int, low: int, high: int) -> int:
+    value = request.query_params.get(name)
+    if value is None:
+        return default
+    if not (value.isascii() and value.isdigit() and len(value) < 10 and low <= int(value) <= high):
+        raise ServiceError("validation_failed", f"{name} must be a whole number from {low} to {high}", param=name)
+    return int(value)

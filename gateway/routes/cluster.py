@@ -1,0 +1,58 @@
+"""Nodes to gateway (cluster secret), and what an operator may see of the nodes (admin key)."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cluster.errors import ServiceError
+from cluster.messages import NodeRecord, VersionMismatch
+from cluster.secret import is_authorized
+from cluster.state import TooManyNodes
+from gateway import schema
+from gateway.bodies import read_body
+from gateway.params import known_only
+from gateway.responses import json_response
+from gateway.services import services_of
+
+RECORD_LIMIT = 4 << 20
+"""Bytes of a record: some 20,000 resident adapters."""
+RECORD_SECONDS = 5.0
+
+_decoder = msgspec.msgpack.Decoder(NodeRecord)
+
+
+async def record(request: Request) -> Response:
+    services = services_of(request)
+    if not is_authorized(request.headers.get("authorization"), services.secret):
+        raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
+    body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
+    try:
+        told = _decoder.decode(body)
+        await services.cluster.publish(told)
+    except msgspec.DecodeError as error:
+        raise ServiceError("invalid_request", f"not a node record: {error}") from error
+    except VersionMismatch as error:
+        raise ServiceError("invalid_request", str(error)) from error
+    except TooManyNodes as error:
+        raise ServiceError("overloaded", str(error)) from error
+    return Response(status_code=204)
+
+
+async def nodes(request: Request) -> Response:
+    services = services_of(request)
+    await services.callers.admin(request)
+    known_only(request)
+    seen = [
+        schema.NodeItem(record=msgspec.to_builtins(node.record), reserved=node.reserved, age=round(node.age, 3))
+        for node in await services.cluster.nodes()
+    ]
+    return json_response(schema.NodeList(nodes=seen))
+
+
+routes = [
+    Route("/cluster/record", record, methods=["POST"]),
+    Route("/nodes", nodes, methods=["GET"]),
+]

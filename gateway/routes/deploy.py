@@ -1,0 +1,111 @@
+"""POST /deploy/{name}: an adapter's files become a version of a function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from adapters import strict_json
+from adapters.names import is_name
+from adapters.registry import Deployment
+from cluster.errors import ServiceError
+from gateway import schema
+from gateway.bodies import decode_json, media_type, read_body
+from gateway.multipart import Upload, receive_upload
+from gateway.params import flag
+from gateway.responses import json_response
+from gateway.services import Services, services_of
+
+
+async def deploy(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    name = request.path_params["name"]
+    if not is_name(name):
+        raise ServiceError(
+            "validation_failed",
+            "a function's name has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit",
+            param="name",
+        )
+    dry_run = flag(request, "dry_run")
+    given = media_type(request)
+    if given == "application/json":
+        await _refuse_source(services, request)
+    if given != "multipart/form-data":
+        raise ServiceError("unsupported_media_type", "send multipart/form-data with the adapter's two files")
+    try:
+        services.deploys.acquire_on_behalf_of_nowait(request)
+    except anyio.WouldBlock:
+        raise ServiceError("overloaded", "too many deploys at once; try again later", retry_after=2.0) from None
+    try:
+        return await _from_upload(services, request, tenant, name, dry_run)
+    finally:
+        services.deploys.release_on_behalf_of(request)
+
+
+async def _from_upload(services: Services, request: Request, tenant: str, name: str, dry_run: bool) -> Response:
+    config = services.config
+    upload_to = receive_upload(
+        request,
+        Path(config.tmp_dir),
+        limit=config.deploy_body,
+        seconds=config.deploy_seconds,
+        idle_seconds=config.body_idle_seconds,
+    )
+    async with upload_to as upload:
+        policy = _policy(upload)
+        alias = _alias(upload)
+        if dry_run:
+            checked = await services.threads.write(services.registry.check, upload.config, upload.weights, name)
+            return json_response(_reply(checked))
+        try:
+            made = await services.threads.write(
+                services.registry.deploy, tenant, name, upload.config, upload.weights, alias, policy
+            )
+        finally:
+            # Also when the caller has gone or the store failed half-way: the thread may have moved an alias.
+            services.functions.forget(tenant, name)
+    return json_response(_reply(made), 201 if made.created else 200)
+
+
+async def _refuse_source(services: Services, request: Request) -> None:
+    config = services.config
+    body = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
+    decode_json(body, schema.DeploySource)
+    raise ServiceError("forbidden", "the operator allows no source to deploy from; send the files", param="source")
+
+
+def _policy(upload: Upload) -> dict[str, Any] | None:
+    if upload.policy is None:
+        return None
+    try:
+        policy = strict_json.loads(upload.policy)
+    except strict_json.InvalidJson as error:
+        raise ServiceError("invalid_request", f"the part policy is not valid JSON: {error}", param="policy") from None
+    if not isinstance(policy, dict):
+        raise ServiceError("validation_failed", "policy must be a JSON object", param="policy")
+    return policy
+
+
+def _alias(upload: Upload) -> str | None:
+    if upload.alias is None:
+        return None
+    try:
+        return upload.alias.decode("ascii")
+    except UnicodeDecodeError:
+        raise ServiceError("validation_failed", "an alias is made of a-z, 0-9, '.', '_', '-'", param="alias") from None
+
+
+def _reply(made: Deployment) -> schema.DeployReply:
+    fields = {field: getattr(made, field) for field in schema.DeployReply.__struct_fields__}
+    return msgspec.convert(fields, schema.DeployReply)
+
+
+# `:path`, so that a name with slashes is a malformed name and not an unknown route.
+routes = [Route("/deploy/{name:path}", deploy, methods=["POST"])]

@@ -1,0 +1,53 @@
+"""Whether the process lives, and whether it can serve now."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from adapters.errors import StoreUnavailable
+from cluster.errors import ServiceError
+from gateway import schema
+from gateway.responses import json_response
+from gateway.services import Services, services_of
+
+PROBE_KEY = "admin.json"
+"""Whether this object exists does not matter: the store must only answer."""
+
+
+async def healthz(_: Request) -> Response:
+    return json_response(schema.HealthReply(status="alive"))
+
+
+async def readyz(request: Request) -> Response:
+    services = services_of(request)
+    checks = {"store": await _store(services), "cluster": schema.Check(ok=True), "nodes": await _nodes(services)}
+    problems = [{"check": name, "problem": check.problem} for name, check in checks.items() if not check.ok]
+    if problems:
+        told = "; ".join(f"{entry['check']}: {entry['problem']}" for entry in problems)
+        raise ServiceError("unavailable", f"not ready: {told}", details=problems, retry_after=1.0)
+    return json_response(schema.ReadyReply(status="ready", checks=checks))
+
+
+async def _store(services: Services) -> schema.Check:
+    try:
+        await services.threads.read(services.registry.store.head, PROBE_KEY)
+    except StoreUnavailable:
+        return schema.Check(ok=False, problem="the registry does not answer")
+    return schema.Check(ok=True)
+
+
+async def _nodes(services: Services) -> schema.Check:
+    base = services.base
+    states = [node.record.state for node in await services.cluster.nodes() if node.record.base == base.fingerprint]
+    if "ready" in states:
+        return schema.Check(ok=True)
+    seen = ", ".join(sorted(states)) if states else "none has reported"
+    return schema.Check(ok=False, problem=f"no node is ready to serve {base.id} ({seen})")
+
+
+routes = [
+    Route("/healthz", healthz, methods=["GET"]),
+    Route("/readyz", readyz, methods=["GET"]),
+]

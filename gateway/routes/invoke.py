@@ -1,0 +1,93 @@
+"""POST /invoke/{name}, /invoke/{name}:{alias-or-version}, ?qualifier=: one generation, as JSON or as a stream."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from cluster.errors import ServiceError
+from gateway import schema
+from gateway.bodies import decode_json, read_body, require_json
+from gateway.connected import while_connected
+from gateway.event_stream import EventStream
+from gateway.invocation import Invocation, Options, chat_tokens, prepare, prompt_tokens
+from gateway.params import known_only
+from gateway.reply import collect, invocation_headers, invoke_events, invoke_failure, invoke_reply
+from gateway.responses import json_response
+from gateway.services import Services, services_of
+from gateway.stopwatch import Stopwatch
+
+
+async def invoke(request: Request) -> ASGIApp:
+    watch = Stopwatch()
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    watch.lap("auth")
+    known_only(request, "qualifier")
+    require_json(request)
+    config = services.config
+    data = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
+    call = decode_json(data, schema.InvokeRequest)
+    watch.lap("body")
+    target = await services.functions.target(tenant, *_name_and_qualifier(request))
+    watch.lap("resolve")
+    invocation = await prepare(
+        services,
+        tenant=tenant,
+        target=target,
+        prompts=[await _tokens(services, call)],
+        options=_options(call),
+        watch=watch,
+        prompt_field="messages" if call.prompt is None else "prompt",
+    )
+    if call.stream or "text/event-stream" in request.headers.get("accept", ""):
+        return _stream(services, invocation, request.state.request_id)
+    return await _whole(services, invocation, request)
+
+
+async def _whole(services: Services, invocation: Invocation, request: Request) -> ASGIApp:
+    generation = services.dispatcher.generation(invocation.requests[0], invocation.target.function, invocation.received)
+    outcome = await while_connected(collect(generation), request.receive)
+    return json_response(
+        invoke_reply(invocation, generation, outcome), headers=invocation_headers(invocation, generation)
+    )
+
+
+def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGIApp:
+    generation = services.dispatcher.generation(invocation.requests[0], invocation.target.function, invocation.received)
+    return EventStream(
+        invoke_events(invocation, generation),
+        headers=lambda: invocation_headers(invocation, generation),
+        failure=lambda error: invoke_failure(error, request_id),
+        header_seconds=services.config.header_seconds,
+        keepalive_seconds=services.config.keepalive_seconds,
+    )
+
+
+def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
+    name, colon, qualifier = request.path_params["target"].partition(":")
+    asked = request.query_params.get("qualifier")
+    if colon and asked is not None and asked != qualifier:
+        raise ServiceError("validation_failed", "the path names another qualifier", param="qualifier")
+    if colon:
+        return name, qualifier or ":"  # an empty qualifier names nothing, which is not the same as none
+    return name, asked
+
+
+async def _tokens(services: Services, call: schema.InvokeRequest) -> list[int]:
+    if (call.prompt is None) == (call.messages is None):
+        raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
+    if call.messages is not None:
+        return await chat_tokens(services, msgspec.to_builtins(call.messages))
+    assert call.prompt is not None
+    return await prompt_tokens(services, call.prompt)
+
+
+def _options(call: schema.InvokeRequest) -> Options:
+    shared = set(Options.__struct_fields__) & set(call.__struct_fields__)
+    return Options(**{field: getattr(call, field) for field in shared})
+
+
+routes = [Route("/invoke/{target:path}", invoke, methods=["POST"])]

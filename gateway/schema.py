@@ -1,0 +1,249 @@
+"""The native routes' messages. They check requests, and openapi.json is made from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_STOPS = 16
+MAX_TIMEOUT = 3600.0
+
+Text = Annotated[str, Meta(max_length=1 << 20)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Stops = Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | StopText
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+LogprobCount = Annotated[int, Meta(ge=0, le=20)]
+TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]
+FinishReason = Literal["stop", "length", "timeout", "cancelled"]
+Tier = Literal["none", "host", "disk", "absent"]
+Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Text
+
+
+class InvokeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Exactly one of `prompt` and `messages`. What is null or absent has the function's default, else the service's."""
+
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    stop: Stops | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logprobs: LogprobCount | None = None
+    ignore_eos: bool | None = None
+    stream: bool = False
+    timeout: Timeout | None = None
+    metadata: dict[str, Any] | None = None
+    """Not read; for the caller's own logs."""
+
+
+class Top(msgspec.Struct, frozen=True):
+    token: str
+    token_id: int
+    logprob: float
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    token: str
+    token_id: int
+    logprob: float
+    top: list[Top]
+
+
+class Output(msgspec.Struct, frozen=True, omit_defaults=True):
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[Logprob] | None = None
+
+
+class FinishedOutput(msgspec.Struct, frozen=True):
+    """The output in a stream's `done`: its text went before."""
+
+    finish_reason: FinishReason
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class ColdStartTiming(msgspec.Struct, frozen=True):
+    state: Tier
+    """Where the adapter was when the request arrived; `none`: nothing had to be loaded."""
+    plan: str
+    load_ms: float
+    exposed_ms: float
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Milliseconds. `ttft_ms` and `tpot_ms` are null where there were too few tokens to measure."""
+
+    queue_ms: float
+    cold_start: ColdStartTiming
+    ttft_ms: float | None
+    tpot_ms: float | None
+    total_ms: float
+
+
+class InvokeReply(msgspec.Struct, frozen=True):
+    """`version` and `digest` are null for the base model."""
+
+    id: str
+    function: str
+    version: int | None
+    digest: str | None
+    output: Output
+    usage: Usage
+    timing: Timing
+
+
+class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`token_id` is null for text that was held back until the end (it may have been part of a stop string)."""
+
+    text: str
+    index: int
+    token_id: int | None
+    logprob: Logprob | None = None
+
+
+class DoneEvent(msgspec.Struct, frozen=True):
+    """A stream's last event. `node` and `cold_start` repeat the headers, which may have gone out too early for them."""
+
+    id: str
+    function: str
+    version: int | None
+    digest: str | None
+    output: FinishedOutput
+    usage: Usage
+    timing: Timing
+    node: str | None
+    cold_start: str | None
+    server_timing: str
+
+
+class DeploySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A deploy from a place that the operator allows."""
+
+    source: Annotated[str, Meta(min_length=1, max_length=2048)]
+    policy: dict[str, Any] | None = None
+    alias: str | None = None
+
+
+class DeployReply(msgspec.Struct, frozen=True):
+    """`version` is null in a dry run."""
+
+    function: str
+    version: int | None
+    digest: str
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    bytes: int
+    warnings: tuple[str, ...]
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    tensor: str
+    problem: str
+    expected: str | None
+    found: str | None
+
+
+class ErrorContent(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    message: str
+    param: str | None
+    request_id: str
+    details: list[ErrorDetail | dict[str, Any]] = []
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorContent
+
+
+class Residency(msgspec.Struct, frozen=True):
+    """Where a version is: on which node, in which tier, used by how many requests."""
+
+    version: int
+    node: str
+    tier: str
+    in_use: int
+
+
+class FunctionItem(msgspec.Struct, frozen=True):
+    name: str
+    versions: list[int]
+    aliases: dict[str, int | dict[str, float]]
+    ranks: list[int]
+    """Of the version that `latest` points to, like `bytes`."""
+    bytes: int
+    residency: list[Residency]
+
+
+class FunctionList(msgspec.Struct, frozen=True):
+    functions: list[FunctionItem]
+    next: str | None
+    """Send it as `after` for the next page."""
+
+
+class VersionItem(msgspec.Struct, frozen=True):
+    version: int
+    digest: str
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    bytes: int
+    created: float
+    """Unix time."""
+
+
+class FunctionReply(msgspec.Struct, frozen=True):
+    name: str
+    created: float
+    policy: dict[str, Any]
+    aliases: dict[str, int | dict[str, float]]
+    versions: list[VersionItem]
+    residency: list[Residency]
+
+
+class Check(msgspec.Struct, frozen=True):
+    ok: bool
+    problem: str | None = None
+
+
+class ReadyReply(msgspec.Struct, frozen=True):
+    status: Literal["ready"]
+    checks: dict[str, Check]
+
+
+class HealthReply(msgspec.Struct, frozen=True):
+    status: Literal["alive"]
+
+
+class NodeItem(msgspec.Struct, frozen=True):
+    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet."""
+
+    record: dict[str, Any]
+    reserved: int
+    age: float
+
+
+class NodeList(msgspec.Struct, frozen=True):
+    nodes: list[NodeItem]

@@ -1,0 +1,67 @@
+"""The application under gunicorn: one worker, restarted by the arbiter when it dies, stopped within a bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gunicorn.app.base import BaseApplication
+from starlette.applications import Starlette
+from uvicorn_worker import UvicornWorker
+
+from gateway.app import create_app
+from gateway.config import GatewayConfig, check_config
+from gateway.logs import configure_logs
+
+HEARTBEAT_SECONDS = 120
+"""A worker whose event loop stood still for this long is killed and replaced."""
+KILL_SLACK = 10
+"""Seconds between the end of the grace for open requests and the killing of the worker."""
+
+
+def run(config: GatewayConfig) -> None:
+    """Serve until TERM or INT; exits the process. Raises ConfigError before anything is bound."""
+    check_config(config)
+    configure_logs()
+    _Server(config).run()
+
+
+class _Server(BaseApplication):  # type: ignore[misc]
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        super().__init__()
+
+    def load_config(self) -> None:
+        config = self._config
+        settings: dict[str, Any] = {
+            "bind": f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}",
+            "workers": config.workers,
+            "worker_class": _worker_class(config),
+            "preload_app": False,
+            "timeout": HEARTBEAT_SECONDS,
+            "graceful_timeout": int(config.shutdown_seconds) + KILL_SLACK,
+            "keepalive": 30,
+            "accesslog": None,
+            "control_socket_disable": True,
+            "worker_tmp_dir": None,
+            "proc_name": "garnish-gateway",
+        }
+        for name, value in settings.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> Starlette:
+        return create_app(self._config)
+
+
+def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
+    class Worker(UvicornWorker):  # type: ignore[misc]
+        CONFIG_KWARGS: dict[str, Any] = {  # noqa: RUF012
+            "loop": "uvloop",
+            "http": "httptools",
+            "lifespan": "on",
+            "server_header": False,
+            "timeout_graceful_shutdown": int(config.shutdown_seconds),
+            # Requests that wait in the kernel are out of reach; the boundary refuses them politely instead.
+            "limit_concurrency": None,
+        }
+
+    return Worker

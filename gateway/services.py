@@ -1,0 +1,89 @@
+"""Everything that the routes share, made once in the lifespan."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import aiohttp
+import anyio
+from starlette.requests import Request
+
+from adapters.base_model import BaseModel, load_base_model
+from adapters.registry import Registry
+from adapters.store import open_store
+from adapters.tenants import Tenants
+from cluster.secret import read_secret
+from cluster.state import ClusterState, MemoryClusterState
+from cluster.text import BaseText
+from gateway.callers import Callers
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatcher
+from gateway.functions import Functions
+from gateway.metrics import Metrics
+from gateway.node_client import NodeClient
+from gateway.running import Running
+from gateway.scheduling.policy import make_policy
+from gateway.threads import StoreThreads
+
+TEXT_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Services:
+    config: GatewayConfig
+    base: BaseModel
+    text: BaseText
+    text_threads: anyio.CapacityLimiter
+    registry: Registry
+    threads: StoreThreads
+    callers: Callers
+    functions: Functions
+    cluster: ClusterState
+    secret: str
+    dispatcher: Dispatcher
+    running: Running
+    metrics: Metrics
+    deploys: anyio.CapacityLimiter
+
+
+def services_of(request: Request) -> Services:
+    services = request.state.services
+    assert isinstance(services, Services)
+    return services
+
+
+@asynccontextmanager
+async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterator[Services]:
+    """Raises what the parts raise when a file is missing or a setting is wrong: the gateway does not start then."""
+    base = load_base_model(Path(config.model_dir), config.base_id)
+    store = open_store(config.registry)
+    registry, tenants = Registry(store, base), Tenants(store)
+    threads = StoreThreads(config.store_seconds)
+    cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
+    secret = read_secret(Path(config.secret_file))
+    running = Running()
+    # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        client = NodeClient(session, cluster, secret, connect=config.connect_seconds, silence=config.node_silence)
+        policy = make_policy(config.policy)
+        yield Services(
+            config=config,
+            base=base,
+            text=BaseText(Path(config.model_dir)),
+            text_threads=anyio.CapacityLimiter(TEXT_THREADS),
+            registry=registry,
+            threads=threads,
+            callers=Callers(config, tenants, threads, monotonic),
+            functions=Functions(config, registry, threads, monotonic),
+            cluster=cluster,
+            secret=secret,
+            dispatcher=Dispatcher(cluster, policy, client, base.fingerprint, running, metrics),
+            running=running,
+            metrics=metrics,
+            deploys=anyio.CapacityLimiter(config.max_deploys),
+        )

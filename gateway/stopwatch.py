@@ -1,0 +1,18 @@
+"""Seconds that the steps of one request took, for Server-Timing."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self.received = monotonic()
+        self.steps: dict[str, float] = {}
+        self._last = self.received
+
+    def lap(self, step: str) -> None:
+        """What went by since the lap before belongs to `step`."""
+        now = monotonic()
+        self.steps[step] = now - self._last
+        self._last = now

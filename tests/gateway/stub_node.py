@@ -1,0 +1,205 @@
+"""A node without a model: a real HTTP server that speaks cluster.messages and echoes the prompt's token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+from serving import served
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from cluster.frames import frame
+from cluster.messages import (
+    ColdStart,
+    Done,
+    Event,
+    Failed,
+    GenerateRequest,
+    NodeRecord,
+    Resident,
+    Started,
+    Timing,
+    Token,
+    TokenLogprob,
+    TopLogprob,
+    encode_event,
+)
+from cluster.secret import authorization, is_authorized
+
+Script = Callable[["StubNode", GenerateRequest], AsyncIterator[Event | bytes]]
+"""What the node answers: events, or raw bytes; CUT ends the connection without an end."""
+CUT = b""
+
+
+class Cut(Exception):
+    """Ends the connection abruptly."""
+
+
+@dataclass
+class StubNode:
+    node_id: str
+    base: str
+    secret: str
+    max_context: int
+    script: Script
+    url: str = ""
+    seq: int = 0
+    received: list[GenerateRequest] = field(default_factory=list)
+    disconnected: threading.Event = field(default_factory=threading.Event)
+    began: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+    acknowledged: list[str] = field(default_factory=list)
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/generate", self.generate, methods=["POST"])])
+
+    async def generate(self, request: Request) -> Response:
+        if not is_authorized(request.headers.get("authorization"), self.secret):
+            return Response(status_code=401)
+        asked = msgspec.msgpack.decode(await request.body(), type=GenerateRequest)
+        self.received.append(asked)
+        self.acknowledged.append(asked.id)
+        return _Stream(self, asked)
+
+    def record(self, state: str = "ready", **changed: object) -> NodeRecord:
+        self.seq += 1
+        record = NodeRecord(
+            id=self.node_id,
+            epoch="1",
+            seq=self.seq,
+            url=self.url,
+            state=state,
+            base=self.base,
+            base_id="stub",
+            max_context=self.max_context,
+            running=0,
+            queued=0,
+            queue_limit=64,
+            kv_blocks_free=100,
+            kv_blocks=100,
+            block_tokens=16,
+            residents=[Resident(digest="0" * 64, tier="host", bytes=1, in_use=0)],
+            acknowledged=list(self.acknowledged),
+        )
+        return msgspec.structs.replace(record, **changed)
+
+    def publish(self, gateway_url: str, state: str = "ready", **changed: object) -> httpx.Response:
+        return httpx.post(
+            f"{gateway_url}/cluster/record",
+            content=msgspec.msgpack.encode(self.record(state, **changed)),
+            headers=authorization(self.secret),
+        )
+
+    async def until(self, event: threading.Event) -> None:
+        """Awaits a threading.Event without holding up the server."""
+        while not event.is_set():
+            await asyncio.sleep(0.005)
+
+
+class _Stream(StreamingResponse):
+    def __init__(self, node: StubNode, asked: GenerateRequest) -> None:
+        self._node = node
+        super().__init__(self._frames(asked), media_type="application/octet-stream")
+
+    async def _frames(self, asked: GenerateRequest) -> AsyncIterator[bytes]:
+        try:
+            async for item in self._node.script(self._node, asked):
+                yield item if isinstance(item, bytes) else encode_event(item)
+                self._node.began.set()
+        except (asyncio.CancelledError, GeneratorExit):
+            self._node.disconnected.set()
+            raise
+
+
+def timing() -> Timing:
+    return Timing(queue=0.001, prefill=0.02, total=0.05, cold_start=ColdStart("host", "wait", 0.03, 0.01))
+
+
+def done(asked: GenerateRequest, completion: int, reason: str = "length", text: str = "") -> Done:
+    return Done(
+        finish_reason=reason,
+        prompt_tokens=len(asked.token_ids),
+        completion_tokens=completion,
+        cached_tokens=0,
+        timing=timing(),
+        text=text,
+    )
+
+
+def token(index: int, text: str, logprobs: int | None = None) -> Token:
+    entries: list[TokenLogprob] = []
+    if logprobs is not None:
+        top = [TopLogprob(token=text, token_id=100 + rank, logprob=-0.5 - rank) for rank in range(logprobs)]
+        entries = [TokenLogprob(token=text, token_id=100 + index, logprob=-0.5, top=top)]
+    return Token(text=text, token_ids=[100 + index], index=index, logprobs=entries)
+
+
+async def echo(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    """`max_tokens` tokens (at most 8), each naming its index."""
+    count = min(asked.max_tokens, 8)
+    yield Started(node=node.node_id, cold_start="host" if asked.adapter else "none")
+    for index in range(count):
+        yield token(index, f" t{index}", asked.sampling.logprobs)
+    yield done(asked, count)
+
+
+async def hang_after_first(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    yield Started(node=node.node_id, cold_start="none")
+    yield token(0, "first")
+    await node.until(node.go_on)
+    yield token(1, " second")
+    yield done(asked, 2)
+
+
+async def hang_before_first(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    yield Started(node=node.node_id, cold_start="none")
+    await node.until(node.go_on)
+    yield token(0, "late")
+    yield done(asked, 1)
+
+
+async def refuse(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    yield Failed(type="unavailable", message="the engine is warming", retryable=True, retry_after=1.0)
+
+
+async def refuse_for_good(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    yield Failed(type="validation_failed", message="not with me")
+
+
+async def die_after_first(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    yield Started(node=node.node_id, cold_start="none")
+    yield token(0, "first")
+    await node.until(node.go_on)
+    raise Cut
+
+
+async def die_at_once(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    yield Started(node=node.node_id, cold_start="none")
+    raise Cut
+
+
+async def garbage(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    yield frame(b"\xc1 not msgpack")
+
+
+@contextmanager
+def stub_node(node: StubNode) -> Iterator[StubNode]:
+    async def quiet(scope, receive, send):
+        try:
+            await app(scope, receive, send)
+        except Cut:
+            raise ConnectionAbortedError from None  # uvicorn closes a half-sent reply's connection
+
+    app = node.app()
+    with served(quiet) as url:
+        node.url = url
+        yield node
+        node.go_on.set()
