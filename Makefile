@@ -1,0 +1,46 @@
+# Every command rests on `install`, which is quick when neither pyproject.toml nor constraints.txt has changed.
+# PIP_ARGS goes to every pip install (for instance another index for torch), PYTEST_ARGS to pytest.
+
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& { echo $$python; break; }; done)
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install demo-model up test test-long lint bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Garnish needs Python 3.11 or 3.12; name one with make PYTHON=/path/to/python" >&2; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[node,dev]'
+	@touch $@
+
+demo-model: install
+	@$(BIN)/python examples/models/convert_stories.py
+	@$(BIN)/python examples/models/fetch_smollm2.py
+
+up: install demo-model
+	@exec $(BIN)/garnish up -f serverless.yml
+
+test: install demo-model
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-long: install demo-model
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install demo-model
+	$(BIN)/python benchmarks/engine.py
+
+clean:
+	rm -rf .venv models .garnish
