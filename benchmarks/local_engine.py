@@ -108,3 +108,7 @@ class LocalEngine:
 
     def close(self) -> None:
         self.engine.store.close()
+
+
+MakeEngine = Callable[..., LocalEngine]
+"""(model_dir=None, **EngineConfig fields) -> LocalEngine"""

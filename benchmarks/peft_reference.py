@@ -24,7 +24,11 @@ def draw_adapter(rng: random.Random, num_layers: int) -> dict[str, Any]:
     if targets is None:
         targets = rng.sample(ALL_TARGETS, rng.randint(1, 7))
     rank = rng.choice([1, 2, 3, 4, 7, 8, 16, 32, 64])
-    arguments: dict[str, Any] = {"r": rank, "lora_alpha": rng.choice([1, rank, 2 * rank, 16]), "target_modules": targets}
+    arguments: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": rng.choice([1, rank, 2 * rank, 16]),
+        "target_modules": targets,
+    }
     if rng.random() < 0.3:
         arguments["use_rslora"] = True
     if rng.random() < 0.3:

@@ -1,0 +1,55 @@
+"""An engine per test, which must end empty; drawn adapters, made once; PEFT as the reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.local_engine import LocalEngine, MakeEngine
+from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def make_engine(stories_dir: Path, tmp_path: Path) -> Iterator[MakeEngine]:
+    """Builds engines in fp32; at the end of the test each must hold nothing."""
+    engines: list[LocalEngine] = []
+
+    def make(model_dir: Path | None = None, **settings: Any) -> LocalEngine:
+        settings.setdefault("dtype", "float32")
+        settings.setdefault("adapter_memory", 8 << 20)
+        settings.setdefault("kv_memory", 32 << 20)
+        engine = LocalEngine(model_dir or stories_dir, tmp_path / f"registry{len(engines)}", **settings)
+        engines.append(engine)
+        return engine
+
+    yield make
+    try:
+        for engine in engines:
+            engine.assert_clean()
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture(scope="session")
+def reference(stories_dir: Path) -> PeftReference:
+    return PeftReference(stories_dir)
+
+
+@pytest.fixture(scope="session")
+def drawn_adapters(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Twelve adapters over the forms that are served, with random weights (fp32, bf16 and fp16 files)."""
+    rng = random.Random(20)
+    root = tmp_path_factory.mktemp("drawn")
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    return [make_adapter(stories_dir, root / f"drawn{i}", i, dtypes[i % 3], **draw_adapter(rng, 5)) for i in range(12)]
