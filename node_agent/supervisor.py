@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -57,9 +58,13 @@ def run(config: NodeConfig) -> int:
 class Child:
     """One process, and when to start it again. States: waiting for its start, running, ended."""
 
-    def __init__(self, name: str, module: str, config: ApiProcessConfig | EngineProcessConfig) -> None:
+    def __init__(self, name: str, module: str, config: msgspec.Struct, output: Path | None = None) -> None:
+        """`config` is written, as JSON, on the process's standard input; its output is appended to `output`, if given."""
         self.name = name
+        self.failures = 0
+        """How often it ended by itself."""
         self._module = module
+        self._output = output
         self._config = msgspec.json.encode(config)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
@@ -84,6 +89,7 @@ class Child:
         self._due = now + self._backoff
         extra = {"child": self.name, "pid": self._process.pid, "code": code, "restart_in": self._backoff}
         log.warning("child ended", extra=extra)
+        self.failures += 1
         self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
         self._process = None
         return True
@@ -101,12 +107,22 @@ class Child:
 
     def _start(self, now: float) -> None:
         # Its own process group: Ctrl-C reaches this process alone, which then stops both in order.
-        process = subprocess.Popen([sys.executable, "-m", self._module], stdin=subprocess.PIPE, process_group=0)
+        command = [sys.executable, "-m", self._module]
+        with self._opened_output() as output:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0)
         self._process, self._started = process, now
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it died at once: reap says so
             stream.write(self._config)
         log.info("child started", extra={"child": self.name, "pid": process.pid})
+
+    @contextlib.contextmanager
+    def _opened_output(self) -> Iterator[IO[bytes] | None]:
+        if self._output is None:
+            yield None
+        else:
+            with self._output.open("ab") as stream:
+                yield stream
 
 
 class Signals:

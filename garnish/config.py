@@ -1,0 +1,209 @@
+"""serverless.yml, read and checked: every mistake names file, line, field and what was expected."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from adapters.names import is_alias, is_name
+from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Tenant, Top
+from garnish.sizes import parse_bytes, parse_rate, parse_seconds
+from garnish.yaml_file import Document, FieldPath, read_yaml
+
+OPEN_TENANT = "default"
+"""Whose functions are served when the file names no tenant."""
+
+Section = TypeVar("Section")
+
+
+class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file; paths in it are still as written (relative to the file's folder)."""
+
+    file: Path
+    service: str
+    base_model: str
+    registry: str | None
+    auth: str
+    gateway: Gateway
+    node: Node
+    tenants: dict[str, Tenant]
+    functions: dict[str, Function]
+    node_pools: dict[str, NodePool]
+    infra: Infra
+
+    def path(self, written: str) -> Path:
+        """A path from the file, as it is meant: relative to the folder that holds the file."""
+        return self.file.absolute().parent / Path(written).expanduser()
+
+
+def load_service_file(file: Path, environment: Mapping[str, str] | None = None) -> ServiceFile:
+    """Raises ServiceFileError for the first mistake."""
+    document = read_yaml(file, environment)
+    if not isinstance(document.value, dict):
+        raise document.error((), "expected a mapping of `service`, `base_model`, ...")
+    # null is what YAML makes of a key without value: as good as no key.
+    document.value = {key: value for key, value in document.value.items() if value is not None}
+    _parse_quantities(document)
+    top = _section(document, (), Top)
+    loaded = ServiceFile(
+        file=file,
+        service=top.service,
+        base_model=top.base_model,
+        registry=top.registry,
+        auth=top.auth,
+        gateway=_section(document, ("gateway",), Gateway),
+        node=_section(document, ("node",), Node),
+        tenants=_named(document, "tenants", Tenant),
+        functions=_named(document, "functions", Function),
+        node_pools=_named(document, "node_pools", NodePool),
+        infra=_section(document, ("infra",), Infra),
+    )
+    _refuse_unbuilt(document)
+    _check_together(document, loaded)
+    return loaded
+
+
+QUANTITIES: dict[str, Callable[[object], float | None]] = {
+    "node.adapter_memory": parse_bytes,
+    "node.host_memory": parse_bytes,
+    "node.kv_memory": lambda value: None if value == "auto" else parse_bytes(value),
+    "node.simulate.link": parse_rate,
+    "node.simulate.store": parse_rate,
+    "functions.*.idle_ttl": parse_seconds,
+    "node_pools.*.scale_to_zero_after": parse_seconds,
+}
+
+BUILT: dict[str, tuple[object, ...]] = {
+    "gateway.workers": (1,),
+    "gateway.redis": (),
+    "gateway.webhook_hosts": (),
+    "gateway.allowed_sources": (),
+    "node.runner": ("auto", "transformers"),
+    "node.cpu_workers": ("auto", 0),
+    "node.cold_start": ("auto", "wait"),
+    "node.predictor": ("auto", "none"),
+    "node.tensor_parallel": (1,),
+    "tenants.*.weight": (1,),
+    "tenants.*.slo": (),
+    "tenants.*.limits": (),
+    "functions.*.provisioned": (0,),
+    "functions.*.idle_ttl": (),
+}
+"""Keys of the contract whose feature is not there yet, and the values that ask for nothing of it."""
+
+
+def _parse_quantities(document: Document) -> None:
+    for pattern, parse in QUANTITIES.items():
+        for path, holder in _matches(document.value, pattern):
+            try:
+                holder[path[-1]] = parse(holder[path[-1]])
+            except ValueError as error:
+                raise document.error(path, str(error)) from None
+
+
+def _refuse_unbuilt(document: Document) -> None:
+    for pattern, served in BUILT.items():
+        for path, holder in _matches(document.value, pattern):
+            value = holder[path[-1]]
+            if value in served or value is None:
+                continue
+            shown = ", ".join(str(item) for item in served)
+            hint = f"only {shown} is served" if served else "leave the key out"
+            raise document.error(path, f"{value!r} is not built yet in this version: {hint}")
+    registry = str(document.value.get("registry", ""))
+    if "://" in registry and not registry.startswith("file://"):
+        raise document.error(("registry",), f"{registry!r} is not built yet in this version: expected a directory")
+
+
+def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:
+    """Fields of nested mappings that a dotted pattern (`*`: any key) names, each with the mapping that holds it."""
+    head, _, rest = pattern.partition(".")
+    if not isinstance(value, dict):
+        return
+    for key in list(value) if head == "*" else [head] if head in value else []:
+        if rest:
+            yield from _matches(value[key], rest, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _named(document: Document, section: str, kind: type[Section]) -> dict[str, Section]:
+    entries = document.value.get(section, {})
+    for name in entries:
+        if not is_name(name):
+            raise document.error(
+                (section, name), "expected a name of 1 to 64 of a-z, 0-9, '.', '_' and '-' that starts and ends with a "
+                "letter or digit",
+            )  # fmt: skip
+    return {name: _section(document, (section, name), kind) for name in entries}
+
+
+def _section(document: Document, path: FieldPath, kind: type[Section]) -> Section:
+    value: Any = document.value
+    for key in path:
+        value = value.get(key)
+        value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise document.error(path, f"expected a mapping, found {value!r}")
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explained(document, path, kind, str(error)) from None
+
+
+def _explained(document: Document, path: FieldPath, kind: type[Any], message: str) -> Exception:
+    """msgspec's message as a mistake in the file: the field it names, and what was expected."""
+    problem, _, where = message.partition(" - at `$")
+    inner = path + tuple(part for part in re.split(r"[.\[\]]+", where.rstrip("`")) if part)
+    fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_fields__", ())
+    if found := re.match(r"Object contains unknown field `(.*)`$", problem):
+        near = difflib.get_close_matches(found[1], fields, 1)
+        hint = f"did you mean `{near[0]}`? " if near else ""
+        return document.error((*inner, found[1]), f"unknown key; {hint}expected one of {', '.join(fields)}")
+    if found := re.match(r"Object missing required field `(.*)`$", problem):
+        return document.error((*inner, found[1]), "the key is missing")
+    if problem.startswith("Invalid enum value"):
+        allowed = getattr(_type_at(kind, inner[len(path) :]), "__args__", ())
+        problem += f", expected one of {', '.join(map(str, allowed))}" if allowed else ""
+    return document.error(inner, problem[:1].lower() + problem[1:])
+
+
+def _type_at(kind: Any, path: FieldPath) -> Any:
+    for name in path:
+        kind = next((field.type for field in msgspec.structs.fields(kind) if field.name == name), None)
+        if kind is None:
+            return None
+    return kind
+
+
+def _check_together(document: Document, loaded: ServiceFile) -> None:
+    """What no single field can say."""
+    for name, pool in loaded.node_pools.items():
+        if not pool.min <= pool.desired <= pool.max:
+            raise document.error(("node_pools", name), "expected min <= desired <= max")
+    tenants = loaded.tenants or {OPEN_TENANT: Tenant()}
+    for name, function in loaded.functions.items():
+        path: FieldPath = ("functions", name)
+        if function.tenant is None and len(tenants) > 1:
+            raise document.error((*path, "tenant"), f"the key is missing; expected one of {', '.join(tenants)}")
+        if function.tenant is not None and function.tenant not in tenants:
+            raise document.error((*path, "tenant"), f"unknown tenant; expected one of {', '.join(tenants)}")
+        if function.alias is not None and not is_alias(function.alias):
+            raise document.error((*path, "alias"), "expected a name that is not all digits")
+
+
+def tenant_names(loaded: ServiceFile) -> tuple[str, ...]:
+    """The declared tenants, the first of which is the default; `default` when none is declared."""
+    return tuple(loaded.tenants) or (OPEN_TENANT,)
+
+
+def tenant_of(loaded: ServiceFile, function: Function) -> str:
+    return function.tenant or tenant_names(loaded)[0]
+
+
+

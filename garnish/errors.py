@@ -1,0 +1,45 @@
+"""What goes wrong at the front door. The command line shows these as one line; anything else is a defect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+class FrontDoorError(Exception):
+    """A failure whose text is meant for the person at the command line."""
+
+
+class ServiceFileError(FrontDoorError):
+    """A mistake in serverless.yml: file, line, field and what was expected."""
+
+    def __init__(self, file: Path, line: int | None, field: str, problem: str) -> None:
+        where = f"{file}:{line}" if line is not None else str(file)
+        super().__init__(f"{where}: {field + ': ' if field else ''}{problem}")
+        self.file, self.line, self.field, self.problem = file, line, field, problem
+
+
+class StartError(FrontDoorError):
+    """The service can't be started: what is missing and what to do about it."""
+
+
+class GarnishError(FrontDoorError):
+    """The service refused a request, or could not be reached (then `type` is `unreachable` and `status` 0).
+
+    The fields are those of the error reply; `details` lists several problems where there are several.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        message: str,
+        *,
+        param: str | None = None,
+        details: list[dict[str, Any]] | None = None,
+        request_id: str | None = None,
+        status: int = 0,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(f"{type}: {message}")
+        self.type, self.message, self.param, self.details = type, message, param, details or []
+        self.request_id, self.status, self.retry_after = request_id, status, retry_after

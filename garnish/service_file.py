@@ -1,0 +1,83 @@
+"""What serverless.yml may say. Sizes are in bytes, rates in bytes per second and times in seconds once it is read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=0, le=10_000)]
+Text = Annotated[str, Meta(min_length=1, max_length=1000)]
+
+
+class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    host: Text = "127.0.0.1"
+    port: Port = 8080
+    workers: Annotated[int, Meta(ge=1)] = 1
+    webhook_hosts: list[Text] | None = None
+    secret_file: Text | None = None
+    redis: Text | None = None
+    allowed_sources: list[Text] | None = None
+
+
+class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    link: float | None = None
+    store: float | None = None
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    runner: Literal["auto", "transformers", "lightllm"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    adapter_memory: int | None = None
+    kv_memory: int | None = None
+    host_memory: int | None = None
+    cpu_workers: Count | Literal["auto"] = "auto"
+    cold_start: Literal["auto", "wait", "pipeline", "assist"] = "auto"
+    predictor: Text = "auto"
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    simulate: Simulate = Simulate()
+
+
+class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    weight: Annotated[float, Meta(gt=0)] | None = None
+    slo: dict[str, Any] | None = None
+    limits: dict[str, Any] | None = None
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    adapter: Text
+    tenant: Text | None = None
+    alias: Text | None = None
+    provisioned: Annotated[int, Meta(ge=0)] | None = None
+    idle_ttl: float | None = None
+
+
+class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    backend: Literal["aws", "local"]
+    instance_type: Text | None = None
+    min: Count = 0
+    desired: Count = 1
+    max: Count = 1
+    scale_to_zero_after: float | None = None
+
+
+class Infra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    state: Text | None = None
+
+
+class Top(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The keys at the margin; sections are checked one by one, so that a mistake names its line."""
+
+    service: Text
+    base_model: Text
+    registry: Text | None = None
+    auth: Literal["keys", "none"] = "keys"
+    gateway: dict[str, Any] = {}
+    node: dict[str, Any] = {}
+    tenants: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
+    node_pools: dict[str, Any] = {}
+    infra: dict[str, Any] = {}

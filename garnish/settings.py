@@ -1,0 +1,139 @@
+"""From serverless.yml to the settings of the gateway and of each node."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from garnish.config import ServiceFile
+from garnish.errors import ServiceFileError, StartError
+from gateway.config import ConfigError, GatewayConfig, check_config
+from node_agent.config import EngineConfig, LinkConfig, NodeConfig
+
+UP_SHUTDOWN_SECONDS = 5.0
+"""Under `garnish up` a person waits for the end, so open requests get less time than in production."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+class Base(msgspec.Struct, frozen=True):
+    """Where the base model lies, and what it is called."""
+
+    directory: Path
+    id: str
+
+
+def resolve_base(service: ServiceFile) -> Base:
+    """The base model's directory; a Hugging Face id is fetched first, if it is not in the cache.
+
+    Raises StartError when it is not there.
+    """
+    written = service.base_model
+    directory = service.path(written)
+    if (directory / "config.json").is_file():
+        return Base(directory, directory.resolve().name)
+    if directory.exists():
+        raise StartError(f"base_model: {directory} holds no config.json, so it is no Hugging Face model directory")
+    if not _HUB_ID.fullmatch(written) or written.startswith("models/"):
+        raise StartError(
+            f"base_model: there is no directory {directory}; run `make demo-model` to make the demo model, "
+            "or name a Hugging Face id or directory"
+        )
+    return Base(_fetch(written), written)
+
+
+def _fetch(hub_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise StartError("base_model: fetching a Hugging Face id needs huggingface_hub: install garnish[node]") from None
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=10))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StartError(
+            f"base_model: {hub_id} can't be fetched from Hugging Face ({reason}); "
+            "if this machine is offline, name a directory that holds the model"
+        ) from None
+
+
+def registry_of(service: ServiceFile, state: Path) -> str:
+    if service.registry is None:
+        return str(state / "registry")
+    if service.registry.startswith("file://"):
+        return service.registry
+    return str(service.path(service.registry))
+
+
+def secret_file_of(service: ServiceFile, state: Path) -> Path:
+    written = service.gateway.secret_file
+    return state / "cluster.secret" if written is None else service.path(written)
+
+
+def gateway_config(
+    service: ServiceFile,
+    base: Base,
+    state: Path,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    shutdown_seconds: float | None = None,
+) -> GatewayConfig:
+    """`host` and `port` of the command line win over the file. Raises ServiceFileError."""
+    config = GatewayConfig(
+        model_dir=str(base.directory),
+        base_id=base.id,
+        registry=registry_of(service, state),
+        secret_file=str(secret_file_of(service, state)),
+        tmp_dir=str(state / "uploads"),
+        host=service.gateway.host if host is None else host,
+        port=service.gateway.port if port is None else port,
+        auth="keys" if service.auth == "keys" else "none",
+    )
+    if shutdown_seconds is not None:
+        config = msgspec.structs.replace(config, shutdown_seconds=shutdown_seconds)
+    try:
+        check_config(config)
+    except ConfigError as error:
+        raise ServiceFileError(service.file, None, "", str(error)) from None
+    return config
+
+
+def node_config(
+    service: ServiceFile,
+    base: Base,
+    state: Path,
+    *,
+    node_id: str,
+    gateway_url: str,
+    secret_file: Path | None = None,
+    port: int = 0,
+) -> NodeConfig:
+    return NodeConfig(
+        node_id=node_id,
+        port=port,
+        gateway_url=gateway_url,
+        secret_file=str(secret_file or secret_file_of(service, state)),
+        run_dir=str(state / "run" / node_id),
+        engine=_engine_config(service, base, state),
+    )
+
+
+def _engine_config(service: ServiceFile, base: Base, state: Path) -> EngineConfig:
+    node = service.node
+    memory = {"adapter_memory": node.adapter_memory, "host_memory": node.host_memory, "kv_memory": node.kv_memory}
+    link, store = node.simulate.link, node.simulate.store
+    return EngineConfig(
+        model_dir=str(base.directory),
+        base_id=base.id,
+        registry=registry_of(service, state),
+        device=node.device,
+        dtype=node.dtype,
+        load_link=LinkConfig(bandwidth=link) if link is not None else None,
+        store_link=LinkConfig(bandwidth=store) if store is not None else None,
+        **{name: value for name, value in memory.items() if value is not None},
+    )

@@ -1,0 +1,41 @@
+"""Sizes, rates and durations as people write them: `4GiB`, `200MB/s`, `15m`."""
+
+from __future__ import annotations
+
+import math
+import re
+
+BYTES = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTES |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
+
+
+def parse_bytes(value: object) -> int:
+    """`4GiB`, `200MB` or a plain number of bytes, above 0. Raises ValueError that says what was expected."""
+    return math.ceil(_quantity(value, BYTES, "a size such as 512MiB, 4GiB or 2GB"))
+
+
+def parse_rate(value: object) -> float:
+    """`1GB/s`, as bytes per second. Raises ValueError."""
+    expected = "a rate such as 200MB/s or 1GB/s"
+    if not isinstance(value, str) or not value.endswith("/s"):
+        raise ValueError(f"expected {expected}, found {value!r}")
+    return _quantity(value.removesuffix("/s"), BYTES, expected)
+
+
+def parse_seconds(value: object) -> float:
+    """`15m`, `250ms` or a plain number of seconds, above 0. Raises ValueError."""
+    return _quantity(value, SECONDS, "a duration such as 30s, 15m or 2h")
+
+
+def _quantity(value: object, units: dict[str, float] | dict[str, int], expected: str) -> float:
+    text = str(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2] not in units:
+        raise ValueError(f"expected {expected}, found {value!r}")
+    amount = float(match[1]) * units[match[2]]
+    if not 0 < amount < 2**62:
+        raise ValueError(f"expected {expected}, above 0 and below 4 exbibytes, found {value!r}")
+    return amount
