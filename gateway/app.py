@@ -16,10 +16,12 @@ from starlette.requests import Request
 from gateway.boundary import Boundary
 from gateway.config import GatewayConfig, check_config
 from gateway.metrics import Metrics
-from gateway.routes import cluster, deploy, health, invoke
+from gateway.routes import cluster, deploy, functions, health, invoke, metrics, openai, openapi
 from gateway.services import Services, open_services
 
-ROUTES = [*deploy.routes, *invoke.routes, *health.routes, *cluster.routes]
+ROUTES = [
+    route for group in (deploy, functions, invoke, openai, health, metrics, cluster, openapi) for route in group.routes
+]
 
 
 class State(TypedDict):
@@ -29,18 +31,18 @@ class State(TypedDict):
 def create_app(config: GatewayConfig) -> Starlette:
     """Raises ConfigError. Files are read, and clients made, only once the server starts."""
     check_config(config)
-    metrics = Metrics()
+    counted = Metrics()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[State]:
         _empty_folder(Path(config.tmp_dir))
-        async with open_services(config, metrics) as services:
+        async with open_services(config, counted) as services:
             yield {"services": services}
 
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=[Middleware(Boundary, max_concurrent=config.max_concurrent, metrics=metrics)],
+        middleware=[Middleware(Boundary, max_concurrent=config.max_concurrent, metrics=counted)],
         exception_handlers={HTTPException: _pass_on},
     )
     app.router.redirect_slashes = False

@@ -89,11 +89,15 @@ async def _refuse_size(request: Request, limit: int) -> None:
 def decode_json(data: bytes, kind: type[T]) -> T:
     """One value of `kind`. Raises ServiceError: `invalid_request` when it is not JSON, `validation_failed` naming the
     field in `param` when it is JSON of another form."""
+    return convert(parse_json(data), kind)
+
+
+def parse_json(data: bytes) -> Any:
+    """Raises ServiceError `invalid_request`."""
     try:
-        value = strict_json.loads(data)
+        return strict_json.loads(data)
     except strict_json.InvalidJson as error:
         raise ServiceError("invalid_request", f"the body is not valid JSON: {error}") from None
-    return convert(value, kind)
 
 
 def convert(value: Any, kind: type[T], at: str = "") -> T:

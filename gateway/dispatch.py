@@ -13,6 +13,7 @@ import msgspec
 from cluster.errors import ServiceError
 from cluster.messages import Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
+from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
 from gateway.node_client import NodeClient, NodeFailure
 from gateway.running import Running
@@ -29,7 +30,14 @@ class Dispatcher:
     """What all invocations share."""
 
     def __init__(
-        self, state: ClusterState, policy: Policy, client: NodeClient, base: str, running: Running, metrics: Metrics
+        self,
+        state: ClusterState,
+        policy: Policy,
+        client: NodeClient,
+        base: str,
+        running: Running,
+        metrics: Metrics,
+        last_hour: LastHour,
     ) -> None:
         self.state = state
         self.policy = policy
@@ -37,6 +45,7 @@ class Dispatcher:
         self.base = base
         self.running = running
         self.metrics = metrics
+        self.last_hour = last_hour
 
     def generation(self, request: GenerateRequest, function: str, received: float) -> Generation:
         """`received`: monotonic seconds at which the call came in."""
@@ -161,12 +170,16 @@ class Generation:
             raise ServiceError("timeout", "the timeout passed before the first token")
 
     def _count(self, outcome: str) -> None:
-        metrics, tenant, done = self._dispatcher.metrics, self.request.tenant, self.done
-        if done is None:
-            metrics.count_invocation(tenant, self.function, outcome)
-            return
-        metrics.count_invocation(tenant, self.function, "ok" if outcome == "cancelled" else outcome)
-        metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
-        metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)
-        cold = done.timing.cold_start
-        metrics.count_cold_start(cold.state, cold.plan, cold.exposed)
+        shared, tenant, done = self._dispatcher, self.request.tenant, self.done
+        ended = "ok" if done is not None and outcome == "cancelled" else outcome
+        shared.metrics.count_invocation(tenant, self.function, ended)
+        counts = Counts(invocations=1, failures=ended not in ("ok", "cancelled"))
+        if done is not None:
+            counts.prompt_tokens, counts.completion_tokens = done.prompt_tokens, done.completion_tokens
+            shared.metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
+            cold = done.timing.cold_start
+            shared.metrics.count_cold_start(cold.state, cold.plan, cold.exposed)
+        if self.ttft is not None:
+            counts.first_tokens, counts.ttft_seconds = 1, self.ttft
+            shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)
+        shared.last_hour.add(tenant, self.function, counts)

@@ -57,10 +57,9 @@ class Metrics:
         self._tokens.labels(*owner, "prompt").inc(prompt)
         self._tokens.labels(*owner, "completion").inc(completion)
 
-    def observe_speed(self, tenant: str, function: str, ttft: float | None, tpot: float | None) -> None:
+    def observe_speed(self, tenant: str, function: str, ttft: float, tpot: float | None) -> None:
         owner = (self._tenant(tenant), self._function(function))
-        if ttft is not None:
-            self._ttft.labels(*owner).observe(ttft)
+        self._ttft.labels(*owner).observe(ttft)
         if tpot is not None:
             self._tpot.labels(*owner).observe(tpot)
 

@@ -7,40 +7,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import cast
 
-import msgspec
-
 from cluster.errors import ServiceError
 from cluster.messages import Done, Token, TokenLogprob
 from gateway import schema
+from gateway.choices import Outcome
 from gateway.dispatch import Generation
 from gateway.errors import native_body
 from gateway.event_stream import sse
 from gateway.invocation import Invocation
-
-
-class Outcome(msgspec.Struct):
-    """A generation at its end."""
-
-    text: str
-    logprobs: list[TokenLogprob]
-    done: Done
-
-
-async def collect(generation: Generation) -> Outcome:
-    """Run a generation to its end. Raises ServiceError."""
-    pieces: list[str] = []
-    logprobs: list[TokenLogprob] = []
-    done: Done | None = None
-    async with aclosing(generation.events()) as events:
-        async for event in events:
-            pieces.append(event.text)
-            if isinstance(event, Done):
-                done = event
-            else:
-                logprobs += event.logprobs
-    if done is None:
-        raise ServiceError("node_failed", "the node ended without an outcome")
-    return Outcome(text="".join(pieces), logprobs=logprobs, done=done)
 
 
 def invoke_reply(invocation: Invocation, generation: Generation, outcome: Outcome) -> schema.InvokeReply:

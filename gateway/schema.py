@@ -160,19 +160,13 @@ class DeployReply(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
-    tensor: str
-    problem: str
-    expected: str | None
-    found: str | None
-
-
 class ErrorContent(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     message: str
     param: str | None
     request_id: str
-    details: list[ErrorDetail | dict[str, Any]] = []
+    details: list[dict[str, Any]] = []
+    """Several problems: of an adapter `{tensor, problem, expected, found}`, of readiness `{check, problem}`."""
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
@@ -214,6 +208,38 @@ class VersionItem(msgspec.Struct, frozen=True):
     """Unix time."""
 
 
+class VersionReply(msgspec.Struct, frozen=True):
+    """A version's manifest."""
+
+    function: str
+    version: int
+    digest: str
+    base_id: str
+    dtype: str
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    bytes: int
+    warnings: tuple[str, ...]
+    config_sha256: str
+    weights_sha256: str
+    created: float
+    """Unix time."""
+
+
+class VersionList(msgspec.Struct, frozen=True):
+    versions: list[VersionReply]
+
+
+class LastHour(msgspec.Struct, frozen=True):
+    """What this gateway saw of the function in the last 60 minutes."""
+
+    invocations: int
+    failures: int
+    prompt_tokens: int
+    completion_tokens: int
+    mean_ttft_ms: float | None
+
+
 class FunctionReply(msgspec.Struct, frozen=True):
     name: str
     created: float
@@ -221,6 +247,7 @@ class FunctionReply(msgspec.Struct, frozen=True):
     aliases: dict[str, int | dict[str, float]]
     versions: list[VersionItem]
     residency: list[Residency]
+    last_hour: LastHour
 
 
 class Check(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from gunicorn.app.base import BaseApplication
 from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
+from cluster.lifeline import die_with_parent
 from gateway.app import create_app
 from gateway.config import GatewayConfig, check_config
 from gateway.logs import configure_logs
@@ -63,5 +64,9 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
             # Requests that wait in the kernel are out of reach; the boundary refuses them politely instead.
             "limit_concurrency": None,
         }
+
+        def init_process(self) -> None:
+            die_with_parent(self.ppid)  # a killed arbiter must not leave a worker that holds the port
+            super().init_process()
 
     return Worker

@@ -23,6 +23,7 @@ from gateway.callers import Callers
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
 from gateway.functions import Functions
+from gateway.last_hour import LastHour
 from gateway.metrics import Metrics
 from gateway.node_client import NodeClient
 from gateway.running import Running
@@ -47,6 +48,7 @@ class Services:
     dispatcher: Dispatcher
     running: Running
     metrics: Metrics
+    last_hour: LastHour
     deploys: anyio.CapacityLimiter
 
 
@@ -65,7 +67,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     threads = StoreThreads(config.store_seconds)
     cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
     secret = read_secret(Path(config.secret_file))
-    running = Running()
+    running, last_hour = Running(), LastHour(monotonic)
     # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
@@ -82,8 +84,9 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             functions=Functions(config, registry, threads, monotonic),
             cluster=cluster,
             secret=secret,
-            dispatcher=Dispatcher(cluster, policy, client, base.fingerprint, running, metrics),
+            dispatcher=Dispatcher(cluster, policy, client, base.fingerprint, running, metrics, last_hour),
             running=running,
             metrics=metrics,
+            last_hour=last_hour,
             deploys=anyio.CapacityLimiter(config.max_deploys),
         )

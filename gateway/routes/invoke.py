@@ -10,11 +10,12 @@ from starlette.types import ASGIApp
 from cluster.errors import ServiceError
 from gateway import schema
 from gateway.bodies import decode_json, read_body, require_json
+from gateway.choices import collect
 from gateway.connected import while_connected
 from gateway.event_stream import EventStream
 from gateway.invocation import Invocation, Options, chat_tokens, prepare, prompt_tokens
 from gateway.params import known_only
-from gateway.reply import collect, invocation_headers, invoke_events, invoke_failure, invoke_reply
+from gateway.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.responses import json_response
 from gateway.services import Services, services_of
 from gateway.stopwatch import Stopwatch
@@ -49,7 +50,7 @@ async def invoke(request: Request) -> ASGIApp:
 
 async def _whole(services: Services, invocation: Invocation, request: Request) -> ASGIApp:
     generation = services.dispatcher.generation(invocation.requests[0], invocation.target.function, invocation.received)
-    outcome = await while_connected(collect(generation), request.receive)
+    (outcome,) = await while_connected(collect([generation]), request.receive)
     return json_response(
         invoke_reply(invocation, generation, outcome), headers=invocation_headers(invocation, generation)
     )

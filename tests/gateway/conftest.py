@@ -96,6 +96,4 @@ def pirate(stories_adapters: dict[str, Path]) -> dict[str, Any]:
 
 
 def upload(folder: Path) -> dict[str, Any]:
-    return {
-        name: (name, (folder / name).read_bytes()) for name in ("adapter_config.json", "adapter_model.safetensors")
-    }
+    return {name: (name, (folder / name).read_bytes()) for name in ("adapter_config.json", "adapter_model.safetensors")}

@@ -1,0 +1,54 @@
+"""What a function did in the last hour on this gateway, by the minute."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+MINUTES = 60
+MAX_FUNCTIONS = 2000
+"""Functions that are counted at once; the one that was called least recently is forgotten."""
+
+
+class Counts(msgspec.Struct):
+    """Sums over some time."""
+
+    invocations: int = 0
+    failures: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_tokens: int = 0
+    ttft_seconds: float = 0.0
+
+    def add(self, other: Counts) -> None:
+        for field in self.__struct_fields__:
+            setattr(self, field, getattr(self, field) + getattr(other, field))
+
+
+class LastHour:
+    """`clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._minutes: OrderedDict[tuple[str, str], dict[int, Counts]] = OrderedDict()
+
+    def add(self, tenant: str, function: str, counts: Counts) -> None:
+        key, now = (tenant, function), int(self._clock() // 60)
+        minutes = self._minutes.setdefault(key, {})
+        self._minutes.move_to_end(key)
+        if now not in minutes:
+            for old in [minute for minute in minutes if minute <= now - MINUTES]:
+                del minutes[old]
+        minutes.setdefault(now, Counts()).add(counts)
+        if len(self._minutes) > MAX_FUNCTIONS:
+            self._minutes.popitem(last=False)
+
+    def sums(self, tenant: str, function: str) -> Counts:
+        now = int(self._clock() // 60)
+        sums = Counts()
+        for minute, counts in self._minutes.get((tenant, function), {}).items():
+            if minute > now - MINUTES:
+                sums.add(counts)
+        return sums

@@ -1,0 +1,133 @@
+"""openapi.json, made from the message types that check the requests, so that the two can't differ.
+
+Run `python -m gateway.openapi` after changing a message or a route; a test compares the committed file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway import openai_schema as openai
+from gateway import schema
+from gateway.operations import NAME_PATTERN, OPERATIONS, Operation
+
+FILE = Path(__file__).with_name("openapi.json")
+
+STATUS_TEXT = {
+    400: "The request can't be read: broken JSON, a broken or slow body; on /v1 also wrong fields",
+    401: "No key, or not a valid one",
+    403: "The key may not do this",
+    404: "No such function, version or alias, or it belongs to another tenant",
+    413: "The body is over its limit",
+    415: "Another content type is expected",
+    422: "Wrong types, values or unknown fields; `param` names the field, `details` lists several problems",
+    429: "Full; try again after Retry-After seconds",
+    499: "Cancelled, because the function was deleted by force",
+    500: "Unexpected; the log has it under the request id",
+    502: "The node died and no other one could take over",
+    503: "No node, or no registry; try again after Retry-After seconds",
+    504: "The timeout passed before the first token",
+}
+
+
+def document() -> dict[str, Any]:
+    """The whole OpenAPI 3.1 document."""
+    schemas, components = _components()
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Garnish",
+            "version": "1",
+            "description": "LoRA adapters of one base model as serverless functions.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "security": [{"bearer": []}, {"apiKey": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+            "schemas": components,
+        },
+    }
+
+
+def _components() -> tuple[dict[type[Any], Any], dict[str, Any]]:
+    """A reference per message type, and what the references point to."""
+    types: set[type[Any]] = {schema.ErrorReply, openai.OpenAIError, schema.TokenEvent, schema.DoneEvent}
+    types.add(openai.ChatChunk)
+    for operation in OPERATIONS:
+        types |= {kind for kind in (*operation.replies.values(), operation.body) if kind not in (None, str)}
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    return dict(zip(ordered, references, strict=True)), components
+
+
+def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "operationId": operation.id,
+        "summary": operation.summary,
+        "parameters": list(operation.parameters),
+        "responses": _responses(operation, schemas),
+    }
+    if not operation.key:
+        made["security"] = []
+    if operation.body is not None:
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[operation.body]}}}
+    if operation.multipart:
+        made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
+    return made
+
+
+_UPLOAD = {
+    "type": "object",
+    "required": ["adapter_config.json", "adapter_model.safetensors"],
+    "additionalProperties": False,
+    "properties": {
+        "adapter_config.json": {"type": "string", "contentMediaType": "application/json"},
+        "adapter_model.safetensors": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "policy": {"type": "string", "contentMediaType": "application/json"},
+        "alias": {"type": "string", "pattern": NAME_PATTERN},
+    },
+}
+
+
+def _responses(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[str, Any]:
+    responses: dict[str, Any] = {}
+    for status, kind in operation.replies.items():
+        responses[str(status)] = {"description": "Done", "headers": _REQUEST_ID}
+        if kind is str:
+            responses[str(status)]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+        elif kind is not None:
+            responses[str(status)]["content"] = {"application/json": {"schema": schemas[kind]}}
+        if operation.stream:
+            described = {"type": "string", "description": operation.stream}
+            responses[str(status)]["content"]["text/event-stream"] = {"schema": described}
+    error = schemas[openai.OpenAIError if operation.path.startswith("/v1/") else schema.ErrorReply]
+    for status in sorted(operation.errors):
+        content = {"application/json": {"schema": error}}
+        responses[str(status)] = {"description": STATUS_TEXT[status], "headers": _REQUEST_ID, "content": content}
+    return responses
+
+
+_REQUEST_ID = {
+    "x-request-id": {"description": "The caller's own, when it sent a sane one", "schema": {"type": "string"}}
+}
+
+
+def render() -> bytes:
+    """The document as it is committed and served."""
+    return json.dumps(document(), indent=1).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    FILE.write_bytes(render())

@@ -1,0 +1,199 @@
+"""The public routes as openapi.json lists them: parameters, bodies, replies and errors of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway import openai_schema as openai
+from gateway import schema
+
+NAME_PATTERN = "^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
+READ = (401, 403, 404, 422, 429, 500, 503)
+CALL = (400, 401, 403, 404, 413, 415, 422, 429, 499, 500, 502, 503, 504)
+OPENAI_CALL = tuple(status for status in CALL if status != 422)
+OPENAI_READ = (*(status for status in READ if status != 422), 400)
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """One method of one path, as the document has it."""
+
+    method: str
+    path: str
+    id: str
+    summary: str
+    replies: Mapping[int, type[Any] | None]
+    body: type[Any] | None = None
+    stream: str = ""
+    """What the reply is as text/event-stream, if it can be."""
+    parameters: Sequence[Mapping[str, Any]] = ()
+    errors: Sequence[int] = READ
+    key: bool = True
+    multipart: bool = False
+
+
+def _query(name: str, about: str, kind: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "description": about, "schema": dict(kind)}
+
+
+def _path(name: str, about: str, kind: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "description": about, "schema": dict(kind)}
+
+
+_NAME = _path("name", "The function", {"type": "string", "pattern": NAME_PATTERN})
+_TENANT = {
+    "name": "x-garnish-tenant",
+    "in": "header",
+    "required": False,
+    "description": "With an admin key: whose functions are meant",
+    "schema": {"type": "string", "pattern": NAME_PATTERN},
+}
+_BOOLEAN = {"type": "boolean", "default": False}
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/deploy/{name}",
+        id="deploy",
+        summary="Make an adapter's files a version of a function, and point an alias to it",
+        parameters=(_NAME, _query("dry_run", "Only validate; nothing is stored", _BOOLEAN), _TENANT),
+        multipart=True,
+        replies={201: schema.DeployReply, 200: schema.DeployReply},
+        errors=(400, 401, 403, 404, 413, 415, 422, 429, 500, 503),
+    ),
+    Operation(
+        method="get",
+        path="/functions",
+        id="listFunctions",
+        summary="The tenant's functions, a page at a time",
+        parameters=(
+            _query("limit", "Functions per page", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}),
+            _query("after", "`next` of the page before", {"type": "string"}),
+            _TENANT,
+        ),
+        replies={200: schema.FunctionList},
+    ),
+    Operation(
+        method="get",
+        path="/functions/{name}",
+        id="getFunction",
+        summary="One function: policy, aliases, versions, where they are resident, its last hour",
+        parameters=(_NAME, _TENANT),
+        replies={200: schema.FunctionReply},
+    ),
+    Operation(
+        method="delete",
+        path="/functions/{name}",
+        id="deleteFunction",
+        summary="Delete a function: new calls answer 404 at once, running ones finish",
+        parameters=(_NAME, _query("force", "Cancel the running ones, too", _BOOLEAN), _TENANT),
+        replies={204: None},
+    ),
+    Operation(
+        method="get",
+        path="/functions/{name}/versions",
+        id="listVersions",
+        summary="The manifests of all versions",
+        parameters=(_NAME, _TENANT),
+        replies={200: schema.VersionList},
+    ),
+    Operation(
+        method="get",
+        path="/functions/{name}/versions/{version}",
+        id="getVersion",
+        summary="The manifest of one version",
+        parameters=(_NAME, _path("version", "Its number", {"type": "integer", "minimum": 1}), _TENANT),
+        replies={200: schema.VersionReply},
+    ),
+    Operation(
+        method="post",
+        path="/invoke/{target}",
+        id="invoke",
+        summary="Generate text with a function",
+        parameters=(
+            _path("target", "`name`, `name:alias`, `name:version`, or the base model's id", {"type": "string"}),
+            _query("qualifier", "Alias or version, if the path names none", {"type": "string"}),
+            _TENANT,
+        ),
+        body=schema.InvokeRequest,
+        replies={200: schema.InvokeReply},
+        stream="Events `token` (TokenEvent), then one `done` (DoneEvent), or `error` (ErrorReply)",
+        errors=CALL,
+    ),
+    Operation(
+        method="get",
+        path="/v1/models",
+        id="listModels",
+        summary="The base model and the tenant's functions",
+        parameters=(_TENANT,),
+        replies={200: openai.ModelList},
+        errors=OPENAI_READ,
+    ),
+    Operation(
+        method="get",
+        path="/v1/models/{id}",
+        id="getModel",
+        summary="One of them",
+        parameters=(_path("id", "As `model` in a completion", {"type": "string"}), _TENANT),
+        replies={200: openai.Model},
+        errors=OPENAI_READ,
+    ),
+    Operation(
+        method="post",
+        path="/v1/completions",
+        id="createCompletion",
+        summary="Complete a prompt",
+        parameters=(_TENANT,),
+        body=openai.CompletionRequest,
+        replies={200: openai.Completion},
+        stream="Completion chunks, then `data: [DONE]`",
+        errors=OPENAI_CALL,
+    ),
+    Operation(
+        method="post",
+        path="/v1/chat/completions",
+        id="createChatCompletion",
+        summary="Answer a conversation",
+        parameters=(_TENANT,),
+        body=openai.ChatRequest,
+        replies={200: openai.Chat},
+        stream="ChatChunk chunks, then `data: [DONE]`",
+        errors=OPENAI_CALL,
+    ),
+    Operation(
+        method="get",
+        path="/healthz",
+        id="healthz",
+        summary="Whether the process lives",
+        replies={200: schema.HealthReply},
+        errors=(),
+        key=False,
+    ),
+    Operation(
+        method="get",
+        path="/readyz",
+        id="readyz",
+        summary="Whether registry, cluster state and at least one node can serve now",
+        replies={200: schema.ReadyReply},
+        errors=(503,),
+        key=False,
+    ),
+    Operation(
+        method="get",
+        path="/metrics",
+        id="metrics",
+        summary="Prometheus text; admin key",
+        replies={200: str},
+        errors=(401, 403, 429, 500, 503),
+    ),
+    Operation(
+        method="get",
+        path="/nodes",
+        id="listNodes",
+        summary="The nodes as the scheduler sees them; admin key",
+        replies={200: schema.NodeList},
+        errors=(401, 403, 422, 429, 500, 503),
+    ),
+)

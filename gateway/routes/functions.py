@@ -1,0 +1,135 @@
+"""GET /functions, GET and DELETE /functions/{name}, GET /functions/{name}/versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from adapters.errors import NotFound
+from adapters.functions import Alias, FunctionRecord, Manifest
+from cluster.errors import ServiceError
+from cluster.state import NodeView
+from gateway import schema
+from gateway.params import flag, integer, known_only
+from gateway.responses import json_response
+from gateway.services import services_of
+
+MAX_PAGE = 1000
+
+
+async def list_functions(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    known_only(request, "limit", "after")
+    limit = integer(request, "limit", 100, 1, MAX_PAGE)
+    after = request.query_params.get("after", "")
+    records, following = await services.threads.read(services.registry.functions, tenant, after, limit)
+    nodes = await services.cluster.nodes()
+    items = [_item(record, nodes) for record in records]
+    return json_response(schema.FunctionList(functions=items, next=following))
+
+
+async def get_function(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    known_only(request)
+    record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
+    sums = services.last_hour.sums(tenant, record.name)
+    reply = schema.FunctionReply(
+        name=record.name,
+        created=record.created,
+        policy=msgspec.to_builtins(record.policy),
+        aliases=_aliases(record),
+        versions=[msgspec.convert(entry, schema.VersionItem, from_attributes=True) for entry in record.versions],
+        residency=_residency(record, await services.cluster.nodes()),
+        last_hour=schema.LastHour(
+            invocations=sums.invocations,
+            failures=sums.failures,
+            prompt_tokens=sums.prompt_tokens,
+            completion_tokens=sums.completion_tokens,
+            mean_ttft_ms=round(sums.ttft_seconds / sums.first_tokens * 1000, 3) if sums.first_tokens else None,
+        ),
+    )
+    return json_response(reply)
+
+
+async def delete_function(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    known_only(request, "force")
+    force = flag(request, "force")
+    name = request.path_params["name"]
+    try:
+        await services.threads.write(services.registry.delete_function, tenant, name)
+    finally:
+        services.functions.forget(tenant, name)
+    if force:
+        services.running.revoke(tenant, name, ServiceError("cancelled", f"function {name} was deleted"))
+    return Response(status_code=204)
+
+
+async def list_versions(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    known_only(request)
+    manifests = await services.threads.read(services.registry.versions, tenant, request.path_params["name"])
+    return json_response(schema.VersionList(versions=[_manifest(manifest) for manifest in manifests]))
+
+
+async def get_version(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    known_only(request)
+    name, version = request.path_params["name"], request.path_params["version"]
+    if not (version.isascii() and version.isdigit() and len(version) < 10):
+        raise NotFound(f"there is no version {version[:100]!r}")
+    return json_response(_manifest(await services.threads.read(services.registry.manifest, tenant, name, int(version))))
+
+
+def _item(record: FunctionRecord, nodes: Sequence[NodeView]) -> schema.FunctionItem:
+    aliases = _aliases(record)
+    latest = next((entry for entry in record.versions if entry.version == aliases.get("latest")), None)
+    return schema.FunctionItem(
+        name=record.name,
+        versions=[entry.version for entry in record.versions],
+        aliases=aliases,
+        ranks=list(latest.ranks) if latest else [],
+        bytes=latest.bytes if latest else 0,
+        residency=_residency(record, nodes),
+    )
+
+
+def _aliases(record: FunctionRecord) -> dict[str, int | dict[str, float]]:
+    return {name: _pointed(alias) for name, alias in record.aliases.items()}
+
+
+def _pointed(alias: Alias) -> int | dict[str, float]:
+    """The version, or the weights when there are several."""
+    return int(next(iter(alias.weights))) if len(alias.weights) == 1 else alias.weights
+
+
+def _residency(record: FunctionRecord, nodes: Sequence[NodeView]) -> list[schema.Residency]:
+    versions = {entry.digest: entry.version for entry in record.versions}
+    return [
+        schema.Residency(version=versions[entry.digest], node=node.record.id, tier=entry.tier, in_use=entry.in_use)
+        for node in nodes
+        for entry in node.record.residents
+        if entry.digest in versions
+    ]
+
+
+def _manifest(manifest: Manifest) -> schema.VersionReply:
+    return msgspec.convert(manifest, schema.VersionReply, from_attributes=True)
+
+
+routes = [
+    Route("/functions", list_functions, methods=["GET"]),
+    Route("/functions/{name}", get_function, methods=["GET"]),
+    Route("/functions/{name}", delete_function, methods=["DELETE"]),
+    Route("/functions/{name}/versions", list_versions, methods=["GET"]),
+    Route("/functions/{name}/versions/{version}", get_version, methods=["GET"]),
+]

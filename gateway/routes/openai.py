@@ -1,0 +1,173 @@
+"""/v1: models, completions and chat completions, for OpenAI's clients."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from adapters.functions import FunctionRecord
+from cluster.errors import ServiceError
+from gateway import openai_schema as openai
+from gateway.bodies import convert, parse_json, read_body, require_json
+from gateway.choices import collect
+from gateway.connected import while_connected
+from gateway.event_stream import EventStream
+from gateway.invocation import Invocation, Options, chat_tokens, prepare, prompt_tokens
+from gateway.openai_reply import Head, chunks, failure, whole
+from gateway.params import known_only
+from gateway.reply import invocation_headers
+from gateway.responses import json_response
+from gateway.services import Services, services_of
+from gateway.stopwatch import Stopwatch
+
+PAGE = 1000
+MAX_PAGES = 10
+"""OpenAI's list of models has no pages, so it ends somewhere."""
+
+T = TypeVar("T", bound=openai.Shared)
+
+
+async def list_models(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    records: list[FunctionRecord] = []
+    after: str | None = ""
+    for _ in range(MAX_PAGES):
+        page, after = await services.threads.read(services.registry.functions, tenant, after or "", PAGE)
+        records += page
+        if after is None:
+            break
+    made = [openai.Model(record.name, int(record.created), tenant) for record in records]
+    return json_response(openai.ModelList([_base(services), *made]))
+
+
+async def get_model(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    asked = request.path_params["id"]
+    if asked == services.base.id:
+        return json_response(_base(services))
+    target = await services.functions.target(tenant, *_split(services, asked))
+    record = await services.threads.read(services.registry.function, tenant, target.function)
+    return json_response(openai.Model(asked, int(record.created), tenant))
+
+
+async def completions(request: Request) -> ASGIApp:
+    watch, services = Stopwatch(), services_of(request)
+    tenant, call = await _read(request, services, watch, openai.CompletionRequest)
+    prompts = [call.prompt] if isinstance(call.prompt, str) else call.prompt
+    if len(prompts) * (call.n or 1) > openai.MAX_CHOICES:
+        raise ServiceError("validation_failed", f"prompts times n may be at most {openai.MAX_CHOICES}", param="n")
+    target = await services.functions.target(tenant, *_split(services, call.model))
+    watch.lap("resolve")
+    invocation = await prepare(
+        services,
+        tenant=tenant,
+        target=target,
+        prompts=[await prompt_tokens(services, prompt) for prompt in prompts],
+        options=_options(call, max_tokens=call.max_tokens, logprobs=call.logprobs),
+        watch=watch,
+        choices=call.n or 1,
+    )
+    return await _answer(services, invocation, request, call, _head(invocation, call, False, call.logprobs is not None))
+
+
+async def chat_completions(request: Request) -> ASGIApp:
+    watch, services = Stopwatch(), services_of(request)
+    tenant, call = await _read(request, services, watch, openai.ChatRequest)
+    if call.top_logprobs is not None and not call.logprobs:
+        raise ServiceError("validation_failed", "top_logprobs needs logprobs: true", param="top_logprobs")
+    if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
+        raise ServiceError("validation_failed", "max_tokens and max_completion_tokens differ", param="max_tokens")
+    target = await services.functions.target(tenant, *_split(services, call.model))
+    watch.lap("resolve")
+    invocation = await prepare(
+        services,
+        tenant=tenant,
+        target=target,
+        prompts=[await chat_tokens(services, [message.plain() for message in call.messages])],
+        options=_options(
+            call,
+            max_tokens=call.max_completion_tokens or call.max_tokens,
+            logprobs=(call.top_logprobs or 0) if call.logprobs else None,
+            max_tokens_field="max_tokens" if call.max_completion_tokens is None else "max_completion_tokens",
+        ),
+        watch=watch,
+        choices=call.n or 1,
+        prompt_field="messages",
+    )
+    return await _answer(services, invocation, request, call, _head(invocation, call, True, bool(call.logprobs)))
+
+
+async def _read(request: Request, services: Services, watch: Stopwatch, kind: type[T]) -> tuple[str, T]:
+    """The caller's tenant and the checked body."""
+    tenant = await services.callers.tenant(request)
+    watch.lap("auth")
+    known_only(request)
+    require_json(request)
+    config = services.config
+    data = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
+    call = convert(openai.served_fields(parse_json(data)), kind)
+    if call.stream_options is not None and not call.stream:
+        raise ServiceError("validation_failed", "stream_options needs stream: true", param="stream_options")
+    watch.lap("body")
+    return tenant, call
+
+
+async def _answer(
+    services: Services, invocation: Invocation, request: Request, call: openai.Shared, head: Head
+) -> ASGIApp:
+    name, received = invocation.target.function, invocation.received
+    generations = [services.dispatcher.generation(wanted, name, received) for wanted in invocation.requests]
+    if not call.stream:
+        outcomes = await while_connected(collect(generations), request.receive)
+        return json_response(whole(head, outcomes), headers=invocation_headers(invocation, generations[0]))
+    request_id = request.state.request_id
+    return EventStream(
+        chunks(head, generations),
+        headers=lambda: invocation_headers(invocation, generations[0]),
+        failure=lambda error: failure(error, request_id),
+        header_seconds=services.config.header_seconds,
+        keepalive_seconds=services.config.keepalive_seconds,
+    )
+
+
+def _head(invocation: Invocation, call: openai.Shared, chat: bool, logprobs: bool) -> Head:
+    return Head(
+        id=invocation.id,
+        model=call.model,
+        chat=chat,
+        logprobs=logprobs,
+        include_usage=bool(call.stream_options and call.stream_options.include_usage),
+        choices=call.n or 1,
+    )
+
+
+def _options(call: openai.Shared, **own: Any) -> Options:
+    shared = (set(Options.__struct_fields__) & set(openai.Shared.__struct_fields__)) - {"max_tokens", "seed"}
+    # OpenAI's seeds may be negative; nodes take 63 bits.
+    seed = None if call.seed is None else call.seed & ((1 << 63) - 1)
+    return Options(**{field: getattr(call, field) for field in shared}, seed=seed, **own)
+
+
+def _split(services: Services, model: str) -> tuple[str, str | None]:
+    if model == services.base.id:
+        return model, None
+    name, colon, qualifier = model.partition(":")
+    return name, (qualifier or ":") if colon else None
+
+
+def _base(services: Services) -> openai.Model:
+    return openai.Model(services.base.id, 0, "garnish")
+
+
+routes = [
+    Route("/v1/models", list_models, methods=["GET"]),
+    Route("/v1/models/{id:path}", get_model, methods=["GET"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+]

@@ -1,0 +1,134 @@
+"""/v1, mostly through the official client as its users have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from conftest import Running
+
+
+@pytest.fixture
+def client(gateway: Running, pirate: dict) -> Iterator[openai.OpenAI]:
+    assert gateway.client().post("/deploy/pirate", files=pirate).status_code == 201
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.keys["acme"], max_retries=0) as made:
+        yield made
+
+
+def test_lists_and_gets_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["stories260K", "pirate"]
+    assert client.models.retrieve("pirate").owned_by == "acme"
+    assert client.models.retrieve("pirate:latest").id == "pirate:latest"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+
+
+def test_completes(client: openai.OpenAI, gateway: Running) -> None:
+    reply = client.completions.create(
+        model="pirate", prompt="Once", max_tokens=3, seed=-1, stop=["xyz"], user="someone", logprobs=2
+    )
+    assert reply.choices[0].text == " t0 t1 t2"
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None
+    assert (reply.usage.completion_tokens, reply.usage.total_tokens) == (3, 3 + reply.usage.prompt_tokens)
+    assert reply.choices[0].logprobs is not None
+    assert reply.choices[0].logprobs.tokens == [" t0", " t1", " t2"]
+    assert reply.choices[0].logprobs.text_offset == [0, 3, 6]
+    asked = gateway.nodes[0].received[0]
+    assert asked.adapter is not None
+    assert asked.stop == ["xyz"]
+    assert asked.sampling.seed == (1 << 63) - 1
+    assert asked.sampling.logprobs == 2
+
+
+def test_completes_with_the_base(client: openai.OpenAI, gateway: Running) -> None:
+    assert client.completions.create(model="stories260K", prompt="Once").choices[0].text.startswith(" t0")
+    assert gateway.nodes[0].received[0].adapter is None
+
+
+def test_streams_with_usage(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model="pirate", prompt="Once", max_tokens=4, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == " t0 t1 t2 t3"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices] == [None] * 4 + ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 4
+
+
+def test_several_choices_and_prompts(client: openai.OpenAI, gateway: Running) -> None:
+    reply = client.completions.create(model="pirate", prompt=["One", "Two, three"], n=2, max_tokens=2, seed=7)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    received = sorted(gateway.nodes[0].received, key=lambda asked: asked.id)
+    assert [asked.sampling.choice for asked in received] == [0, 1, 0, 1]
+    assert {asked.sampling.seed for asked in received} == {7}
+    assert len({asked.id for asked in received}) == 4
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(received[0].token_ids) + len(received[2].token_ids)
+    assert reply.usage.completion_tokens == 8
+
+
+def test_streams_several_choices(client: openai.OpenAI) -> None:
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in client.completions.create(model="pirate", prompt="One", n=3, max_tokens=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert set(texts.values()) == {" t0 t1 t2"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 9}, "n"),
+        ({"temperature": 3}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 3}, "best_of"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"extra_body": {"surprise": 1}}, "surprise"),
+        ({"extra_body": {"echo": 0}}, "echo"),
+        ({"prompt": "word " * 600}, "prompt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_refuses_with_400_and_param(client: openai.OpenAI, fields: dict, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{"model": "pirate", "prompt": "Once", **fields})
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({}, "messages"),
+    ],
+)
+def test_chat_refuses_with_400_and_param(client: openai.OpenAI, fields: dict, param: str) -> None:
+    """The last row: stories260K has no chat template."""
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": "pirate", "messages": messages, **fields})
+    assert caught.value.param == param
+
+
+def test_wrong_key_and_unknown_model(client: openai.OpenAI, gateway: Running) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="gsk_acme_nonsense").models.list()
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt="x")
+    other = client.with_options(api_key=gateway.keys["other"])
+    with pytest.raises(openai.NotFoundError):
+        other.completions.create(model="pirate", prompt="x")
+    assert [model.id for model in other.models.list()] == ["stories260K"]
