@@ -1,0 +1,134 @@
+"""The runner's logits against the untouched Hugging Face model, over architectures, chunk borders and batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from cluster.messages import Sampling
+from node_agent.engine.batch import Row, build_step
+from node_agent.engine.request import Request
+from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token
+
+VOCAB = 97
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, head_dim=16, attention_bias=True),
+    "llama-mha": LlamaConfig(**{**SHAPE, "num_key_value_heads": 4}, tie_word_embeddings=True),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=7, head_dim=10),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param])
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.15)
+    path = tmp_path_factory.mktemp("random") / request.param
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair(model_dir: Path) -> tuple[TransformersRunner, torch.nn.Module]:
+    runner = TransformersRunner(model_dir, torch.device("cpu"), torch.float32, block_tokens=4, num_blocks=128)
+    return runner, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def request(tokens: list[int], first_block: int) -> Request:
+    made = Request("r", "t", tokens, 1, Sampling(temperature=0), 0.0, None, False)
+    made.blocks = list(range(first_block, first_block + 30))
+    return made
+
+
+def advance(runner: TransformersRunner, rows: list[Row], n_decode: int, stops: list[int]) -> torch.Tensor:
+    """Run one pass, stopping between layers at `stops`; returns the logits of rows that are complete."""
+    run = runner.start(build_step(rows, n_decode, runner.block_tokens, runner.device), None)
+    for layer in [*stops, runner.num_layers]:
+        run.advance(layer)
+    logits = run.logits()
+    for row in rows:
+        row.request.computed += row.length
+    return logits
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_chunks_and_decodes_equal_the_whole(
+    data: st.DataObject, pair: tuple[TransformersRunner, torch.nn.Module]
+) -> None:
+    """Several sequences, prefilled in drawn chunks together and then decoded together, give the model's own logits."""
+    runner, model = pair
+    prompts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=40), min_size=1, max_size=4))
+    requests = [request(prompt[:], 1 + 30 * i) for i, prompt in enumerate(prompts)]
+    borders = [data.draw(st.integers(1, len(prompt) - 1)) for prompt in prompts]
+    stops = sorted(data.draw(st.lists(st.integers(0, runner.num_layers), max_size=2)))
+    for r, border in zip(requests, borders, strict=True):  # each alone up to its border
+        step = data.draw(st.integers(1, border))
+        while r.computed < border:
+            batch = build_step([Row(r, min(step, border - r.computed))], 0, 4, runner.device)
+            run = runner.start(batch, None)
+            run.advance(runner.num_layers)
+            r.computed += batch.n_tokens
+    rest = [Row(r, len(r.tokens) - r.computed) for r in requests]
+    got = advance(runner, rest, 0, stops)  # the remainders in one mixed pass
+    with torch.inference_mode():
+        for i, r in enumerate(requests):
+            want = model(torch.tensor([r.tokens])).logits[0, -1]
+            torch.testing.assert_close(got[i], want, atol=1e-4, rtol=1e-4)
+            r.tokens.append(int(want.argmax()))
+        got = advance(runner, [Row(r, 1) for r in requests], len(requests), stops)
+        for i, r in enumerate(requests):
+            want = model(torch.tensor([r.tokens])).logits[0, -1]
+            torch.testing.assert_close(got[i], want, atol=1e-4, rtol=1e-4)
+
+
+def test_decode_beside_a_chunk(pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
+    runner, model = pair
+    old, new = request([5, 6, 7, 8, 9, 10, 11, 12], 1), request([20, 21, 22, 23, 24], 40)
+    advance(runner, [Row(old, 8)], 0, [])
+    old.tokens.append(13)
+    got = advance(runner, [Row(old, 1), Row(new, 5)], 1, [1])
+    with torch.inference_mode():
+        for i, r in enumerate((old, new)):
+            torch.testing.assert_close(got[i], model(torch.tensor([r.tokens])).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_kv_bytes_are_what_is_allocated(model_dir: Path, pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
+    runner = pair[0]
+    allocated = sum(t.numel() * t.element_size() for t in [*runner.keys, *runner.values])
+    assert allocated == kv_bytes_per_token(model_dir, torch.float32) * runner.block_tokens * runner.num_blocks
+
+
+def test_finish_before_the_last_layer_is_refused(pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
+    runner = pair[0]
+    run = runner.start(build_step([Row(request([4, 5], 1), 2)], 0, 4, runner.device), None)
+    run.advance(1)
+    with pytest.raises(RuntimeError, match="after 1 of 3 layers"):
+        run.finish()
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="gpt2"):
+        TransformersRunner(tmp_path, torch.device("cpu"), torch.float32, 4, 8)
