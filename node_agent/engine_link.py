@@ -14,7 +14,7 @@ from cluster.frames import FrameError, Frames
 from node_agent.ipc import Command, EngineEvent, Ready, encode, event_decoder
 
 SILENCE_LIMIT = 60.0
-"""Seconds. An engine speaks every 0.2 s, but a long prompt on a busy CPU can take far longer; then it is taken for dead."""
+"""Seconds. An engine speaks every 0.2 s; a step on a busy CPU may take longer. Then it is taken for dead."""
 READ_SIZE = 1 << 18
 WRITE_LIMIT = 64 << 20
 """Bytes of commands that may wait for an engine that does not read."""

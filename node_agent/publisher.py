@@ -23,10 +23,11 @@ log = logging.getLogger(__name__)
 class Publisher:
     """Posts the desk's record to one gateway until it is cancelled. A gateway that is away is tried again for ever."""
 
-    def __init__(self, desk: Desk, gateway_url: str, secret: str) -> None:
+    def __init__(self, desk: Desk, gateway_url: str, secret: str, interval: float = RECORD_INTERVAL) -> None:
         self._desk = desk
         self._url = gateway_url.rstrip("/") + "/cluster/record"
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
+        self._interval = interval
         self._heard: bool | None = None
 
     async def run(self) -> None:
@@ -37,7 +38,7 @@ class Publisher:
                 await self._post(session)
                 await asyncio.sleep(MIN_GAP)
                 try:
-                    async with asyncio.timeout(RECORD_INTERVAL - MIN_GAP):
+                    async with asyncio.timeout(self._interval - MIN_GAP):
                         await self._desk.changed.wait()
                 except TimeoutError:
                     continue  # nothing changed: the regular record is due

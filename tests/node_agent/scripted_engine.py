@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -74,7 +75,8 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self.writer.close()
-        await self.writer.wait_closed()
+        with contextlib.suppress(ConnectionError):  # the API process may have been first
+            await self.writer.wait_closed()
 
 
 def admitted(id: str, state: str = "none") -> Admitted:

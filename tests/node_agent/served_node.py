@@ -12,7 +12,6 @@ import msgspec
 import uvicorn
 import uvloop
 from aiohttp import web
-from scripted_engine import ScriptedEngine
 
 from cluster.frames import Frames
 from cluster.messages import Event, GenerateRequest, NodeRecord, Sampling, decode_event
@@ -20,6 +19,8 @@ from cluster.secret import authorization, create_secret
 from node_agent.api import create_app, listen, url_of
 from node_agent.api_desk import Desk
 from node_agent.config import EngineConfig, NodeConfig
+from node_agent.ipc import Ready
+from tests.node_agent.scripted_engine import READY, ScriptedEngine
 
 SECONDS = 60.0
 """Bound of one scenario."""
@@ -54,14 +55,14 @@ class Node:
         self.secret = secret
         self.desk = desk
         self.gateway = gateway
+        self.engines: list[ScriptedEngine] = []
         self.session = aiohttp.ClientSession(headers=authorization(secret))
 
-    async def engine(self) -> ScriptedEngine:
+    async def engine(self, ready: Ready = READY) -> ScriptedEngine:
         """A new engine that has said Ready, known to the API process."""
-        engine = await ScriptedEngine.connect(self.socket)
-        while self.desk.ready is None:
-            await self.desk.changed.wait()
-            await asyncio.sleep(0)
+        engine = await ScriptedEngine.connect(self.socket, ready)
+        self.engines.append(engine)
+        await self.record_where(lambda record: record.state == "ready")
         return engine
 
     async def record(self) -> NodeRecord:
@@ -70,10 +71,11 @@ class Node:
             return msgspec.msgpack.decode(await response.read(), type=NodeRecord)
 
     async def record_where(self, condition: Callable[[NodeRecord], bool]) -> NodeRecord:
-        """Asks until the condition holds; the scenario's own bound ends it."""
-        while not condition(record := await self.record()):
-            await asyncio.sleep(0.002)
-        return record
+        """The first record from now on for which the condition holds."""
+        now = await self.record()
+        if condition(now):
+            return now
+        return await self.gateway.record_where(lambda record: record.seq > now.seq and condition(record))
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerateRequest | bytes) -> AsyncIterator[Stream]:
@@ -132,9 +134,11 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         node = Node(desk.url, socket, secret, desk, gateway)
         try:
-            await node.record_where(lambda _: True)
+            await gateway.records.get()
             yield node
         finally:
+            for engine in node.engines:
+                await engine.close()
             await node.session.close()
             server.should_exit = True
             await serving

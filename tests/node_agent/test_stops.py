@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from node_agent.stops import StopMatcher
@@ -31,6 +31,8 @@ def longest_beginning(text: str, stops: list[str]) -> int:
 
 
 @given(st.lists(st.text(LETTERS, max_size=6), max_size=12), stop_strings)
+@example(["a", "b"], ["b", "ab"])
+@example(["ab"], ["ab", "b"])
 def test_any_cut_gives_what_the_whole_text_gives(pieces: list[str], stops: list[str]) -> None:
     matcher, emitted, seen, stopped = StopMatcher(stops), "", "", False
     for piece in pieces:
