@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from adapters.errors import Problem
-from adapters.peft_format import CONFIG_FILE
 
+CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 512
 MAX_PATTERNS = 2048
 """Entries in one rank or alpha pattern: more than seven projections of 256 layers can use."""

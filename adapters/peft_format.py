@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from adapters import strict_json
 from adapters.errors import InvalidAdapter, Problem, TooLarge
+from adapters.peft_config import CONFIG_FILE
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20

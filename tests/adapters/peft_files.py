@@ -13,20 +13,20 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 LAYERS = 3
-TINY = LlamaConfig(
-    num_hidden_layers=LAYERS,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=128,
-)
+SIZES = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def tiny_model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(TINY)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
 
 
 def peft_model(model: PreTrainedModel | None = None, **fields: Any) -> PeftModel:
@@ -70,3 +70,10 @@ def write_tensors(path: Path, tensors: dict[str, tuple[str, np.ndarray[Any, Any]
         data += raw
     path.write_bytes(safetensors_bytes(json.dumps(header).encode(), data))
     return path
+
+
+def load(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """A saved adapter as PEFT loads it. Raises RuntimeError when shapes do not fit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(model, str(folder))

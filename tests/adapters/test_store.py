@@ -90,24 +90,9 @@ def test_conditions_are_kept(store: ObjectStore) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "",
-        "/",
-        "/a",
-        "a/",
-        "a//b",
-        "..",
-        "a/../b",
-        ".",
-        "a/.",
-        ".tmp/x",
-        ".locks/00",
-        "a\0b",
-        "a b",
-        "ä",
-        "a\\b",
-        "x" * 300,
-    ]
-    + ["/".join(["x" * 200] * 6), "a/\n"],
+        *("", "/", "/a", "a/", "a//b", "..", "a/../b", ".", "a/.", ".tmp/x", ".locks/00"),
+        *("a\0b", "a b", "ä", "a\\b", "a/\n", "x" * 300, "/".join(["x" * 200] * 6)),
+    ],
 )
 def test_keys_that_could_leave_the_store_are_refused(store: ObjectStore, key: str) -> None:
     calls: list[Callable[[], object]] = [
@@ -151,7 +136,7 @@ def test_folders_are_listed_in_pages(store: ObjectStore) -> None:
     store.put_if_absent("f/gone/x.json", b"")
     store.delete("f/gone/x.json")
     names = ["a-b", "a.b", "a", "b", "c"]  # the order of "name/"
-    assert store.folders("f/") == tuple(names) or list(store.folders("f/")) == names
+    assert list(store.folders("f/")) == names
     assert list(store.folders("f/", after="a.b", limit=2)) == ["a", "b"]
     assert list(store.folders("nothing/")) == []
 
