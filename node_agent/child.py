@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import sys
 from typing import TypeVar
 
 import msgspec
 
-PR_SET_PDEATHSIG = 1
+from cluster.lifeline import die_with_parent
+
+__all__ = ["die_with_parent", "read_config"]
 
 Config = TypeVar("Config")
 
@@ -18,15 +17,3 @@ Config = TypeVar("Config")
 def read_config(kind: type[Config]) -> Config:
     """The settings that the supervisor wrote on standard input. Raises msgspec.DecodeError when they are not `kind`."""
     return msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process as soon as `parent` ends, even by kill -9. Call it before anything else.
-
-    Exits at once when the parent has ended already, for then no signal would come any more.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        sys.exit(f"parent process {parent} is gone")
