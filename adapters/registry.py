@@ -126,7 +126,7 @@ class Registry:
         Raises NotFound, StoreUnavailable, and InvalidAdapter if the base was changed and this adapter does not fit.
         """
         record = self.function(tenant, name)
-        wanted = qualifier or "latest"
+        wanted = "latest" if qualifier is None else qualifier
         if wanted in record.aliases:
             wanted = max(record.aliases[wanted].weights.items(), key=lambda item: item[1])[0]
         entry = next((entry for entry in record.versions if str(entry.version) == wanted), None)

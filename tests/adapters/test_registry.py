@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from peft_files import adapter, changed
+
+from adapters.artifact import artifact_key, read_header, read_layer
+from adapters.base_model import BaseModel
+from adapters.contents import blob_key
+from adapters.errors import InvalidAdapter, InvalidRequest, NotFound, StoreUnavailable
+from adapters.local_store import LocalStore
+from adapters.registry import Deployment, Registry
+
+DEPLOY = """
+import sys
+from pathlib import Path
+from adapters.base_model import load_base_model
+from adapters.local_store import LocalStore
+from adapters.registry import Registry
+store, base, tenant, name, *folders = sys.argv[1:]
+registry = Registry(LocalStore(Path(store)), load_base_model(Path(base)))
+print("ready", flush=True)
+sys.stdin.readline()
+for folder in folders:
+    done = registry.deploy(
+        tenant, name, Path(folder, "adapter_config.json").read_bytes(), Path(folder, "adapter_model.safetensors")
+    )
+    print(done.version, flush=True)
+"""
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from adapters.base_model import load_base_model
+from adapters.local_store import LocalStore
+from adapters.registry import Registry
+store, base, folder, writes = sys.argv[1:]
+
+class Mortal(LocalStore):
+    left = int(writes)
+    def put_if_absent(self, key, data):
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        return super().put_if_absent(key, data)
+
+registry = Registry(Mortal(Path(store)), load_base_model(Path(base)))
+registry.deploy("acme", "f", Path(folder, "adapter_config.json").read_bytes(), Path(folder, "adapter_model.safetensors"))
+"""
+
+
+def deploy(registry: Registry, good: tuple[bytes, Path], name: str = "f", **options: Any) -> Deployment:
+    return registry.deploy("acme", name, *good, **options)
+
+
+def variant(good: tuple[bytes, Path], alpha: int) -> tuple[bytes, Path]:
+    """Another adapter: the same tensors with another alpha."""
+    return changed(good[0], lora_alpha=alpha), good[1]
+
+
+def test_a_deployed_adapter_is_resolved_and_read(registry: Registry, good: tuple[bytes, Path], base: BaseModel) -> None:
+    done = deploy(registry, good)
+    assert (done.function, done.version, done.ranks, done.targets, done.created) == ("f", 1, (4,), ("q", "v"), True)
+    found = registry.resolve("acme", "f")
+    assert (found.version, found.digest, found.ranks, found.bytes) == (1, done.digest, (4,), done.bytes)
+    assert found.artifact_key == artifact_key(base.fingerprint, done.digest)
+    header = read_header(registry.store, found.artifact_key)
+    assert header.digest == done.digest
+    assert sum(len(read_layer(registry.store, found.artifact_key, header, layer)) for layer in range(3)) >= done.bytes
+
+
+def test_the_original_files_are_kept(registry: Registry, good: tuple[bytes, Path]) -> None:
+    deploy(registry, good, source="s3://bucket/prefix")
+    manifest = registry.manifest("acme", "f", 1)
+    assert registry.store.get(blob_key(manifest.config_sha256)).data == good[0]
+    assert registry.store.get(blob_key(manifest.weights_sha256)).data == good[1].read_bytes()
+    assert (manifest.base, manifest.source) == (registry.base.fingerprint, "s3://bucket/prefix")
+    assert registry.versions("acme", "f") == [manifest]
+
+
+def test_the_same_adapter_again_makes_no_version(registry: Registry, good: tuple[bytes, Path]) -> None:
+    first = deploy(registry, good)
+    second = deploy(registry, (changed(good[0], peft_version="other"), good[1]))
+    assert (second.version, second.digest, second.created) == (1, first.digest, False)
+    assert deploy(registry, good, name="g").version == 1
+
+
+def test_aliases_follow_the_contract(registry: Registry, good: tuple[bytes, Path]) -> None:
+    def pointers() -> dict[str, dict[str, float]]:
+        return {name: alias.weights for name, alias in registry.function("acme", "f").aliases.items()}
+
+    deploy(registry, good, alias="prod")  # a first deploy also sets latest
+    assert pointers() == {"prod": {"1": 1.0}, "latest": {"1": 1.0}}
+    deploy(registry, variant(good, 9))
+    assert pointers() == {"prod": {"1": 1.0}, "latest": {"2": 1.0}}
+    deploy(registry, variant(good, 10), alias="prod")  # and then latest stays
+    assert pointers() == {"prod": {"3": 1.0}, "latest": {"2": 1.0}}
+    deploy(registry, good)  # known already: only the alias moves
+    assert pointers() == {"prod": {"3": 1.0}, "latest": {"1": 1.0}}
+    latest = registry.function("acme", "f").aliases["latest"]
+    assert [change.weights for change in latest.history] == [{"1": 1.0}, {"2": 1.0}]
+    assert latest.generation == 3
+    deploy(registry, good)
+    assert registry.function("acme", "f").aliases["latest"] == latest
+
+
+def test_qualifiers(registry: Registry, good: tuple[bytes, Path]) -> None:
+    deploy(registry, good, alias="prod")
+    deploy(registry, variant(good, 9))
+    wanted = {None: 2, "latest": 2, "prod": 1, "1": 1, "2": 2}
+    assert {qualifier: registry.resolve("acme", "f", qualifier).version for qualifier in wanted} == wanted
+    for qualifier in ("3", "0", "01", "nobody", "", "../x", "²"):
+        if qualifier:
+            with pytest.raises(NotFound):
+                registry.resolve("acme", "f", qualifier)
+
+
+def test_functions_of_other_tenants_do_not_exist(registry: Registry, good: tuple[bytes, Path]) -> None:
+    deploy(registry, good)
+    for tenant in ("other", "../acme", "acme/functions", ""):
+        for call in (registry.resolve, registry.function, registry.versions, registry.delete_function):
+            with pytest.raises(NotFound):
+                call(tenant, "f")
+    assert registry.functions("other") == ([], None)
+    registry.function("acme", "f")
+
+
+def test_numbers_are_never_used_twice(registry: Registry, good: tuple[bytes, Path]) -> None:
+    deploy(registry, good)
+    deploy(registry, variant(good, 9))
+    registry.delete_function("acme", "f")
+    with pytest.raises(NotFound):
+        registry.resolve("acme", "f")
+    with pytest.raises(NotFound):
+        registry.resolve("acme", "f", "1")
+    with pytest.raises(NotFound):
+        registry.delete_function("acme", "f")
+    assert registry.functions("acme") == ([], None)
+    again = deploy(registry, good)
+    assert (again.version, again.created) == (3, True)
+    with pytest.raises(NotFound):
+        registry.manifest("acme", "f", 1)
+
+
+def test_pages_of_functions(registry: Registry, good: tuple[bytes, Path]) -> None:
+    names = ["a", "a-b", "b", "b.c", "c0", "d"]
+    for name in names:
+        deploy(registry, good, name=name)
+    registry.delete_function("acme", "b")
+    seen: list[str] = []
+    after: str | None = ""
+    while after is not None:
+        records, after = registry.functions("acme", after, limit=2)
+        assert len(records) <= 2
+        seen += [record.name for record in records]
+    assert sorted(seen) == ["a", "a-b", "b.c", "c0", "d"]
+
+
+def test_a_dry_run_writes_nothing(registry: Registry, good: tuple[bytes, Path]) -> None:
+    found = registry.check(*good, name="f")
+    assert (found.version, found.created) == (None, False)
+    assert registry.store.list("") == ()
+    assert deploy(registry, good).digest == found.digest
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "../x", "%2e%2e", "a\0b", "a" * 300, "a/b", "A", ".a", "a.", "ä", "a b", "a\n", "tiny-llama", "-a", "_"],
+)
+def test_malformed_names_are_refused(registry: Registry, good: tuple[bytes, Path], name: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        registry.deploy("acme", name, *good)
+    assert raised.value.param == "name"
+    for call in (registry.resolve, registry.function, registry.delete_function):
+        with pytest.raises(NotFound):
+            call("acme", name)
+    assert registry.store.list("") == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"alias": "7"}, "alias"),
+        ({"alias": "../x"}, "alias"),
+        ({"alias": ""}, "alias"),
+        ({"policy": {"idle_ttl": 5}}, "policy.idle_ttl"),
+        ({"policy": {"provisioned": 1}}, "policy.provisioned"),
+        ({"policy": {"timeout": -1}}, "policy"),
+        ({"policy": {"timeout": "5"}}, "policy"),
+        ({"policy": {"defaults": {"temperature": 3}}}, "policy"),
+        ({"policy": {"defaults": {"tools": []}}}, "policy"),
+    ],
+)
+def test_malformed_options_are_refused(
+    registry: Registry, good: tuple[bytes, Path], options: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        deploy(registry, good, **options)
+    assert raised.value.param == param
+    assert registry.store.list("") == ()
+
+
+def test_policies_are_merged(registry: Registry, good: tuple[bytes, Path]) -> None:
+    deploy(registry, good, policy={"timeout": 5, "defaults": {"temperature": 0, "stop": "end"}})
+    deploy(registry, good)
+    deploy(registry, good, policy={"timeout": 6})
+    policy = registry.resolve("acme", "f").policy
+    assert (policy.timeout, policy.defaults.temperature, policy.defaults.stop) == (6, 0, "end")
+
+
+def test_a_refused_adapter_leaves_nothing(registry: Registry, good: tuple[bytes, Path]) -> None:
+    with pytest.raises(InvalidAdapter):
+        deploy(registry, (changed(good[0], use_dora=True), good[1]))
+    assert registry.store.list("") == ()
+
+
+def test_orphans_of_a_crash_are_skipped(registry: Registry, good: tuple[bytes, Path]) -> None:
+    for number in (1, 2):
+        registry.store.put_if_absent(f"tenants/acme/functions/f/versions/{number}.json", b"{}")
+    assert deploy(registry, good).version == 3
+    assert deploy(registry, variant(good, 9)).version == 4
+
+
+def test_old_orphan_blobs_are_written_anew(registry: Registry, good: tuple[bytes, Path]) -> None:
+    deploy(registry, good)
+    registry.delete_function("acme", "f")
+    store = registry.store
+    assert isinstance(store, LocalStore)
+    contents = [info.key for prefix in ("blobs/", "artifacts/") for info in store.list(prefix)]
+    assert len(contents) == 3
+    for hours, anew in ((11, False), (13, True)):
+        then = time.time() - hours * 3600
+        for key in contents:
+            os.utime(store.root / key, (then, then))
+        deploy(registry, good, name=f"after-{hours}")
+        for key in contents:
+            info = store.head(key)
+            assert info is not None
+            assert (info.modified > then + 3600) == anew
+
+
+def test_another_base_remakes_the_artifact_or_says_what_does_not_fit(
+    registry: Registry, good: tuple[bytes, Path], base: BaseModel
+) -> None:
+    deploy(registry, good)
+    moved = Registry(registry.store, msgspec.structs.replace(base, fingerprint="e" * 64))
+    found = moved.resolve("acme", "f")
+    assert read_header(registry.store, found.artifact_key).base == "e" * 64
+    assert moved.resolve("acme", "f") == found
+    assert registry.resolve("acme", "f").artifact_key != found.artifact_key
+    wider = tuple((d_in * 2, d_out) for d_in, d_out in base.widths)
+    narrow = Registry(registry.store, msgspec.structs.replace(base, fingerprint="d" * 64, widths=wider))
+    for _ in range(2):
+        with pytest.raises(InvalidAdapter, match="wrong shape"):
+            narrow.resolve("acme", "f")
+
+
+def test_a_damaged_record_is_an_outage_not_a_crash(registry: Registry, good: tuple[bytes, Path]) -> None:
+    deploy(registry, good)
+    registry.store.put("tenants/acme/functions/f/function.json", b"{")
+    with pytest.raises(StoreUnavailable):
+        registry.resolve("acme", "f")
+
+
+def test_deploys_of_one_name_from_several_processes_all_succeed(
+    registry: Registry, base_dir: Path, tmp_path: Path
+) -> None:
+    store = registry.store
+    assert isinstance(store, LocalStore)
+    folders = [tmp_path / f"adapter-{index}" for index in range(6)]
+    for index, folder in enumerate(folders):
+        adapter(folder, r=4, lora_alpha=10 + index)
+    start = [sys.executable, "-c", DEPLOY, str(store.root), str(base_dir), "acme", "f"]
+    workers = [
+        subprocess.Popen(
+            [*start, *map(str, folders[index::3])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for index in range(3)
+    ]
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+    outputs = [worker.communicate("go\n", timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    numbers = [int(line) for output in outputs for line in output.split()]
+    record = registry.function("acme", "f")
+    assert len(set(numbers)) == 6
+    assert sorted(numbers) == [entry.version for entry in record.versions]
+    assert len({entry.digest for entry in record.versions}) == 6
+    assert {manifest.version: manifest.digest for manifest in registry.versions("acme", "f")} == {
+        entry.version: entry.digest for entry in record.versions
+    }
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
+def test_a_deploy_killed_at_any_write_leaves_nothing_visible(
+    registry: Registry, good: tuple[bytes, Path], base_dir: Path, writes: int
+) -> None:
+    store = registry.store
+    assert isinstance(store, LocalStore)
+    arguments = [str(store.root), str(base_dir), str(good[1].parent), str(writes)]
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(store.list("")) == writes
+    assert registry.functions("acme") == ([], None)
+    with pytest.raises(NotFound):
+        registry.resolve("acme", "f")
+    deployed = deploy(registry, good)
+    assert deployed.version == (2 if writes == 4 else 1)
+    assert registry.resolve("acme", "f").digest == deployed.digest
