@@ -204,6 +204,3 @@ def tenant_names(loaded: ServiceFile) -> tuple[str, ...]:
 
 def tenant_of(loaded: ServiceFile, function: Function) -> str:
     return function.tenant or tenant_names(loaded)[0]
-
-
-

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-Port = Annotated[int, Meta(ge=0, le=65535)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 

@@ -49,7 +49,9 @@ def _fetch(hub_id: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
-        raise StartError("base_model: fetching a Hugging Face id needs huggingface_hub: install garnish[node]") from None
+        raise StartError(
+            "base_model: fetching a Hugging Face id needs huggingface_hub: install garnish[node]"
+        ) from None
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=10))

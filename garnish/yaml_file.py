@@ -113,7 +113,7 @@ class _Reader:
         text = str(node.value)
         if _ENVIRONMENT.search(text):
             return _ENVIRONMENT.sub(lambda match: self._variable(match[1], node, path), text)
-        match node.tag.removeprefix(_TAG):
+        match str(node.tag).removeprefix(_TAG):
             case "str" | "timestamp":
                 return text
             case "null":
@@ -126,7 +126,9 @@ class _Reader:
 
     def _number(self, node: ScalarNode, path: FieldPath, kind: str, text: str) -> int | float:
         try:
-            return int(text.replace("_", ""), 0 if "0x" in text or "0o" in text else 10) if kind == "int" else float(text)
+            return (
+                int(text.replace("_", ""), 0 if "0x" in text or "0o" in text else 10) if kind == "int" else float(text)
+            )
         except ValueError:
             raise self._error(node, path, f"expected a number, found {text[:50]!r}") from None
 

@@ -1,0 +1,157 @@
+"""`garnish deploy`, `list`, `describe`, `delete`: what one does with functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+
+if TYPE_CHECKING:
+    from garnish.screen import Screen
+    from gateway.schema import DeployReply
+
+Name = Annotated[str, typer.Argument(help="The function's name.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(deploy)
+    app.command("list")(list_functions)
+    app.command()(describe)
+    app.command()(delete)
+
+
+def deploy(
+    name: Annotated[str | None, typer.Argument(help="The function's name.")] = None,
+    path: Annotated[Path | None, typer.Argument(help="The PEFT adapter's directory.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="Deploy all functions of a service file.")] = None,
+    alias: Annotated[str | None, typer.Option("--alias", help="The alias to move (default: latest).")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate.")] = False,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Deploy an adapter as a function, or with -f every function of a service file."""
+    from garnish.screen import Screen
+
+    if (file is None) == (name is None or path is None) or (file is not None and (name, alias) != (None, None)):
+        raise typer.BadParameter("expected NAME PATH, or -f FILE")
+    if file is not None:
+        wanted = _declared(file)
+    else:
+        assert name is not None
+        assert path is not None
+        wanted = [_Wanted(name, path, alias, tenant)]
+    with Screen(as_json) as screen:
+        replies = [_deploy_one(entry, dry_run, url, state, screen) for entry in wanted]
+        screen.result({"deployed": replies} if file is not None else replies[0])
+
+
+class _Wanted(NamedTuple):
+    name: str
+    directory: Path
+    alias: str | None
+    tenant: str | None
+
+
+def _declared(file: Path) -> list[_Wanted]:
+    from garnish.config import load_service_file, tenant_of
+
+    service = load_service_file(file)
+    return [
+        _Wanted(name, service.path(function.adapter), function.alias, tenant_of(service, function))
+        for name, function in service.functions.items()
+    ]
+
+
+def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, screen: Screen) -> DeployReply:
+    screen.progress(f"deploying {wanted.name}")
+    with open_client(url, state, wanted.tenant) as client:
+        reply = client.deploy(wanted.name, wanted.directory, wanted.alias, dry_run)
+    screen.end_progress()
+    outcome = "valid" if dry_run else f"version {reply.version}"
+    screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {reply.bytes} bytes")
+    for warning in reply.warnings:
+        screen.note(f"warning: {warning}")
+    return reply
+
+
+def list_functions(
+    url: Url = None, state: State = DEFAULT_STATE, tenant: Tenant = None, as_json: AsJson = False
+) -> None:
+    """List the tenant's functions."""
+    from garnish.screen import Screen
+
+    screen = Screen(as_json)
+    with open_client(url, state, tenant) as client:
+        page = client.functions()
+        items = list(page.functions)
+        while page.next is not None:
+            page = client.functions(after=page.next)
+            items += page.functions
+    rows = [
+        [
+            item.name,
+            ", ".join(f"{alias}={target}" for alias, target in item.aliases.items()),
+            str(max(item.ranks, default=0)),
+            str(item.bytes),
+            ", ".join(sorted({f"{place.node}:{place.tier}" for place in item.residency})) or "-",
+        ]
+        for item in items
+    ]
+    screen.table(["NAME", "ALIASES", "RANK", "BYTES", "RESIDENT"], rows)
+    screen.result({"functions": items, "next": None})
+
+
+def describe(
+    name: Name, url: Url = None, state: State = DEFAULT_STATE, tenant: Tenant = None, as_json: AsJson = False
+) -> None:
+    """Show one function: aliases, versions, where it is resident."""
+    from datetime import UTC, datetime
+
+    import msgspec
+
+    from garnish.screen import Screen
+
+    screen = Screen(as_json)
+    with open_client(url, state, tenant) as client:
+        found = client.function(name)
+    screen.line(f"name: {found.name}")
+    for alias, target in found.aliases.items():
+        screen.line(f"alias {alias}: {target}")
+    for field, value in found.policy.items():
+        screen.line(f"policy {field}: {msgspec.json.encode(value).decode()}")
+    rows = [
+        [
+            str(entry.version),
+            str(max(entry.ranks, default=0)),
+            ",".join(entry.targets),
+            str(entry.bytes),
+            datetime.fromtimestamp(entry.created, UTC).isoformat(timespec="seconds"),
+            ", ".join(f"{p.node}:{p.tier}" for p in found.residency if p.version == entry.version) or "-",
+        ]
+        for entry in found.versions
+    ]
+    screen.table(["VERSION", "RANK", "TARGETS", "BYTES", "CREATED", "RESIDENT"], rows)
+    screen.result(found)
+
+
+def delete(
+    name: Name,
+    force: Annotated[bool, typer.Option("--force", help="Cancel running calls.")] = False,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a function with all its versions."""
+    from garnish.screen import Screen
+
+    screen = Screen(as_json)
+    with open_client(url, state, tenant) as client:
+        client.delete(name, force)
+    screen.line(f"{name}: deleted")
+    screen.result({"deleted": name})

@@ -1,0 +1,101 @@
+"""`garnish invoke`: one call, whole or streamed, with its phases if asked."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+
+if TYPE_CHECKING:
+    from garnish.client import Client
+    from garnish.screen import Screen
+    from gateway.schema import DoneEvent, InvokeReply
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(invoke)
+
+
+def invoke(
+    name: Annotated[str, typer.Argument(help="NAME, NAME:ALIAS or NAME:VERSION.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    stream: Annotated[bool, typer.Option("--stream", help="Print tokens as they come.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Show where the time went.")] = False,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="May be given several times.")] = None,
+    timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds.")] = None,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Call a function with a prompt."""
+    from garnish.screen import Screen
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or None,
+        "timeout": timeout,
+    }
+    sent = [{"role": "user", "content": text}] if chat else text
+    screen = Screen(as_json)
+    with open_client(url, state, tenant) as client:
+        reply = (_streamed if stream else _whole)(client, screen, name, sent, options)
+    if timing:
+        _show_timing(screen, reply)
+
+
+def _whole(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> InvokeReply:
+    reply = client.invoke(name, prompt, stream=False, **options)
+    screen.line(reply.output.text)
+    screen.result(reply)
+    return reply
+
+
+def _streamed(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> DoneEvent:
+    """With --json: one event per line."""
+    from gateway.schema import TokenEvent
+
+    for event in client.invoke(name, prompt, stream=True, **options):
+        screen.result(event)
+        if not isinstance(event, TokenEvent):
+            screen.line()
+            return event
+        if not screen.as_json:
+            screen.piece(event.text)
+    raise AssertionError("a stream ends with `done` or raises")
+
+
+def _show_timing(screen: Screen, reply: InvokeReply | DoneEvent) -> None:
+    timing, cold = reply.timing, reply.timing.cold_start
+    rows = [
+        ["queue", _ms(timing.queue_ms)],
+        ["cold start", f"{cold.state} ({cold.plan}), load {_ms(cold.load_ms)}, exposed {_ms(cold.exposed_ms)}"],
+        ["first token", _ms(timing.ttft_ms)],
+        ["per token", _ms(timing.tpot_ms)],
+        ["total", _ms(timing.total_ms)],
+        ["tokens", f"{reply.usage.prompt_tokens} in, {reply.usage.completion_tokens} out"],
+        ["finish", reply.output.finish_reason],
+    ]
+    if not screen.as_json:
+        for name, value in rows:
+            screen.note(f"{name}: {value}")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"

@@ -1,0 +1,29 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from garnish.client import Client
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+File = Annotated[Path, typer.Option("-f", "--file", help="The service file.")]
+State = Annotated[Path, typer.Option("--state", help="Directory of registry, keys and logs.")]
+Url = Annotated[str | None, typer.Option("--url", help="The service's address (default: GARNISH_URL, or the state's).")]
+Tenant = Annotated[str | None, typer.Option("--tenant", help="Act for this tenant.")]
+
+DEFAULT_FILE = Path("serverless.yml")
+DEFAULT_STATE = Path(".garnish")
+
+
+def open_client(url: str | None, state: Path, tenant: str | None) -> Client:
+    """A client with the key that belongs to the service. No option takes a key: it would show in the process list."""
+    from garnish.client import Client
+    from garnish.connection import find_connection
+
+    return Client(connection=find_connection(url, None, os.environ, state=state, tenant=tenant))

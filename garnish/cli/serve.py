@@ -1,0 +1,76 @@
+"""`garnish up`, `garnish gateway`, `garnish node`: the commands that serve."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+
+Host = Annotated[str | None, typer.Option("--host", help="Listen here instead of the file's gateway.host.")]
+Port = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Instead of the file's gateway.port.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(up)
+    app.command()(gateway)
+    app.command()(node)
+
+
+def up(
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    host: Host = None,
+    port: Port = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=64, help="Nodes on this host.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Serve on this host until Ctrl-C: a gateway, its nodes and the functions of the service file."""
+    from garnish.screen import Screen
+    from garnish.up.prepare import UpOptions
+    from garnish.up.run import up as serve_all
+
+    options = UpOptions(file=file, state=state, host=host, port=port, nodes=nodes)
+    raise typer.Exit(serve_all(options, Screen(as_json)))
+
+
+def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host = None, port: Port = None) -> None:
+    """Serve the gateway alone; nodes are started with `garnish node`."""
+    from garnish.config import load_service_file
+    from garnish.settings import gateway_config, resolve_base
+    from garnish.up.prepare import check_port
+    from gateway.server import run
+
+    service = load_service_file(file)
+    config = gateway_config(service, resolve_base(service), state.absolute(), host=host, port=port)
+    check_port(config.host, config.port)
+    run(config)
+
+
+def node(
+    gateway_url: Annotated[str, typer.Option("--gateway", help="The gateway's address, as this host reaches it.")],
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    secret_file: Annotated[Path | None, typer.Option("--secret-file", help="The cluster secret's file.")] = None,
+    node_id: Annotated[str | None, typer.Option("--node-id", help="Its name (default: the host's name).")] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 0,
+) -> None:
+    """Serve one node, which reports to a gateway."""
+    from garnish.config import load_service_file
+    from garnish.settings import node_config, resolve_base
+    from node_agent.supervisor import run
+
+    service = load_service_file(file)
+    config = node_config(
+        service,
+        resolve_base(service),
+        state.absolute(),
+        node_id=node_id or socket.gethostname(),
+        gateway_url=gateway_url,
+        secret_file=secret_file,
+        port=port,
+    )
+    raise typer.Exit(run(config))

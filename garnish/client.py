@@ -1,0 +1,212 @@
+"""The Python client: `Client` and its async twin `AsyncClient`. They move bytes; `garnish.protocol` does the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar, overload
+
+import httpx
+
+from garnish.connection import Connection, find_connection
+from garnish.errors import GarnishError
+from garnish.protocol import (
+    Call,
+    Event,
+    EventReader,
+    Prompt,
+    base_headers,
+    delete_call,
+    deploy_call,
+    error_of,
+    function_call,
+    functions_call,
+    invoke_call,
+    parse,
+)
+from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply
+
+TIMEOUT = httpx.Timeout(connect=5.0, read=660.0, write=60.0, pool=5.0)
+"""Reading is bounded above the service's own default deadline of a call, so that its answer comes first."""
+
+Reply = TypeVar("Reply")
+
+
+class Client:
+    """Calls a Garnish service. Use it as a context manager, or `close` it. Every method raises GarnishError.
+
+    Without `url` and `key` it takes GARNISH_URL and GARNISH_API_KEY, else `./.garnish/credentials.toml`, else
+    `~/.config/garnish/config.toml`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        tenant: str | None = None,
+        timeout: httpx.Timeout = TIMEOUT,
+        connection: Connection | None = None,
+    ) -> None:
+        found = connection or find_connection(url, key, os.environ, tenant=tenant)
+        with _told():
+            self._http = httpx.Client(base_url=found.url, headers=base_headers(found), timeout=timeout)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    @overload
+    def invoke(self, name: str, prompt: Prompt, *, stream: Literal[False] = False, **options: Any) -> InvokeReply: ...
+
+    @overload
+    def invoke(self, name: str, prompt: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[Event]: ...
+
+    def invoke(
+        self, name: str, prompt: Prompt, *, stream: bool = False, **options: Any
+    ) -> InvokeReply | Iterator[Event]:
+        """Call a function (`name`, `name:alias` or `name:version`) with a prompt or messages.
+
+        `options` are the request's fields: max_tokens, temperature, top_p, top_k, min_p, seed, stop,
+        presence_penalty, frequency_penalty, logprobs, ignore_eos, timeout, metadata.
+        With `stream` it yields TokenEvent after TokenEvent and at last one DoneEvent; closing the iterator cancels.
+        """
+        call = invoke_call(name, prompt, stream, options)
+        return self._events(call) if stream else self._reply(call, InvokeReply)
+
+    def deploy(self, name: str, directory: str | Path, alias: str | None = None, dry_run: bool = False) -> DeployReply:
+        """Deploy a PEFT adapter's directory; with `dry_run` it is only validated."""
+        with deploy_call(name, Path(directory), alias, dry_run) as call:
+            return self._reply(call, DeployReply)
+
+    def functions(self, limit: int = 100, after: str | None = None) -> FunctionList:
+        """A page of the tenant's functions; `next` of the reply is `after` of the next page."""
+        return self._reply(functions_call(limit, after), FunctionList)
+
+    def function(self, name: str) -> FunctionReply:
+        return self._reply(function_call(name), FunctionReply)
+
+    def delete(self, name: str, force: bool = False) -> None:
+        """New calls answer `not_found` at once; running ones finish, or are cancelled with `force`."""
+        with _told():
+            response = self._http.request(**delete_call(name, force).arguments())
+        if response.is_error:
+            raise error_of(response.status_code, response.content)
+
+    def _reply(self, call: Call, kind: type[Reply]) -> Reply:
+        with _told():
+            response = self._http.request(**call.arguments())
+        return parse(response.status_code, response.content, kind)
+
+    def _events(self, call: Call) -> Iterator[Event]:
+        reader = EventReader()
+        with _told(), self._http.stream(**call.arguments()) as response:
+            if response.is_error:
+                raise error_of(response.status_code, response.read())
+            for line in response.iter_lines():
+                event = reader.line(line)
+                if event is not None:
+                    yield event
+        reader.end()
+
+
+class AsyncClient:
+    """The async twin of `Client`: the same methods, awaited; `invoke(..., stream=True)` gives an async iterator."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        tenant: str | None = None,
+        timeout: httpx.Timeout = TIMEOUT,
+        connection: Connection | None = None,
+    ) -> None:
+        found = connection or find_connection(url, key, os.environ, tenant=tenant)
+        with _told():
+            self._http = httpx.AsyncClient(base_url=found.url, headers=base_headers(found), timeout=timeout)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    @overload
+    async def invoke(
+        self, name: str, prompt: Prompt, *, stream: Literal[False] = False, **options: Any
+    ) -> InvokeReply: ...
+
+    @overload
+    async def invoke(
+        self, name: str, prompt: Prompt, *, stream: Literal[True], **options: Any
+    ) -> AsyncIterator[Event]: ...
+
+    async def invoke(
+        self, name: str, prompt: Prompt, *, stream: bool = False, **options: Any
+    ) -> InvokeReply | AsyncIterator[Event]:
+        """As `Client.invoke`."""
+        call = invoke_call(name, prompt, stream, options)
+        return self._events(call) if stream else await self._reply(call, InvokeReply)
+
+    async def deploy(
+        self, name: str, directory: str | Path, alias: str | None = None, dry_run: bool = False
+    ) -> DeployReply:
+        """As `Client.deploy`."""
+        with deploy_call(name, Path(directory), alias, dry_run) as call:
+            return await self._reply(call, DeployReply)
+
+    async def functions(self, limit: int = 100, after: str | None = None) -> FunctionList:
+        """As `Client.functions`."""
+        return await self._reply(functions_call(limit, after), FunctionList)
+
+    async def function(self, name: str) -> FunctionReply:
+        return await self._reply(function_call(name), FunctionReply)
+
+    async def delete(self, name: str, force: bool = False) -> None:
+        """As `Client.delete`."""
+        with _told():
+            response = await self._http.request(**delete_call(name, force).arguments())
+        if response.is_error:
+            raise error_of(response.status_code, response.content)
+
+    async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
+        with _told():
+            response = await self._http.request(**call.arguments())
+        return parse(response.status_code, response.content, kind)
+
+    async def _events(self, call: Call) -> AsyncIterator[Event]:
+        reader = EventReader()
+        with _told():
+            async with self._http.stream(**call.arguments()) as response:
+                if response.is_error:
+                    raise error_of(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    event = reader.line(line)
+                    if event is not None:
+                        yield event
+        reader.end()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """httpx's failures as GarnishError: the service was not reached, or the connection broke."""
+    try:
+        yield
+    except httpx.InvalidURL as error:
+        raise GarnishError("unreachable", f"not a URL: {error}") from error
+    except httpx.TimeoutException as error:
+        raise GarnishError("unreachable", f"the service did not answer in time ({type(error).__name__})") from error
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise GarnishError("unreachable", f"the service can't be reached: {reason}") from error

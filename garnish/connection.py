@@ -1,0 +1,76 @@
+"""Where the service is and which key to send: arguments, environment, then the files that the command line leaves."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from garnish.credentials import FILE_NAME, Credentials, read_credentials
+from garnish.errors import StartError
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+DEFAULT_STATE = Path(".garnish")
+
+
+class Connection(msgspec.Struct, frozen=True):
+    url: str
+    key: str
+    """Empty: none is sent (a service with `auth: none`)."""
+    tenant: str | None = None
+    """Named in a header; needed with an admin key."""
+
+
+class _UserConfig(msgspec.Struct, frozen=True):
+    """~/.config/garnish/config.toml"""
+
+    url: str | None = None
+    api_key: str | None = None
+
+
+def find_connection(
+    url: str | None,
+    key: str | None,
+    environment: Mapping[str, str],
+    *,
+    state: Path = DEFAULT_STATE,
+    tenant: str | None = None,
+    admin: bool = False,
+) -> Connection:
+    """What is given wins, then GARNISH_URL and GARNISH_API_KEY, the state's credentials, the user's config.toml.
+
+    A key from a file is sent only to the URL that the same file names, lest one service learns the key of another.
+    Raises StartError when a file is there but can't be read.
+    """
+    url = url or environment.get("GARNISH_URL")
+    key = key or environment.get("GARNISH_API_KEY")
+    credentials = read_credentials(state / FILE_NAME)
+    if credentials is not None and (url is None or _same(url, credentials.url)):
+        return Connection(credentials.url, key if key is not None else _key(credentials, tenant, admin), tenant)
+    config = _read_user_config(environment)
+    if config.url is not None and (url is None or _same(url, config.url)):
+        return Connection(config.url, key if key is not None else config.api_key or "", tenant)
+    return Connection(url or config.url or DEFAULT_URL, key or "", tenant)
+
+
+def _key(credentials: Credentials, tenant: str | None, admin: bool) -> str:
+    if admin:
+        return credentials.admin_key
+    return credentials.keys.get(tenant, credentials.admin_key) if tenant else credentials.api_key
+
+
+def _same(one: str, other: str) -> bool:
+    return one.rstrip("/") == other.rstrip("/")
+
+
+def _read_user_config(environment: Mapping[str, str]) -> _UserConfig:
+    folder = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    file = Path(folder) / "garnish" / "config.toml"
+    try:
+        return msgspec.convert(tomllib.loads(file.read_text()), _UserConfig)
+    except FileNotFoundError:
+        return _UserConfig()
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise StartError(f"{file}: {error}") from None

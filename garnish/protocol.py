@@ -1,0 +1,147 @@
+"""Requests and replies of the service's HTTP interface, without any I/O: both clients share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from garnish.connection import Connection
+from garnish.errors import GarnishError
+from gateway import schema
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+Prompt = str | list[dict[str, str]]
+"""A prompt, or messages such as {"role": "user", "content": "Hello"}."""
+Event = schema.TokenEvent | schema.DoneEvent
+Reply = TypeVar("Reply")
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, as keyword arguments of httpx's `build_request`."""
+
+    method: str
+    url: str
+    params: dict[str, str] = {}
+    headers: dict[str, str] = {}
+    json: Any = None
+    data: dict[str, str] | None = None
+    files: Any = None
+
+    def arguments(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def base_headers(connection: Connection) -> dict[str, str]:
+    headers = {"user-agent": "garnish-client"}
+    if connection.key:
+        headers["authorization"] = f"Bearer {connection.key}"
+    if connection.tenant is not None:
+        headers["x-garnish-tenant"] = connection.tenant
+    return headers
+
+
+def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]) -> Call:
+    """`options` are fields of the request as API.md names them; None means not stated."""
+    stated = {field: value for field, value in options.items() if value is not None}
+    body = {("prompt" if isinstance(prompt, str) else "messages"): prompt, **stated}
+    if stream:
+        body["stream"] = True
+    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body)
+
+
+@contextmanager
+def deploy_call(name: str, directory: Path, alias: str | None, dry_run: bool) -> Iterator[Call]:
+    """Keeps the adapter's two files open while the request is sent. Raises GarnishError when one can't be read."""
+    try:
+        with (directory / CONFIG_FILE).open("rb") as config, (directory / WEIGHTS_FILE).open("rb") as weights:
+            yield Call(
+                method="POST",
+                url=f"/deploy/{quote(name, safe='')}",
+                params={"dry_run": "true"} if dry_run else {},
+                data={} if alias is None else {"alias": alias},
+                files={CONFIG_FILE: (CONFIG_FILE, config), WEIGHTS_FILE: (WEIGHTS_FILE, weights)},
+            )
+    except OSError as error:
+        raise GarnishError(
+            "invalid_request",
+            f"{directory}: expected a PEFT adapter's {CONFIG_FILE} and {WEIGHTS_FILE} ({error.strerror})",
+        ) from None
+
+
+def functions_call(limit: int, after: str | None) -> Call:
+    return Call(method="GET", url="/functions", params={"limit": str(limit), **({"after": after} if after else {})})
+
+
+def function_call(name: str) -> Call:
+    return Call(method="GET", url=f"/functions/{quote(name, safe='')}")
+
+
+def delete_call(name: str, force: bool) -> Call:
+    return Call(method="DELETE", url=f"/functions/{quote(name, safe='')}", params={"force": "true"} if force else {})
+
+
+def parse(status: int, content: bytes, kind: type[Reply]) -> Reply:
+    """The reply's typed content. Raises GarnishError for an error reply, or one that is not understood."""
+    if status >= 400:
+        raise error_of(status, content)
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise GarnishError("internal", f"the service's reply is not understood: {error}", status=status) from error
+
+
+def error_of(status: int, content: bytes) -> GarnishError:
+    """An error reply, or the `error` event of a stream (status 0), as an exception."""
+    try:
+        told = msgspec.json.decode(content, type=schema.ErrorReply).error
+    except msgspec.DecodeError:
+        return GarnishError("internal", f"the service answered {status} without an explanation", status=status)
+    details = [msgspec.to_builtins(entry) for entry in told.details]
+    return GarnishError(
+        told.type, told.message, param=told.param, details=details, request_id=told.request_id, status=status
+    )
+
+
+class EventReader:
+    """Server-sent events, line by line. Comments keep idle connections alive and carry nothing."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._data: list[str] = []
+        self.finished = False
+        """Whether `done` came: a stream that ends without it broke off."""
+
+    def line(self, line: str) -> Event | None:
+        """The event that this line completes. Raises GarnishError for an `error` event."""
+        if line:
+            field, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            if field == "event":
+                self._name = value
+            elif field == "data":
+                self._data.append(value)
+            return None
+        name, data = self._name, "\n".join(self._data).encode()
+        self._name, self._data = "", []
+        match name:
+            case "token":
+                return parse(200, data, schema.TokenEvent)
+            case "done":
+                self.finished = True
+                return parse(200, data, schema.DoneEvent)
+            case "error":
+                raise error_of(0, data)
+        return None
+
+    def end(self) -> None:
+        """Raises GarnishError when the stream broke off."""
+        if not self.finished:
+            raise GarnishError("node_failed", "the stream ended before its `done` event")

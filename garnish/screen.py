@@ -1,0 +1,83 @@
+"""What the command line writes: results on standard output, progress and problems on standard error."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
+
+
+class Screen:
+    """Tables and a spinner on a terminal, plain lines elsewhere; with `as_json`, results are JSON only."""
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._status: Status | None = None
+        self._last = ""
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+        self.end_progress()
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._out.is_terminal
+
+    def line(self, text: str = "") -> None:
+        """A line for people; nothing with `as_json`."""
+        if not self.as_json:
+            self._out.print(escape(text))
+
+    def piece(self, text: str) -> None:
+        """Text as it comes, without a line break."""
+        self._out.file.write(text)
+        self._out.file.flush()
+
+    def result(self, value: Any) -> None:
+        """The command's outcome as JSON; nothing without `as_json`."""
+        if self.as_json:
+            self._out.file.write(msgspec.json.encode(value).decode() + "\n")
+            self._out.file.flush()
+
+    def table(self, columns: list[str], rows: list[list[str]]) -> None:
+        """Nothing with `as_json`. Elsewhere than on a terminal: one line per row, fields separated by tabs."""
+        if self.as_json:
+            return
+        if not self.is_terminal:
+            for row in rows:
+                self._out.file.write("\t".join(row) + "\n")
+            return
+        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        self._out.print(table)
+
+    def progress(self, text: str) -> None:
+        """What is being done now: replaces the line before on a terminal, a new line elsewhere when it changed."""
+        if self._err.is_terminal:
+            if self._status is None:
+                self._status = self._err.status("")
+                self._status.start()
+            self._status.update(escape(text))
+        elif text != self._last:
+            self._err.print(escape(text))
+        self._last = text
+
+    def end_progress(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def note(self, text: str) -> None:
+        """Something that happened, on standard error."""
+        self._err.print(escape(text))

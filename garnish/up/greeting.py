@@ -1,0 +1,69 @@
+"""What `garnish up` says when the service can be used: the address, the keys and a line to paste."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from garnish.credentials import FILE_NAME
+from garnish.screen import Screen
+from garnish.up.prepare import Prepared
+from gateway.schema import DeployReply
+
+
+def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -> None:
+    file = prepared.state / FILE_NAME
+    for reply in deployed:
+        screen.line(f"function {reply.function}: version {reply.version}")
+    if prepared.new_keys:
+        screen.line(f"keys, shown once (kept for this command line in {shown(file)}):")
+        for owner, key in prepared.new_keys.items():
+            screen.line(f"  {owner}: {key}")
+    elif prepared.credentials.api_key:
+        screen.line(f"keys: in {shown(file)}")
+    screen.line(f"logs: in {shown(prepared.state / 'logs')}")
+    screen.line(f"ready: {prepared.url}")
+    screen.line("try:")
+    screen.line(f"  {curl_line(prepared, deployed)}")
+    screen.result(
+        {
+            "status": "ready",
+            "url": prepared.url,
+            "service": prepared.service.service,
+            "base_model": prepared.base.id,
+            "credentials": str(file),
+            "functions": deployed,
+        }
+    )
+
+
+def curl_line(prepared: Prepared, deployed: Sequence[DeployReply]) -> str:
+    """A call that works when it is pasted. A key that was shown before is read from its file, not shown again."""
+    credentials = prepared.credentials
+    mine = [
+        deployment.name for deployment in prepared.deployments if deployment.connection.tenant == credentials.tenant
+    ]
+    name = next((reply.function for reply in deployed if reply.function in mine), prepared.base.id)
+    parts = [f"curl -s {prepared.url}/invoke/{name} -H 'content-type: application/json'"]
+    if credentials.api_key in prepared.new_keys.values():
+        parts.append(f"-H 'authorization: Bearer {credentials.api_key}'")
+    elif credentials.api_key:
+        file = shlex.quote(shown(prepared.state / FILE_NAME))
+        parts.append(f"""-H "authorization: Bearer $(sed -n 's/^api_key = "\\(.*\\)"$/\\1/p' {file})\"""")
+    parts.append(f"-d {shlex.quote(json.dumps(_example(prepared.base.directory)))}")
+    return " ".join(parts)
+
+
+def _example(model: Path) -> dict[str, Any]:
+    if (model / "chat_template.jinja").exists():
+        return {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}
+    return {"prompt": "Once upon a time", "max_tokens": 64}
+
+
+def shown(path: Path) -> str:
+    """Relative when it is below the working directory."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

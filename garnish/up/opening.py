@@ -1,0 +1,96 @@
+"""From started processes to a service that can be used: wait for readiness, deploy the declared functions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from garnish.client import Client
+from garnish.errors import FrontDoorError, GarnishError, StartError
+from garnish.up.logs import last_problem, times_ended
+from garnish.up.prepare import Deployment, Prepared
+from gateway.schema import DeployReply
+
+READY_SECONDS = 600.0
+"""Loading a large base model from a slow disk may take minutes."""
+POLL_SECONDS = 0.1
+MAX_CRASHES = 4
+"""A node whose processes ended that often before it ever was ready won't get ready."""
+DEPLOY_TRIES = 3
+
+
+class Opening(threading.Thread):
+    """`result` is set before the thread ends: the deployed functions' replies, or why the service can't be used."""
+
+    def __init__(self, prepared: Prepared, node_logs: list[Path], tell: Callable[[str], None]) -> None:
+        super().__init__(name="opening", daemon=True)
+        self.result: list[DeployReply] | FrontDoorError | None = None
+        self._prepared = prepared
+        self._logs = node_logs
+        self._tell = tell
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def run(self) -> None:
+        try:
+            self._wait_until_ready()
+            self.result = [self._deploy(deployment) for deployment in self._prepared.deployments]
+        except FrontDoorError as error:
+            self.result = error
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        with httpx.Client(base_url=self._prepared.url, timeout=5.0) as http:
+            while not self._cancelled.wait(POLL_SECONDS):
+                problem = _readiness(http)
+                if problem is None:
+                    return
+                self._tell(problem)
+                self._check_nodes()
+                if time.monotonic() > deadline:
+                    raise StartError(f"not ready after {READY_SECONDS:.0f} s: {problem}")
+        raise StartError("stopped before the service was ready")
+
+    def _check_nodes(self) -> None:
+        for log in self._logs:
+            if times_ended(log) >= MAX_CRASHES:
+                raise StartError(f"{log.stem} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})")
+
+    def _deploy(self, deployment: Deployment) -> DeployReply:
+        self._tell(f"deploying {deployment.name}")
+        for attempt in range(1, DEPLOY_TRIES + 1):
+            try:
+                with Client(connection=deployment.connection) as client:
+                    return client.deploy(deployment.name, deployment.directory, deployment.alias)
+            except GarnishError as error:
+                if error.type not in ("unavailable", "overloaded", "conflict") or attempt == DEPLOY_TRIES:
+                    raise StartError(f"functions.{deployment.name}: {error}{_details(error)}") from error
+                self._cancelled.wait(error.retry_after or 1.0)
+        raise AssertionError("unreachable")
+
+
+def _readiness(http: httpx.Client) -> str | None:
+    """None when the service is ready, else what it waits for."""
+    try:
+        response = http.get("/readyz")
+    except httpx.HTTPError:
+        return "waiting for the gateway"
+    if response.status_code == 200:
+        return None
+    try:
+        return "waiting: " + str(msgspec.json.decode(response.content)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return f"waiting: /readyz answers {response.status_code}"
+
+
+def _details(error: GarnishError) -> str:
+    told = [f"{entry.get('tensor')}: {entry.get('problem')}" for entry in error.details[:5]]
+    more = len(error.details) - len(told)
+    return "".join(f"\n  {line}" for line in told) + (f"\n  and {more} more" if more > 0 else "")

@@ -1,0 +1,166 @@
+"""Everything that can be checked and made before the first process starts."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.store import open_store
+from adapters.tenants import Tenants
+from cluster.secret import SecretError, create_secret
+from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
+from garnish.connection import Connection
+from garnish.credentials import FILE_NAME, Credentials, prepare_keys, read_credentials, write_credentials
+from garnish.errors import StartError
+from garnish.protocol import CONFIG_FILE
+from garnish.settings import (
+    UP_SHUTDOWN_SECONDS,
+    Base,
+    gateway_config,
+    node_config,
+    registry_of,
+    resolve_base,
+    secret_file_of,
+)
+from gateway.config import GatewayConfig
+from node_agent.config import NodeConfig
+
+MAX_NODES = 64
+
+
+class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    file: Path
+    state: Path
+    host: str | None = None
+    port: int | None = None
+    nodes: int = 1
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """One entry of `functions:`, ready to be sent."""
+
+    name: str
+    directory: Path
+    alias: str | None
+    connection: Connection
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    service: ServiceFile
+    base: Base
+    state: Path
+    url: str
+    gateway: GatewayConfig
+    nodes: tuple[NodeConfig, ...]
+    credentials: Credentials
+    new_keys: dict[str, str]
+    """Keys made by this start, by whose they are; to be shown once."""
+    deployments: tuple[Deployment, ...]
+
+
+@contextmanager
+def state_directory(state: Path) -> Iterator[Path]:
+    """The directory (mode 0700), held by this process alone. Raises StartError when it can't be."""
+    state = state.absolute()
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state.chmod(0o700)
+        lock = os.open(state / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartError(f"the state directory {state} can't be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield state
+    except BlockingIOError:
+        raise StartError(f"another `garnish up` runs with the state directory {state}; name one with --state") from None
+    finally:
+        os.close(lock)
+
+
+def prepare(options: UpOptions, state: Path) -> Prepared:
+    """Raises FrontDoorError for whatever would keep the service from starting."""
+    service = load_service_file(options.file)
+    base = resolve_base(service)
+    gateway = gateway_config(
+        service, base, state, host=options.host, port=options.port, shutdown_seconds=UP_SHUTDOWN_SECONDS
+    )
+    url = local_url(gateway.host, gateway.port)
+    _check_adapters(service)
+    check_port(gateway.host, gateway.port)
+    credentials, new_keys = _keys(service, state, url)
+    return Prepared(
+        service=service,
+        base=base,
+        state=state,
+        url=url,
+        gateway=gateway,
+        nodes=tuple(
+            node_config(service, base, state, node_id=f"node-{number}", gateway_url=url)
+            for number in range(1, options.nodes + 1)
+        ),
+        credentials=credentials,
+        new_keys=new_keys,
+        deployments=tuple(_deployments(service, credentials)),
+    )
+
+
+def _keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dict[str, str]]:
+    file = state / FILE_NAME
+    names = tenant_names(service)
+    try:
+        create_secret(secret_file_of(service, state))
+        tenants = Tenants(open_store(registry_of(service, state)))
+        if service.auth == "none":
+            for name in {*names, OPEN_TENANT}:
+                tenants.put(name, declared=True)
+            credentials, made = Credentials(url=url, tenant=names[0]), dict[str, str]()
+        else:
+            credentials, made = prepare_keys(tenants, names, read_credentials(file), url)
+        write_credentials(file, credentials)
+    except (SecretError, AdapterError, OSError) as error:
+        raise StartError(str(error)) from error
+    return credentials, made
+
+
+def _deployments(service: ServiceFile, credentials: Credentials) -> Iterator[Deployment]:
+    for name, function in service.functions.items():
+        tenant = tenant_of(service, function)
+        connection = Connection(credentials.url, credentials.keys.get(tenant, ""), tenant)
+        yield Deployment(name, service.path(function.adapter), function.alias, connection)
+
+
+def _check_adapters(service: ServiceFile) -> None:
+    for name, function in service.functions.items():
+        directory = service.path(function.adapter)
+        if not (directory / CONFIG_FILE).is_file():
+            raise StartError(f"{service.file}: functions.{name}.adapter: {directory} holds no {CONFIG_FILE}")
+
+
+def local_url(host: str, port: int) -> str:
+    """Where processes on this host reach a listener on `host`."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104  (a comparison: nothing is bound here)
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises StartError when nothing can listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartError(
+                f"port {port} on {host} is in use; stop the other program or choose one with --port"
+            ) from None
+        raise StartError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
