@@ -84,6 +84,7 @@ class LocalEngine:
     def run(self, until: Callable[[], bool] | None = None, limit: float = 300.0) -> None:
         """Step until nothing is in flight (or `until` holds). Raises TimeoutError after `limit` seconds."""
         deadline = time.monotonic() + limit
+        self.step()
         while self.engine.busy and not (until is not None and until()):
             self.step()
             if time.monotonic() > deadline:

@@ -40,7 +40,8 @@ def test_segment_equals_float64(
     add_segment(ys, x, begin, begin + length, a, parts)
     for i, low, high, b, scale in parts:
         want = before[i].double()
-        want[begin : begin + length] += scale * (x.double() @ a.double()[:, low:high] @ b.double())[begin : begin + length]
+        added = scale * (x.double() @ a.double()[:, low:high] @ b.double())
+        want[begin : begin + length] += added[begin : begin + length]
         size = float(want.abs().max()) + 1
         assert float((ys[i].double() - want).abs().max()) <= TOLERANCE[dtype] * size * max(ranks) ** 0.5
         outside = [t for t in range(tokens) if not begin <= t < begin + length]
