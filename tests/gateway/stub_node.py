@@ -100,8 +100,7 @@ class StubNode:
 
     async def until(self, event: threading.Event) -> None:
         """Awaits a threading.Event without holding up the server."""
-        while not event.is_set():
-            await asyncio.sleep(0.005)
+        await asyncio.to_thread(event.wait, 60)
 
 
 class _Stream(StreamingResponse):
