@@ -6,12 +6,14 @@ import asyncio
 import logging
 import secrets
 from collections import deque
+from pathlib import Path
 
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, NodeRecord
 from node_agent.api_reply import RequestEvent
 from node_agent.config import NodeConfig
 from node_agent.engine_link import EngineLink, LinkDown
+from node_agent.exit_note import clear_exit, read_exit
 from node_agent.ipc import Admitted, Cancel, EngineEvent, Finished, Generated, Ready, Stats, Submit
 
 EVENT_LIMIT = 4096
@@ -79,6 +81,7 @@ class Desk:
 
     def __init__(self, config: NodeConfig, backstop: float = BACKSTOP) -> None:
         self._config = config
+        self._run_dir = Path(config.run_dir)
         self.backstop = backstop
         self._epoch = secrets.token_hex(8)
         self._seq = 0
@@ -133,7 +136,7 @@ class Desk:
         if self.draining:
             raise ServiceError("unavailable", "this node is draining", retry_after=RETRY_AFTER)
         if self.ready is None:
-            raise ServiceError("unavailable", f"this node is not ready: {self._error}", retry_after=RETRY_AFTER)
+            raise ServiceError("unavailable", f"this node is not ready: {self.error}", retry_after=RETRY_AFTER)
         if request.base != self.ready.base:
             raise ServiceError("unavailable", "this node serves another base model", retry_after=RETRY_AFTER)
         if request.id in self._in_flight:
@@ -167,6 +170,7 @@ class Desk:
     def engine_ready(self, ready: Ready) -> None:
         self.ready = ready
         self._error = ""
+        clear_exit(self._run_dir)
         self.changed.set()
 
     def engine_events(self, events: list[EngineEvent]) -> None:
@@ -214,6 +218,11 @@ class Desk:
         return sum(not entry.admitted for entry in self._in_flight.values())
 
     @property
+    def error(self) -> str:
+        """Why the engine is not ready; empty when it is."""
+        return "" if self.ready is not None else read_exit(self._run_dir) or self._error
+
+    @property
     def state(self) -> str:
         if self.draining:
             return "draining"
@@ -245,7 +254,7 @@ class Desk:
             residents=stats.residents if stats else [],
             acknowledged=list(self._acknowledged),
             device=ready.device if ready else "",
-            error=self._error,
+            error=self.error,
         )
 
     def forget_acknowledged(self, ids: list[str]) -> None:

@@ -11,13 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
+from node_agent.exit_note import clear_exit, write_exit
 from node_agent.log import set_up_logging
 
 FIRST_BACKOFF = 0.2
@@ -43,9 +45,13 @@ def run(config: NodeConfig) -> int:
     children = [
         Child("api", "node_agent.api", ApiProcessConfig(socket=path, parent=parent, node=config)),
         Child(
-            "engine", "node_agent.engine_process", EngineProcessConfig(socket=path, parent=parent, engine=config.engine)
+            "engine",
+            "node_agent.engine_process",
+            EngineProcessConfig(socket=path, parent=parent, engine=config.engine),
+            on_end=partial(write_exit, run_dir),
         ),
     ]
+    clear_exit(run_dir)
     with Signals() as signals:
         try:
             while not signals.stop_requested:
@@ -58,9 +64,20 @@ def run(config: NodeConfig) -> int:
 class Child:
     """One process, and when to start it again. States: waiting for its start, running, ended."""
 
-    def __init__(self, name: str, module: str, config: msgspec.Struct, output: Path | None = None) -> None:
-        """`config` is written, as JSON, on the process's standard input; its output is appended to `output`, if given."""
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        config: msgspec.Struct,
+        output: Path | None = None,
+        on_end: Callable[[int], None] | None = None,
+    ) -> None:
+        """`config` is written, as JSON, on the process's standard input; its output is appended to `output`, if given.
+
+        `on_end` is told the exit code (as subprocess gives it) of each process that ended by itself.
+        """
         self.name = name
+        self._on_end = on_end
         self.failures = 0
         """How often it ended by itself."""
         self._module = module
@@ -71,6 +88,11 @@ class Child:
         self._backoff = FIRST_BACKOFF
         self._due = 0.0
 
+    @property
+    def pid(self) -> int | None:
+        """None while it does not run."""
+        return None if self._process is None else self._process.pid
+
     def tend(self, now: float) -> float:
         """Start or reap as is due. Returns in how many seconds it wants to be looked at again, at the latest."""
         if self.reap(now) and self._due <= now:
@@ -78,7 +100,7 @@ class Child:
         return max(0.0, self._due - now) if self._process is None else STEADY
 
     def reap(self, now: float) -> bool:
-        """Whether the process is not running; if it just ended, its exit is logged and its restart is scheduled."""
+        """Whether the process is not running; if it just ended, that is logged and the time of its restart is set."""
         if self._process is None:
             return True
         code = self._process.poll()
@@ -87,8 +109,10 @@ class Child:
         if now - self._started >= STEADY:
             self._backoff = FIRST_BACKOFF
         self._due = now + self._backoff
-        extra = {"child": self.name, "pid": self._process.pid, "code": code, "restart_in": self._backoff}
+        extra = {"child": self.name, "pid": self._process.pid, "code": code, "after": round(now - self._started, 3)}
         log.warning("child ended", extra=extra)
+        if self._on_end is not None:
+            self._on_end(code)
         self.failures += 1
         self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
         self._process = None

@@ -123,7 +123,7 @@ def node_config(directory: Path, model_dir: Path, gateway_url: str, **engine: ob
 async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, **engine: object) -> AsyncIterator[Node]:
     gateway = Gateway()
     secret = create_secret(directory / "cluster.secret")
-    async with _gateway_server(gateway) as gateway_url:
+    async with gateway_server(gateway) as gateway_url:
         config = node_config(directory, model_dir, gateway_url, **engine)
         desk = Desk(config, backstop)
         listener = listen(config.host, config.port)
@@ -145,7 +145,8 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
 
 
 @contextlib.asynccontextmanager
-async def _gateway_server(gateway: Gateway) -> AsyncIterator[str]:
+async def gateway_server(gateway: Gateway) -> AsyncIterator[str]:
+    """Serves `gateway` on a free port; gives its URL."""
     app = web.Application()
     app.router.add_post("/cluster/record", gateway.receive)
     runner = web.AppRunner(app)

@@ -1,0 +1,41 @@
+"""A note in the node's run directory: how the engine ended last. The supervisor writes it, the API process tells it.
+
+Without it a node whose engine can't start (no weights, no memory) would only ever say that it warms.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+NAME = "engine.exit"
+LONGEST = 200
+"""Characters of the note that are read."""
+
+
+def describe(code: int) -> str:
+    """An exit code as subprocess gives it: negative for a signal."""
+    if code >= 0:
+        return f"the engine ended with exit code {code}; the node's log says why"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"the engine was ended by {names.get(-code, f'signal {-code}')}"
+
+
+def write_exit(run_dir: Path, code: int) -> None:
+    """Replace the note, whole at any moment."""
+    temporary = run_dir / f"{NAME}.new"
+    temporary.write_text(describe(code))
+    temporary.replace(run_dir / NAME)
+
+
+def read_exit(run_dir: Path) -> str:
+    """The note; empty when there is none."""
+    try:
+        return (run_dir / NAME).read_text()[:LONGEST]
+    except FileNotFoundError:
+        return ""
+
+
+def clear_exit(run_dir: Path) -> None:
+    """The engine is well again, or the node starts anew."""
+    (run_dir / NAME).unlink(missing_ok=True)
