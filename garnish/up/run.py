@@ -57,7 +57,7 @@ def _serve(prepared: Prepared, screen: Screen, watch: _Ends) -> int:
                 signals.wait(_tend([gateway, *nodes]))
         finally:
             opening.cancel()
-            supervisor.log.removeHandler(watch)  # from here on, ends are what was asked for
+            watch.setLevel(logging.CRITICAL)  # from here on, ends are what was asked for
             screen.progress("stopping")
             _stop([gateway], GATEWAY_GRACE, signals)
             _stop(nodes, NODE_GRACE, signals)
