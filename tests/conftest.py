@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast a busy machine draws and runs an example says nothing about the code; pytest's own limit bounds each test.
+settings.register_profile("garnish", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("garnish")
 
 ROOT = Path(__file__).parents[1]
 CONVERSION_TIMEOUT_S = 280  # below pytest's own limit, so that the reason is shown
