@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -89,8 +90,6 @@ def fingerprint(directory: Path) -> str:
         with file.open("rb") as stream:
             whole.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
     value = whole.hexdigest()
-    try:
+    with contextlib.suppress(OSError):  # a read-only model directory only costs the next start a second hash
         memo.write_text(json.dumps({"stamp": stamp, "fingerprint": value}))
-    except OSError:
-        pass  # a read-only model directory only costs the next start a second hash
     return value

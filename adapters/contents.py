@@ -6,15 +6,17 @@ anew when it is half that old.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from adapters.artifact import artifact_key, write_artifact
 from adapters.base_model import BaseModel
-from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter
+from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter, StoreUnavailable
 from adapters.functions import Manifest
 from adapters.peft_format import read_peft
 from adapters.store import ObjectStore
@@ -46,8 +48,8 @@ class Contents:
         key = artifact_key(self.base.fingerprint, layout.digest)
         if self._is_young(key):
             return
-        with tempfile.TemporaryDirectory(prefix="garnish-artifact-") as folder:
-            out = Path(folder) / "artifact"
+        with _scratch() as folder:
+            out = folder / "artifact"
             write_artifact(layout, self.base, weights, out)
             self._put(key, out)
 
@@ -61,12 +63,12 @@ class Contents:
         """
         if self.has_artifact(manifest.digest):
             return
-        with self._remaking, tempfile.TemporaryDirectory(prefix="garnish-remake-") as folder:
+        with self._remaking, _scratch() as folder:
             if self.has_artifact(manifest.digest):
                 return  # another thread made it while this one waited
             if manifest.digest in self._refused:
                 raise InvalidAdapter(self._refused[manifest.digest].problems)
-            weights = Path(folder) / "weights"
+            weights = folder / "weights"
             self._fetch(blob_key(manifest.weights_sha256), weights)
             if file_sha256(weights) != manifest.weights_sha256:
                 raise CorruptArtifact(f"the stored weights of {manifest.digest} were changed")
@@ -102,6 +104,16 @@ class Contents:
             while data := self.store.get_range(key, start, READ_BYTES):
                 stream.write(data)
                 start += len(data)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for temporary files. A full or broken disk becomes StoreUnavailable."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="garnish-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise StoreUnavailable(f"temporary files can't be used ({error.strerror or 'I/O error'})") from error
 
 
 def blob_key(sha256: str) -> str:

@@ -7,8 +7,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from adapters.errors import InvalidRequest
+from adapters.errors import Conflict, InvalidRequest
 
+MAX_VERSIONS = 10_000
+MAX_ALIASES = 1000
+"""Function.json is read for each call that is not cached, so it may not grow without end."""
 MAX_HISTORY = 100
 """Earlier targets that an alias remembers."""
 
@@ -136,12 +139,17 @@ def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: f
     """The record with `entry` listed and `alias` moved to it, one generation later.
 
     Another alias than `latest` leaves `latest` where it is, unless the function has none yet.
+    Raises Conflict at MAX_VERSIONS or MAX_ALIASES.
     """
     aliases = dict(record.aliases)
     aliases[alias] = moved(aliases.get(alias), entry.version, now)
     if "latest" not in aliases:
         aliases["latest"] = moved(None, entry.version, now)
+    if len(aliases) > MAX_ALIASES:
+        raise Conflict(f"function {record.name} has {MAX_ALIASES} aliases already")
     others = [known for known in record.versions if known.version != entry.version]
+    if len(others) >= MAX_VERSIONS:
+        raise Conflict(f"function {record.name} has {MAX_VERSIONS} versions already")
     return msgspec.structs.replace(
         record,
         generation=record.generation + 1,

@@ -100,7 +100,8 @@ class Registry:
         """Store an adapter as a version of a function and point an alias (`latest`) to it.
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
-        Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, StoreUnavailable.
+        Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, StoreUnavailable, and Conflict when the
+        function has too many versions or aliases.
         """
         self._check_name(name)
         _check_tenant(tenant)

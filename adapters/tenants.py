@@ -127,7 +127,10 @@ class Tenants:
         weight: float | None = None,
         declared: bool | None = None,
     ) -> Tenant:
-        """Make the tenant, or change what is given; its keys stay. Raises InvalidRequest for a malformed name."""
+        """Make the tenant, or change what is given; its keys stay.
+
+        Raises InvalidRequest for a malformed name and for values outside their ranges.
+        """
         if not is_name(tenant):
             raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
         given = {"slo": slo, "limits": limits, "weight": weight, "declared": declared}
@@ -175,7 +178,7 @@ class Tenants:
         def apply(record: Tenant | None) -> Tenant:
             if record is None and not create:
                 raise NotFound(f"there is no tenant {tenant[:100]!r}")
-            return change(record or Tenant(id=tenant))
+            return _checked(change(record or Tenant(id=tenant)))
 
         if not is_name(tenant):
             raise NotFound(f"there is no tenant {tenant[:100]!r}")
@@ -184,6 +187,14 @@ class Tenants:
 
 def _tenant_key(tenant: str) -> str:
     return f"tenants/{tenant}/tenant.json"
+
+
+def _checked(record: Tenant) -> Tenant:
+    """The record as it will be read; constraints hold only when a record is decoded. Raises InvalidRequest."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(record), type=Tenant)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest("tenant", f"tenant {record.id}: {error}") from None
 
 
 def _hash(text: str) -> str:

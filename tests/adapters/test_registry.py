@@ -15,7 +15,7 @@ from peft_files import adapter, changed
 from adapters.artifact import artifact_key, read_header, read_layer
 from adapters.base_model import BaseModel
 from adapters.contents import blob_key
-from adapters.errors import InvalidAdapter, InvalidRequest, NotFound, StoreUnavailable
+from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, StoreUnavailable
 from adapters.local_store import LocalStore
 from adapters.registry import Deployment, Registry
 
@@ -53,7 +53,8 @@ class Mortal(LocalStore):
         return super().put_if_absent(key, data)
 
 registry = Registry(Mortal(Path(store)), load_base_model(Path(base)))
-registry.deploy("acme", "f", Path(folder, "adapter_config.json").read_bytes(), Path(folder, "adapter_model.safetensors"))
+config, weights = Path(folder, "adapter_config.json"), Path(folder, "adapter_model.safetensors")
+registry.deploy("acme", "f", config.read_bytes(), weights)
 """
 
 
@@ -118,9 +119,8 @@ def test_qualifiers(registry: Registry, good: tuple[bytes, Path]) -> None:
     wanted = {None: 2, "latest": 2, "prod": 1, "1": 1, "2": 2}
     assert {qualifier: registry.resolve("acme", "f", qualifier).version for qualifier in wanted} == wanted
     for qualifier in ("3", "0", "01", "nobody", "", "../x", "²"):
-        if qualifier:
-            with pytest.raises(NotFound):
-                registry.resolve("acme", "f", qualifier)
+        with pytest.raises(NotFound):
+            registry.resolve("acme", "f", qualifier)
 
 
 def test_functions_of_other_tenants_do_not_exist(registry: Registry, good: tuple[bytes, Path]) -> None:
@@ -173,7 +173,10 @@ def test_a_dry_run_writes_nothing(registry: Registry, good: tuple[bytes, Path]) 
 
 @pytest.mark.parametrize(
     "name",
-    ["", "../x", "%2e%2e", "a\0b", "a" * 300, "a/b", "A", ".a", "a.", "ä", "a b", "a\n", "tiny-llama", "-a", "_"],
+    [
+        *("", "../x", "%2e%2e", "a\0b", "a" * 300, "a/b", "A", ".a", "a.", "ä", "a b", "a\n", "-a", "_"),
+        "tiny-llama",  # the base model's id
+    ],
 )
 def test_malformed_names_are_refused(registry: Registry, good: tuple[bytes, Path], name: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
@@ -214,6 +217,22 @@ def test_policies_are_merged(registry: Registry, good: tuple[bytes, Path]) -> No
     deploy(registry, good, policy={"timeout": 6})
     policy = registry.resolve("acme", "f").policy
     assert (policy.timeout, policy.defaults.temperature, policy.defaults.stop) == (6, 0, "end")
+
+
+def test_a_function_can_not_grow_without_end(
+    registry: Registry, good: tuple[bytes, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.functions.MAX_VERSIONS", 2)
+    monkeypatch.setattr("adapters.functions.MAX_ALIASES", 3)
+    for alpha in (9, 10):
+        deploy(registry, variant(good, alpha))
+    with pytest.raises(Conflict, match="2 versions"):
+        deploy(registry, good)
+    for alias in ("a", "b"):
+        deploy(registry, variant(good, 9), alias=alias)
+    with pytest.raises(Conflict, match="3 aliases"):
+        deploy(registry, variant(good, 9), alias="c")
+    assert deploy(registry, variant(good, 9)).version == 1
 
 
 def test_a_refused_adapter_leaves_nothing(registry: Registry, good: tuple[bytes, Path]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from adapters.errors import InvalidRequest, NotFound
 from adapters.names import NAME
 from adapters.store import ObjectStore
-from adapters.tenants import Limits, Principal, Slo, Tenants, new_key, parse_key
+from adapters.tenants import Limits, Principal, Slo, Tenant, Tenants, new_key, parse_key
 
 
 @pytest.fixture
@@ -57,10 +58,16 @@ def test_admin_keys_are_apart(tenants: Tenants) -> None:
     assert tenants.verify(text) is None
 
 
+ZEROS = "0" * 12 + "_" + "0" * 64
+
+
 @pytest.mark.parametrize(
-    "text", ["", "gsk", "gak__", "gsk_../x_" + "0" * 12 + "_" + "0" * 64, "gsk_nobody_" + "0" * 12 + "_" + "0" * 64]
-    + ["gak_" + "0" * 12 + "_" + "0" * 64, "\ud800", "\0", "x" * 100_000, "gsk_a_" + "٠" * 12 + "_" + "0" * 64]
-)  # fmt: skip
+    "text",
+    [
+        *("", "gsk", "gak__", "\ud800", "\0", "x" * 100_000),
+        *(f"gsk_../x_{ZEROS}", f"gsk_nobody_{ZEROS}", f"gak_{ZEROS}", f"gsk_a_{'٠' * 12}_{'0' * 64}"),
+    ],
+)
 def test_nonsense_opens_nothing(tenants: Tenants, text: str) -> None:
     assert tenants.verify(text) is None
 
@@ -90,6 +97,20 @@ def test_malformed_names(tenants: Tenants, name: str) -> None:
     for call in (tenants.get, tenants.add_key):
         with pytest.raises(NotFound):
             call(name)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"weight": 0.0}, {"weight": float("nan")}, {"weight": float("inf")}, {"slo": Slo(attain=2)}),
+        *({"slo": Slo(ttft_ms=-1)}, {"limits": Limits(concurrent=0)}),
+    ],
+)
+def test_values_out_of_range_never_reach_the_store(tenants: Tenants, values: dict[str, Any]) -> None:
+    tenants.put("acme", weight=2.0)
+    with pytest.raises(InvalidRequest):
+        tenants.put("acme", **values)
+    assert tenants.get("acme") == Tenant(id="acme", weight=2.0)
 
 
 def test_unknown_tenants(tenants: Tenants) -> None:

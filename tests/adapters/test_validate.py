@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from peft_files import ALL, LAYERS, adapter, changed, load, peft_model, save, tiny_model, write_tensors
+from transformers import AutoModelForCausalLM
 
 from adapters.artifact import read_header, read_layer, write_artifact
-from adapters.base_model import PROJECTIONS, BaseModel
+from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
 from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
 from adapters.local_store import LocalStore
 from adapters.peft_format import read_peft
@@ -144,6 +145,23 @@ def test_artifacts_hold_what_peft_computes_with(
         assert torch.equal(ours[module][2], b)
     assert layout.ranks == tuple(sorted({a.shape[0] for _, a, _ in theirs.values()}))
     assert layout.dtype == (dtypes if dtypes != "mixed" else header.dtype)
+
+
+def test_the_demo_adapters_hold_what_peft_computes_with(
+    tmp_path: Path, stories_dir: Path, stories_adapters: dict[str, Path]
+) -> None:
+    base = load_base_model(stories_dir)
+    store = LocalStore(tmp_path / "store")
+    for name, folder in stories_adapters.items():
+        weights = folder / "adapter_model.safetensors"
+        layout = read((folder / "adapter_config.json").read_bytes(), weights, base)
+        write_artifact(layout, base, weights, tmp_path / name)
+        store.put_if_absent(name, tmp_path / name)
+        theirs = peft_tensors(load(AutoModelForCausalLM.from_pretrained(stories_dir), folder))
+        ours = artifact_tensors(store, name, base)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[module][0] == scale for module, (scale, _, _) in theirs.items())
+        assert all(torch.equal(ours[module][i], theirs[module][i]) for module in theirs for i in (1, 2))
 
 
 def test_a_plain_layout(good: tuple[bytes, Path], base: BaseModel) -> None:
