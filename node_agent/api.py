@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import uvicorn
@@ -32,6 +33,9 @@ from node_agent.publisher import Publisher
 
 STOP_SECONDS = 5
 """How long open streams may go on when the process is told to stop."""
+KEEP_ALIVE = 90
+"""Seconds that an idle connection stays open: longer than gateways keep theirs, so that they never use one that is
+just being closed here."""
 
 
 def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str) -> ASGIApp:
@@ -109,9 +113,22 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=512)
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, gateway_url: str) -> str:
+    """Where the gateway finds this node. A listener on all addresses is announced by the one that faces the gateway."""
     host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        host = _address_towards(gateway_url)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _address_towards(url: str) -> str:
+    """This host's own address on the way to `url`; nothing is sent, the kernel only chooses a route."""
+    target = urlsplit(url)
+    found = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 async def serve(config: ApiProcessConfig) -> None:
@@ -120,7 +137,7 @@ async def serve(config: ApiProcessConfig) -> None:
     secret = read_secret(Path(node.secret_file))
     listener = listen(node.host, node.port)
     desk = Desk(node)
-    desk.url = url_of(listener)
+    desk.url = url_of(listener, node.gateway_url)
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(node, Path(config.socket), desk, secret),
@@ -130,6 +147,7 @@ async def serve(config: ApiProcessConfig) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=STOP_SECONDS,
         )
     )

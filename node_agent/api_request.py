@@ -21,6 +21,7 @@ STOP_LIMIT = 64
 STOP_CHARACTERS = 1 << 16
 """Of all stop strings together; their automata are built before the first token."""
 LOGPROBS_LIMIT = 64
+LONGEST_TIMEOUT = 86400.0
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -85,7 +86,7 @@ def check_request(request: GenerateRequest, limits: Limits, max_context: int) ->
         "token_ids",
         f"holds an id outside the vocabulary of {limits.vocab_size}",
     )
-    _require(math.isfinite(request.timeout) and request.timeout > 0, "timeout", "must be a positive number of seconds")
+    _require(0 < request.timeout <= LONGEST_TIMEOUT, "timeout", f"must be in (0, {LONGEST_TIMEOUT:g}] seconds")
     _require(len(request.stop) <= STOP_LIMIT, "stop", f"has more than {STOP_LIMIT} strings")
     _require(all(request.stop), "stop", "holds an empty string")
     _require(
@@ -98,6 +99,8 @@ def _check_sampling(sampling: Sampling) -> None:
     _require(math.isfinite(sampling.temperature) and sampling.temperature >= 0, "temperature", "must be 0 or more")
     _require(0 < sampling.top_p <= 1, "top_p", "must be in (0, 1]")
     _require(0 <= sampling.min_p <= 1, "min_p", "must be in [0, 1]")
+    _require(0 <= sampling.seed < 1 << 63, "seed", "must have at most 63 bits")
+    _require(0 <= sampling.choice < 1 << 31, "choice", "must be 0 or more")
     _require(sampling.top_k >= 0, "top_k", "must be 0 or more")
     _require(math.isfinite(sampling.presence_penalty), "presence_penalty", "must be a finite number")
     _require(math.isfinite(sampling.frequency_penalty), "frequency_penalty", "must be a finite number")

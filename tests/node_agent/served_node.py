@@ -127,7 +127,7 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
         config = node_config(directory, model_dir, gateway_url, **engine)
         desk = Desk(config, backstop)
         listener = listen(config.host, config.port)
-        desk.url = url_of(listener)
+        desk.url = url_of(listener, gateway_url)
         socket = Path(config.run_dir) / "engine.sock"
         app = create_app(config, socket, desk, secret)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))

@@ -10,6 +10,7 @@ import pytest
 from cluster.messages import Adapter, Done, Resident, Sampling, Started, Token, TokenLogprob, TopLogprob
 from cluster.secret import authorization
 from cluster.text import BaseText
+from node_agent.api import listen, url_of
 from node_agent.ipc import Generated, Submit, Top
 from tests.node_agent.scripted_engine import READY, admitted, finished, stats, tokens
 from tests.node_agent.served_node import Node, request_of, run_scenario, served_node
@@ -191,3 +192,16 @@ def test_the_port_is_not_open_to_other_hosts(tmp_path: Path, stories_dir: Path) 
             assert msgspec.to_builtins(await node.record())["url"] == node.url
 
     run_scenario(scenario())
+
+
+@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:{}"), ("127.0.0.1", "http://127.0.0.1:{}")])
+def test_a_node_on_all_addresses_announces_the_one_towards_the_gateway(host: str, url: str) -> None:
+    with listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener, "http://127.0.0.1:8080/") == url.format(port)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_an_address_of_version_6_is_bracketed() -> None:
+    with listen("::1", 0) as listener:
+        assert url_of(listener, "http://127.0.0.1:1") == f"http://[::1]:{listener.getsockname()[1]}"
