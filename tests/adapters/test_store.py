@@ -193,3 +193,40 @@ def test_etags_are_those_of_the_content(store: ObjectStore) -> None:
     assert store.put("one", b"same") == store.put("two", b"same") == store.get("one").etag
     assert len({store.put("one", data) for data in (b"", b"a", b"b")}) == 3
     assert hashlib.sha256(b"b").hexdigest() == store.get("one").etag
+
+
+_KEYS = ("a", "b/a", "b/b", "b-/a")
+_operations = st.tuples(
+    st.sampled_from(["put", "absent", "match", "stale", "delete"]), st.sampled_from(_KEYS), st.binary(max_size=2)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(operations=st.lists(_operations, max_size=12))
+def test_a_store_is_a_dictionary_with_conditions(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str, bytes]]
+) -> None:
+    store, model = LocalStore(tmp_path_factory.mktemp("modelled")), dict[str, bytes]()
+    for operation, key, data in operations:
+        if operation == "put":
+            store.put(key, data)
+            model[key] = data
+        elif operation == "delete":
+            store.delete(key)
+            model.pop(key, None)
+        elif operation == "absent":
+            if key in model:
+                with pytest.raises(Conflict):
+                    store.put_if_absent(key, data)
+            else:
+                store.put_if_absent(key, data)
+                model[key] = data
+        elif operation == "match" and key in model:
+            store.put_if_match(key, data, store.get(key).etag)
+            model[key] = data
+        else:
+            with pytest.raises(PreconditionFailed):
+                store.put_if_match(key, data, "stale")
+        assert {info.key: store.get(info.key).data for info in store.list("")} == model
+        assert [info.key for info in store.list("")] == sorted(model)
+        assert list(store.folders("")) == sorted({k.split("/")[0] for k in model if "/" in k}, key=lambda n: n + "/")
