@@ -33,6 +33,11 @@ async def list_functions(request: Request) -> Response:
     return json_response(schema.FunctionList(functions=items, next=following))
 
 
+async def function(request: Request) -> Response:
+    """One route for both methods, so that a 405 names both."""
+    return await (delete_function if request.method == "DELETE" else get_function)(request)
+
+
 async def get_function(request: Request) -> Response:
     services = services_of(request)
     tenant = await services.callers.tenant(request)
@@ -128,8 +133,7 @@ def _manifest(manifest: Manifest) -> schema.VersionReply:
 
 routes = [
     Route("/functions", list_functions, methods=["GET"]),
-    Route("/functions/{name}", get_function, methods=["GET"]),
-    Route("/functions/{name}", delete_function, methods=["DELETE"]),
+    Route("/functions/{name}", function, methods=["GET", "DELETE"]),
     Route("/functions/{name}/versions", list_versions, methods=["GET"]),
     Route("/functions/{name}/versions/{version}", get_version, methods=["GET"]),
 ]

@@ -224,7 +224,8 @@ def test_deploys_are_bounded(start: Callable[..., Running], pirate: dict) -> Non
     with socket.create_connection((host, int(port))) as raw:
         head = (
             f"POST /deploy/f HTTP/1.1\r\nhost: x\r\nx-api-key: {running.keys['acme']}\r\n"
-            f"content-type: {whole.headers['content-type']}\r\ncontent-length: {len(data)}\r\nexpect: 100-continue\r\n\r\n"
+            f"content-type: {whole.headers['content-type']}\r\ncontent-length: {len(data)}\r\n"
+            "expect: 100-continue\r\n\r\n"
         )
         raw.sendall(head.encode())
         assert raw.recv(100).startswith(b"HTTP/1.1 100")  # the first deploy is being received

@@ -162,7 +162,8 @@ def test_vanishing_client_before_the_first_token(start: Callable[..., Running], 
     body = b'{"prompt": "x", "stream": %s}' % (b"true" if stream else b"false")
     host, port = running.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as raw:
-        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nx-api-key: {running.keys['acme']}\r\ncontent-length: {len(body)}\r\n\r\n"
+        key = f"x-api-key: {running.keys['acme']}\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\n{key}content-length: {len(body)}\r\n\r\n"
         raw.sendall(head.encode() + body)
         assert node.began.wait(30)
     assert node.disconnected.wait(30)

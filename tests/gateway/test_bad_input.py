@@ -1,0 +1,182 @@
+"""Bodies, names and headers that are wrong, each answered in the contract's shape; the next request works."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+from conftest import Running
+from raw import send
+
+PATH = "/invoke/stories260K"
+
+
+def head(running: Running, path: str, length: int | None, extra: str = "") -> str:
+    stated = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+    return f"POST {path} HTTP/1.1\nhost: x\nx-api-key: {running.keys['acme']}\n{stated}{extra}"
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": -Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "x", "prompt": "y"}',
+        b"[" * 200_000,
+        b'{"metadata":' * 50_000 + b"1" + b"}" * 50_000,
+        b'{"prompt": "x"} {"prompt": "y"}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_what_is_not_json_answers_400(gateway: Running, path: str, body: bytes) -> None:
+    client = gateway.client()
+    reply = client.post(path, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["code"] if path.startswith("/v1") else error["type"]) == "invalid_request"
+    assert client.post(PATH, json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ([], None),
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"prompt": 1}, "prompt"),
+        ({"prompt": "x", "surprise": 1}, "surprise"),
+        ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 10**9}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 511}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": "3"}, "max_tokens"),
+        ({"prompt": "x", "temperature": -0.1}, "temperature"),
+        ({"prompt": "x", "top_p": 0}, "top_p"),
+        ({"prompt": "x", "top_k": -1}, "top_k"),
+        ({"prompt": "x", "min_p": 1.5}, "min_p"),
+        ({"prompt": "x", "seed": -1}, "seed"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "presence_penalty": 3}, "presence_penalty"),
+        ({"prompt": "x", "timeout": 0}, "timeout"),
+        ({"prompt": "x", "timeout": 10**6}, "timeout"),
+        ({"prompt": "x", "stream": "yes"}, "stream"),
+        ({"prompt": "word " * 1000}, "prompt"),
+    ],
+)
+def test_wrong_fields_answer_422_and_name_them(gateway: Running, body: object, param: str | None) -> None:
+    reply = gateway.client().post(PATH, json=body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (422, "validation_failed")
+    named = reply.json()["error"]["param"]
+    assert named == param or (param == "stop" and named.startswith("stop"))
+    assert gateway.nodes[0].received == []
+
+
+def test_another_content_type(gateway: Running) -> None:
+    reply = gateway.client().post(PATH, content=b"prompt=x", headers={"content-type": "text/plain"})
+    assert reply.status_code == 415
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_oversized_call(gateway: Running, stated: bool) -> None:
+    client = gateway.client()
+    body = b'{"prompt": "' + b"x" * (2 << 20) + b'"}'
+    content = body if stated else (body[at : at + 65536] for at in range(0, len(body), 65536))
+    reply = client.post(PATH, content=content, headers={"content-type": "application/json"})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (413, "too_large")
+    assert client.post(PATH, json={"prompt": "x"}).status_code == 200
+
+
+def test_stated_length_alone_is_refused(gateway: Running) -> None:
+    status, reply = send(gateway.url, head(gateway, PATH, 10**15))
+    assert (status, reply["error"]["type"]) == (413, "too_large")
+
+
+@pytest.mark.parametrize("limits", [{"body_idle_seconds": 0.1}, {"body_seconds": 0.1}])
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+def test_slow_body(start: Callable[..., Running], limits: dict, path: str) -> None:
+    running = start(**limits)
+    status, reply = send(running.url, head(running, path, 1000), b'{"prompt"')
+    assert status == 400
+    assert "did not arrive in time" in reply["error"]["message"]
+
+
+def test_slow_upload(start: Callable[..., Running]) -> None:
+    running = start(body_idle_seconds=0.1)
+    kind = "\ncontent-type: multipart/form-data; boundary=b"
+    status, reply = send(running.url, head(running, "/deploy/f", 1000, kind), b"--b\r\n")
+    assert (status, reply["error"]["type"]) == (400, "invalid_request")
+
+
+def test_half_a_body_and_gone(gateway: Running) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(head(gateway, PATH, 1000).replace("\n", "\r\n").encode() + b"\r\n\r\n{")
+    assert gateway.client().post(PATH, json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e", "a%00b", "x" * 300, "%ff", "A", "a/b", "..%2f..%2fetc"])
+@pytest.mark.parametrize("route", ["GET /functions/", "DELETE /functions/", "POST /invoke/", "GET /v1/models/"])
+def test_malformed_names_are_not_found(gateway: Running, name: str, route: str) -> None:
+    request = f"{route}{name} HTTP/1.1\nhost: x\nx-api-key: {gateway.keys['acme']}\ncontent-length: 14"
+    status, reply = send(gateway.url, request, b'{"prompt":"x"}')
+    error = reply["error"]
+    assert (status, error.get("code") or error["type"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize("name", ["../x", "a:b", "pirate:../../x", "pirate:\x00", "no such", "é"])
+def test_malformed_models_are_not_found(gateway: Running, name: str) -> None:
+    reply = gateway.client().post("/v1/completions", json={"model": name, "prompt": "x"})
+    assert reply.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/", 404, "not_found"),
+        ("PUT", "/functions/f/aliases/a", 404, "not_found"),
+        ("POST", "/functions/f/rollback", 404, "not_found"),
+        ("PATCH", "/functions/f", 405, "method_not_allowed"),
+        ("GET", "/usage", 404, "not_found"),
+        ("POST", "/batches", 404, "not_found"),
+        ("GET", "/functions/", 404, "not_found"),
+    ],
+)
+def test_routes_that_do_not_exist(gateway: Running, method: str, path: str, status: int, kind: str) -> None:
+    reply = gateway.client().request(method, path)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
+    assert reply.json()["error"]["request_id"] == reply.headers["x-request-id"]
+    assert set(reply.json()["error"]) == {"type", "message", "param", "request_id"}
+
+
+def test_405_says_what_is_allowed(gateway: Running) -> None:
+    assert "DELETE" in gateway.client().patch("/functions/f").headers["allow"]
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "ü", "a\tb", ""])
+def test_insane_request_ids_are_replaced(gateway: Running, given: str) -> None:
+    reply = gateway.client().get("/healthz", headers={b"x-request-id": given.encode("latin-1")})
+    assert reply.headers["x-request-id"].startswith("req_")
+
+
+def test_queries_are_strict(gateway: Running) -> None:
+    client = gateway.client()
+    for path in ("/functions?limit=0", "/functions?limit=x", "/functions?limit=1e3", "/functions?order=up"):
+        assert client.get(path).status_code == 422, path
+    assert client.delete("/functions/f?force=1").status_code == 422
+    assert client.get("/v1/models/nobody?x=1").status_code in (400, 404)
