@@ -41,7 +41,7 @@ just being closed here."""
 def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str) -> ASGIApp:
     """The service of one node. Its lifespan listens for the engine and publishes records from `desk.url`."""
     text = BaseText(Path(config.engine.model_dir))
-    generate = Generate(desk, TokenText(text), read_limits(Path(config.engine.model_dir)), config.node_id)
+    generate = Generate(desk, TokenText(text), config.node_id)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -136,7 +136,7 @@ async def serve(config: ApiProcessConfig) -> None:
     node = config.node
     secret = read_secret(Path(node.secret_file))
     listener = listen(node.host, node.port)
-    desk = Desk(node)
+    desk = Desk(node, read_limits(Path(node.engine.model_dir)))
     desk.url = url_of(listener, node.gateway_url)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, NodeRecord
 from node_agent.api_reply import RequestEvent
+from node_agent.api_request import Limits, check_request
 from node_agent.config import NodeConfig
 from node_agent.engine_link import EngineLink, LinkDown
 from node_agent.exit_note import clear_exit, read_exit
@@ -79,8 +80,9 @@ class InFlight:
 class Desk:
     """Takes requests in, hands the engine's events to them, and reports the node's state."""
 
-    def __init__(self, config: NodeConfig, backstop: float = BACKSTOP) -> None:
+    def __init__(self, config: NodeConfig, limits: Limits, backstop: float = BACKSTOP) -> None:
         self._config = config
+        self.limits = limits
         self._run_dir = Path(config.run_dir)
         self.backstop = backstop
         self._epoch = secrets.token_hex(8)
@@ -102,10 +104,10 @@ class Desk:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> InFlight:
-        """Give a checked request to the engine. Raises ServiceError when it can't be taken now."""
+        """Give a request to the engine. Raises ServiceError when it can't be taken: now, here or at all."""
         self._acknowledged.append(request.id)
         self.changed.set()
-        self._refuse_unfit(request)
+        self._check(request)
         command = Submit(
             id=request.id,
             tenant=request.tenant,
@@ -132,13 +134,14 @@ class Desk:
                 # The link is going down: engine_gone frees the place.
                 log.warning("cancel not sent", extra={"request": entry.id, "reason": error.message})
 
-    def _refuse_unfit(self, request: GenerateRequest) -> None:
+    def _check(self, request: GenerateRequest) -> None:
         if self.draining:
             raise ServiceError("unavailable", "this node is draining", retry_after=RETRY_AFTER)
         if self.ready is None:
             raise ServiceError("unavailable", f"this node is not ready: {self.error}", retry_after=RETRY_AFTER)
         if request.base != self.ready.base:
             raise ServiceError("unavailable", "this node serves another base model", retry_after=RETRY_AFTER)
+        check_request(request, self.limits, self.ready.max_context)
         if request.id in self._in_flight:
             raise ServiceError("conflict", f"request {request.id} is in flight already")
         if self.queued >= self._config.engine.queue_limit:

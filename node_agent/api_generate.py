@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
@@ -11,7 +12,7 @@ from cluster.errors import ServiceError
 from cluster.messages import Event, Failed, GenerateRequest, encode_event
 from node_agent.api_desk import Desk, Ended, InFlight
 from node_agent.api_reply import RETRYABLE, Reply
-from node_agent.api_request import Limits, check_request, decode_request, read_body
+from node_agent.api_request import decode_request, read_body
 from node_agent.detokenize import TokenText
 
 SLACK = 10.0
@@ -21,20 +22,17 @@ SLACK = 10.0
 class Generate:
     """Every reply is 200 and a stream of frames, once the body is a request: what then fails is a Failed frame."""
 
-    def __init__(self, desk: Desk, tokens: TokenText, limits: Limits, node_id: str) -> None:
+    def __init__(self, desk: Desk, tokens: TokenText, node_id: str) -> None:
         self._desk = desk
         self._tokens = tokens
-        self._limits = limits
         self._node_id = node_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(Request(scope, receive), self._limits.body_bytes)
+        received = time.monotonic()
+        body = await read_body(Request(scope, receive), self._desk.limits.body_bytes)
         writer = FrameWriter(send)
         try:
             request = decode_request(body)
-            if self._desk.ready is not None:
-                check_request(request, self._limits, self._desk.ready.max_context)
-            reply = Reply(request, self._node_id, self._tokens)
             entry = self._desk.submit(request)
         except ServiceError as error:
             if error.type == "invalid_request":
@@ -42,12 +40,16 @@ class Generate:
             await writer.start()
             await writer.write([_failed(error)], last=True)
             return
-        await self._serve(request, reply, entry, receive, writer)
+        try:
+            reply = Reply(request, self._node_id, self._tokens, received)
+            await self._serve(request, reply, entry, receive, writer)
+        finally:
+            self._desk.cancel(entry)
 
     async def _serve(
         self, request: GenerateRequest, reply: Reply, entry: InFlight, receive: Receive, writer: FrameWriter
     ) -> None:
-        """Streams until the end, or until the caller goes; either way the engine lets go of the request."""
+        """Streams until the end, or until the caller goes."""
         streaming = asyncio.create_task(self._stream(reply, entry, writer))
         leaving = asyncio.create_task(_caller_left(receive))
         try:
@@ -62,7 +64,6 @@ class Generate:
             streaming.cancel()
             leaving.cancel()
             await asyncio.wait({streaming, leaving})
-            self._desk.cancel(entry)
 
     async def _stream(self, reply: Reply, entry: InFlight, writer: FrameWriter) -> None:
         await writer.start()  # before the queue: the caller learns at once that the node has the request

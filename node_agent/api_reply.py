@@ -19,13 +19,14 @@ class Reply:
     """Detokenises, looks for stop strings and counts. `stopped` becomes true when a stop string is complete: the
     engine must then be told to cancel, and what it still generates is dropped."""
 
-    def __init__(self, request: GenerateRequest, node_id: str, tokens: TokenText) -> None:
+    def __init__(self, request: GenerateRequest, node_id: str, tokens: TokenText, received: float) -> None:
+        """`received` is when the request came, in monotonic seconds."""
         self._request = request
         self._node_id = node_id
         self._tokens = tokens
         self._text = IncrementalDetokenizer(tokens, request.token_ids)
         self._matcher = StopMatcher(request.stop)
-        self._received = time.monotonic()
+        self._received = received
         self.count = 0
         self.stopped = False
         self.ended = False

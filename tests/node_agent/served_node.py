@@ -18,6 +18,7 @@ from cluster.messages import Event, GenerateRequest, NodeRecord, Sampling, decod
 from cluster.secret import authorization, create_secret
 from node_agent.api import create_app, listen, url_of
 from node_agent.api_desk import Desk
+from node_agent.api_request import read_limits
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready
 from tests.node_agent.scripted_engine import READY, ScriptedEngine
@@ -125,7 +126,7 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
     secret = create_secret(directory / "cluster.secret")
     async with gateway_server(gateway) as gateway_url:
         config = node_config(directory, model_dir, gateway_url, **engine)
-        desk = Desk(config, backstop)
+        desk = Desk(config, read_limits(model_dir), backstop)
         listener = listen(config.host, config.port)
         desk.url = url_of(listener, gateway_url)
         socket = Path(config.run_dir) / "engine.sock"

@@ -13,10 +13,13 @@ from aiohttp import web
 from cluster.messages import NodeRecord
 from cluster.secret import authorization
 from node_agent.api_desk import ACKNOWLEDGED_LIMIT, Desk
+from node_agent.api_request import Limits
 from node_agent.config import NodeConfig
 from node_agent.publisher import Publisher
 from tests.node_agent.scripted_engine import admitted, finished
 from tests.node_agent.served_node import Gateway, node_config, request_of, run_scenario, served_node
+
+LIMITS = Limits(vocab_size=512, max_position_embeddings=512)
 
 
 def test_records_come_by_themselves_with_the_secret(tmp_path: Path, stories_dir: Path) -> None:
@@ -47,13 +50,16 @@ def test_a_request_is_acknowledged_until_the_gateway_took_it_in(tmp_path: Path, 
             async with node.generate(request_of("refused", base="another")) as stream:
                 await stream.rest()
             await node.gateway.record_where(lambda r: r.acknowledged == ["refused"])
+            async with node.generate(request_of("unfit", max_tokens=0)) as stream:
+                await stream.rest()
+            await node.gateway.record_where(lambda r: r.acknowledged == ["unfit"])
 
     run_scenario(scenario())
 
 
 def test_acknowledgements_are_bounded(tmp_path: Path, stories_dir: Path) -> None:
     async def scenario() -> None:
-        desk = Desk(node_config(tmp_path, stories_dir, "http://127.0.0.1:1"))
+        desk = Desk(node_config(tmp_path, stories_dir, "http://127.0.0.1:1"), LIMITS)
         names = [f"r{index}" for index in range(ACKNOWLEDGED_LIMIT + 10)]
         for name in names:
             with pytest.raises(Exception, match="not ready"):
@@ -98,7 +104,7 @@ class WatchedDesk(Desk):
     """Says when a record is made."""
 
     def __init__(self, config: NodeConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, LIMITS)
         self.made: asyncio.Queue[NodeRecord] = asyncio.Queue()
 
     def record(self) -> NodeRecord:
@@ -119,7 +125,7 @@ def test_a_change_is_told_at_once(tmp_path: Path, stories_dir: Path) -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         host, port = runner.addresses[0][:2]
-        desk = Desk(node_config(tmp_path, stories_dir, "unused"))
+        desk = Desk(node_config(tmp_path, stories_dir, "unused"), LIMITS)
         publishing = asyncio.create_task(Publisher(desk, f"http://{host}:{port}", "secret", interval=3600.0).run())
         assert (await gateway.records.get()).state == "warming"
         desk.set_draining(True)
