@@ -1,0 +1,90 @@
+"""The whole service as a user starts it, and a client that calls it: what HTTP adds to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+
+import aiohttp
+
+START_LIMIT = 300.0
+
+
+class HttpService:
+    """`garnish up` in a process of its own, with the given adapters deployed as a0, a1, ..."""
+
+    def __init__(self, model_dir: Path, adapters: list[Path], root: Path, dtype: str, threads: int) -> None:
+        self.root, self.adapters = root, adapters
+        self.base = model_dir.name
+        root.mkdir(parents=True)
+        functions = "".join(f"  a{i}: {{tenant: bench, adapter: {path}}}\n" for i, path in enumerate(adapters))
+        (root / "serverless.yml").write_text(
+            f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: cpu}}\n"
+            f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
+        )
+        self.threads = threads
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+
+    def __enter__(self) -> HttpService:
+        command = [str(Path(sys.executable).parent / "garnish"), "up", "-f", "serverless.yml", "--port", str(self.port)]
+        self._log = (self.root / "up.log").open("w")
+        self._process = subprocess.Popen(command, cwd=self.root, stdout=self._log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + START_LIMIT
+        while "\nready" not in (self.root / "up.log").read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the service did not start:\n{(self.root / 'up.log').read_text()}")
+            time.sleep(0.2)
+        text = (self.root / ".garnish" / "credentials.toml").read_text()
+        self._key = text.split('api_key = "')[1].split('"')[0]
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def run(self, adapters: tuple[int | None, ...], prompt_tokens: int, count: int) -> tuple[float, float]:
+        """(median seconds to the first token, tokens per second), all requests sent at once."""
+        return asyncio.run(self._run(adapters, prompt_tokens, count))
+
+    async def _run(self, adapters: tuple[int | None, ...], prompt_tokens: int, count: int) -> tuple[float, float]:
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {self._key}"}) as session:
+            begin = time.perf_counter()
+            firsts = await asyncio.gather(
+                *(self._call(session, i, n, prompt_tokens, count, begin) for n, i in enumerate(adapters))
+            )
+            return median(firsts), len(adapters) * count / (time.perf_counter() - begin)
+
+    async def _call(
+        self, session: aiohttp.ClientSession, adapter: int | None, n: int, prompt_tokens: int, count: int, begin: float
+    ) -> float:
+        name = self.base if adapter is None else f"a{adapter}"
+        body = {
+            "prompt": " the" * (prompt_tokens - 1) + f" {n}"[:2], "max_tokens": count, "temperature": 0,
+            "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        first = 0.0
+        async with session.post(f"http://127.0.0.1:{self.port}/invoke/{name}", json=body) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status}: {await reply.text()}")
+            async for line in reply.content:
+                if line.startswith(b"data:"):
+                    first = first or time.perf_counter() - begin
+                    data = json.loads(line[5:])
+        if data["usage"]["completion_tokens"] != count:
+            raise RuntimeError(f"a request did not get all its tokens: {data}")
+        return first
