@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from gunicorn.app.base import BaseApplication
+from gunicorn.config import Config
+from gunicorn.glogging import Logger
 from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
 from cluster.lifeline import die_with_parent
 from gateway.app import create_app
 from gateway.config import GatewayConfig, check_config
-from gateway.logs import configure_logs
+from gateway.logs import JsonFormatter, configure_logs
 
 HEARTBEAT_SECONDS = 120
 """A worker whose event loop stood still for this long is killed and replaced."""
@@ -42,6 +44,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "graceful_timeout": int(config.shutdown_seconds) + KILL_SLACK,
             "keepalive": 30,
             "accesslog": None,
+            "logger_class": _JsonLogger,
             "control_socket_disable": True,
             "worker_tmp_dir": None,
             "proc_name": "garnish-gateway",
@@ -53,9 +56,18 @@ class _Server(BaseApplication):  # type: ignore[misc]
         return create_app(self._config)
 
 
+class _JsonLogger(Logger):  # type: ignore[misc]
+    """gunicorn's own lines, and through it uvicorn's, in the shape of ours."""
+
+    def setup(self, cfg: Config) -> None:
+        super().setup(cfg)
+        for handler in self.error_log.handlers:
+            handler.setFormatter(JsonFormatter())
+
+
 def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
     class Worker(UvicornWorker):  # type: ignore[misc]
-        CONFIG_KWARGS: dict[str, Any] = {  # noqa: RUF012
+        CONFIG_KWARGS: ClassVar[dict[str, Any]] = {
             "loop": "uvloop",
             "http": "httptools",
             "lifespan": "on",

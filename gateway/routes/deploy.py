@@ -62,7 +62,9 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
         policy = _policy(upload)
         alias = _alias(upload)
         if dry_run:
-            checked = await services.threads.write(services.registry.check, upload.config, upload.weights, name)
+            checked = await services.threads.write(
+                services.registry.check, upload.config, upload.weights, name, alias, policy
+            )
             return json_response(_reply(checked))
         try:
             made = await services.threads.write(

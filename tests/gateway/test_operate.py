@@ -1,0 +1,154 @@
+"""What operators and nodes use: records, /nodes, /metrics, /readyz, function lists, openapi.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from conftest import Running, upload
+from openapi_spec_validator import validate
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.messages import Resident
+from cluster.secret import authorization
+from gateway import schema
+from gateway.app import ROUTES
+from gateway.openapi import FILE, document, render
+
+
+def samples(running: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    text = running.client("admin").get("/metrics").text
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_ready_only_with_a_ready_node(start: Callable[..., Running]) -> None:
+    running = start()
+    client = running.client(None)
+    reply = client.get("/readyz")
+    assert reply.status_code == 503
+    assert reply.json()["error"]["type"] == "unavailable"
+    assert [entry["check"] for entry in reply.json()["error"]["details"]] == ["nodes"]
+    node = running.node(state="warming")
+    assert "warming" in client.get("/readyz").json()["error"]["details"][0]["problem"]
+    node.publish(running.url)
+    assert client.get("/readyz").json()["status"] == "ready"
+    assert client.get("/healthz").json() == {"status": "alive"}
+
+
+def test_records_need_the_secret(gateway: Running) -> None:
+    body = msgspec.msgpack.encode(gateway.nodes[0].record())
+    for headers in ({}, authorization("x" * 43), authorization(gateway.keys["admin"])):
+        reply = httpx.post(f"{gateway.url}/cluster/record", content=body, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (401, "unauthenticated")
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"id": 1}), b"\x91" * 100_000])
+def test_records_that_are_none(gateway: Running, body: bytes) -> None:
+    reply = httpx.post(f"{gateway.url}/cluster/record", content=body, headers=authorization(gateway.secret))
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request")
+
+
+def test_records_of_another_version_or_size(gateway: Running) -> None:
+    assert gateway.nodes[0].publish(gateway.url, v=99).status_code == 400
+    assert gateway.nodes[0].publish(gateway.url, error="x" * (5 << 20)).status_code == 413
+
+
+def test_nodes_as_the_scheduler_sees_them(gateway: Running) -> None:
+    gateway.node(state="draining", running=3)
+    nodes = msgspec.json.decode(gateway.client("admin").get("/nodes").content, type=schema.NodeList).nodes
+    assert [(node.record["id"], node.record["state"]) for node in nodes] == [
+        ("node-0", "ready"),
+        ("node-1", "draining"),
+    ]
+    assert nodes[1].record["running"] == 3
+
+
+def test_metrics(gateway: Running, pirate: dict) -> None:
+    client = gateway.client()
+    client.post("/deploy/f", files=pirate)
+    client.post("/invoke/f", json={"prompt": "x", "max_tokens": 3})
+    client.post("/invoke/nobody", json={"prompt": "x"})
+    found = samples(gateway)
+    owner = frozenset({("tenant", "acme"), ("function", "f")})
+    assert found["garnish_invocations_total", owner | {("outcome", "ok")}] == 1
+    assert found["garnish_tokens_total", owner | {("kind", "completion")}] == 3
+    assert found["garnish_ttft_seconds_count", owner] == 1
+    assert found["garnish_cold_starts_total", frozenset({("tier", "host"), ("plan", "wait")})] == 1
+    assert found["garnish_requests_total", frozenset({("route", "invoke"), ("status", "404")})] == 1
+    assert found["garnish_nodes", frozenset({("state", "ready")})] == 1
+    assert found["garnish_open_invocations", frozenset()] == 0
+
+
+def test_one_function(gateway: Running, pirate: dict) -> None:
+    client = gateway.client()
+    digest = client.post("/deploy/f", files=pirate).json()["digest"]
+    client.post("/invoke/f", json={"prompt": "x", "max_tokens": 3})
+    gateway.nodes[0].publish(gateway.url, residents=[Resident(digest=digest, tier="device", bytes=9, in_use=1)])
+    body = msgspec.json.decode(client.get("/functions/f").content, type=schema.FunctionReply)
+    assert [version.version for version in body.versions] == [1]
+    assert body.aliases == {"latest": 1}
+    assert body.residency == [schema.Residency(version=1, node="node-0", tier="device", in_use=1)]
+    assert (body.last_hour.invocations, body.last_hour.failures, body.last_hour.completion_tokens) == (1, 0, 3)
+    assert body.last_hour.mean_ttft_ms is not None
+    versions = msgspec.json.decode(client.get("/functions/f/versions").content, type=schema.VersionList).versions
+    one = msgspec.json.decode(client.get("/functions/f/versions/1").content, type=schema.VersionReply)
+    assert versions == [one]
+    assert (one.digest, one.base_id) == (digest, "stories260K")
+    for version in ("2", "x", "0", "1e0", "99999999999999"):
+        assert client.get(f"/functions/f/versions/{version}").status_code == 404
+
+
+def test_pages_of_functions(gateway: Running, stories_adapters: dict[str, Path]) -> None:
+    client = gateway.client()
+    names = [f"f{index}" for index in range(5)]
+    for name in names:
+        assert client.post(f"/deploy/{name}", files=upload(stories_adapters["pirate"])).status_code == 201
+    seen: list[str] = []
+    after = ""
+    for _ in range(10):
+        page = client.get("/functions", params={"limit": 2, "after": after}).json()
+        assert len(page["functions"]) <= 2
+        seen += [item["name"] for item in page["functions"]]
+        if page["next"] is None:
+            break
+        after = page["next"]
+    assert seen == names
+    assert page["functions"][-1]["ranks"] == [8] if page["functions"] else True
+
+
+def test_delete(gateway: Running, pirate: dict) -> None:
+    client = gateway.client()
+    client.post("/deploy/f", files=pirate)
+    assert client.post("/invoke/f", json={"prompt": "x"}).status_code == 200
+    reply = client.delete("/functions/f")
+    assert (reply.status_code, reply.content) == (204, b"")
+    assert client.post("/invoke/f", json={"prompt": "x"}).status_code == 404
+    assert client.get("/functions/f").status_code == 404
+    assert client.delete("/functions/f").status_code == 404
+    again = client.post("/deploy/f", files=pirate)
+    assert (again.status_code, again.json()["version"]) == (201, 2)  # numbers are never used twice
+
+
+def test_the_committed_document_is_the_generated_one() -> None:
+    assert FILE.read_bytes() == render(), "run: python -m gateway.openapi"
+
+
+def test_the_document_is_valid_and_served(gateway: Running) -> None:
+    served = gateway.client(None).get("/openapi.json")
+    assert served.json() == json.loads(FILE.read_bytes())
+    validate(served.json())
+
+
+def test_every_public_route_is_in_the_document() -> None:
+    listed = {(path, method.upper()) for path, item in document()["paths"].items() for method in item}
+    hidden = {("/cluster/record", "POST"), ("/openapi.json", "GET")}
+    routed = {(route.path.replace(":path", ""), method) for route in ROUTES for method in route.methods - {"HEAD"}}
+    assert routed - hidden == listed

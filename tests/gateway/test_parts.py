@@ -1,0 +1,185 @@
+"""Small parts by themselves: placement, labels, counters, threads, field names, log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.errors import StoreUnavailable
+from cluster.errors import ServiceError
+from cluster.messages import NodeRecord, Resident
+from cluster.state import MemoryClusterState, NodeView
+from gateway.bodies import convert, field_of
+from gateway.last_hour import Counts, LastHour
+from gateway.logs import JsonFormatter
+from gateway.metrics import LabelCap
+from gateway.running import Running
+from gateway.scheduling.least_loaded import LeastLoaded
+from gateway.scheduling.placement import place
+from gateway.scheduling.policy import UnknownPolicy, make_policy
+from gateway.scheduling.request import PlacementRequest
+from gateway.threads import StoreThreads
+
+RECORD = NodeRecord(
+    id="n",
+    epoch="1",
+    seq=1,
+    url="http://127.0.0.1:1",
+    state="ready",
+    base="b",
+    base_id="base",
+    max_context=100,
+    running=0,
+    queued=0,
+    queue_limit=4,
+    kv_blocks_free=10,
+    kv_blocks=10,
+    block_tokens=16,
+)
+REQUEST = PlacementRequest(id="r", prompt_tokens=5, max_tokens=5, digest="d", adapter_bytes=1)
+
+
+def view(node_id: str, reserved: int = 0, **changed: Any) -> NodeView:
+    return NodeView(msgspec.structs.replace(RECORD, id=node_id, **changed), reserved=reserved, age=0.0)
+
+
+def test_least_loaded_prefers_fewer_requests_then_the_adapter_then_memory() -> None:
+    choose = LeastLoaded().choose
+    resident = [Resident(digest="d", tier="host", bytes=1, in_use=0)]
+    assert choose([], REQUEST) is None
+    assert choose([view("a", running=2), view("b", queued=1), view("c", reserved=2)], REQUEST) == "b"
+    assert choose([view("a"), view("b", residents=resident)], REQUEST) == "b"
+    assert choose([view("a"), view("b", running=1, residents=resident)], REQUEST) == "a"
+    assert choose([view("a"), view("b", kv_blocks_free=11)], REQUEST) == "b"
+
+
+def test_unknown_policies_are_named_with_the_known_ones() -> None:
+    with pytest.raises(UnknownPolicy, match=r"'best'.*least_loaded"):
+        make_policy("best")
+
+
+def test_places_spread_and_end() -> None:
+    """Each node takes its queue's length, no node more, and then the answer is `overloaded`."""
+
+    async def main() -> list[str]:
+        state = MemoryClusterState(lambda: 0.0)
+        for node_id in ("a", "b"):
+            await state.publish(msgspec.structs.replace(RECORD, id=node_id))
+        policy = LeastLoaded()
+        placed = [
+            (await place(state, policy, "b", msgspec.structs.replace(REQUEST, id=str(index)))).node_id
+            for index in range(8)
+        ]
+        with pytest.raises(ServiceError) as caught:
+            await place(state, policy, "b", msgspec.structs.replace(REQUEST, id="9"))
+        assert caught.value.type == "overloaded"
+        return placed
+
+    assert sorted(asyncio.run(main())) == ["a"] * 4 + ["b"] * 4
+
+
+def test_placement_excludes_and_needs_room_in_the_context() -> None:
+    async def main() -> None:
+        state = MemoryClusterState(lambda: 0.0)
+        await state.publish(RECORD)
+        for request, excluded in [
+            (REQUEST, frozenset({"n"})),
+            (msgspec.structs.replace(REQUEST, max_tokens=96), frozenset[str]()),
+        ]:
+            with pytest.raises(ServiceError) as caught:
+                await place(state, LeastLoaded(), "b", request, excluded)
+            assert caught.value.type == "unavailable"
+
+    asyncio.run(main())
+
+
+def test_labels_are_capped() -> None:
+    cap = LabelCap(2)
+    assert [cap(value) for value in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
+
+
+def test_last_hour_forgets_minutes() -> None:
+    now = 0.0
+    hour = LastHour(lambda: now)
+    hour.add("t", "f", Counts(invocations=1))
+    now = 59 * 60.0
+    hour.add("t", "f", Counts(invocations=2))
+    assert hour.sums("t", "f").invocations == 3
+    now = 60 * 60.0
+    assert hour.sums("t", "f").invocations == 2
+    assert hour.sums("t", "g").invocations == 0
+
+
+def test_revoking_reaches_only_its_function() -> None:
+    async def main() -> None:
+        running = Running()
+        with running.track("t", "f") as first, running.track("t", "f") as second, running.track("u", "f") as other:
+            assert running.count() == 3
+            assert running.revoke("t", "f", ServiceError("cancelled", "gone")) == 2
+            assert (first.done(), second.done(), other.done()) == (True, True, False)
+        assert running.count() == 0
+
+    asyncio.run(main())
+
+
+def test_a_store_that_does_not_answer_is_given_up() -> None:
+    async def main() -> None:
+        answer = threading.Event()
+        threads = StoreThreads(0.05)
+        with pytest.raises(StoreUnavailable):
+            await threads.read(answer.wait, 30)
+        answer.set()
+
+    asyncio.run(main())
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    number: int
+
+
+class Outer(msgspec.Struct, forbid_unknown_fields=True):
+    inner: list[Inner]
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({"inner": [{"number": "x"}]}, "inner[0].number"),
+        ({"inner": [{"number": 1}, {}]}, "inner[1].number"),
+        ({"inner": [], "odd": 1}, "odd"),
+        ({"inner": 3}, "inner"),
+        ({}, "inner"),
+        ([], None),
+    ],
+)
+def test_errors_name_the_field(value: object, param: str | None) -> None:
+    with pytest.raises(ServiceError) as caught:
+        convert(value, Outer)
+    assert (caught.value.type, caught.value.param) == ("validation_failed", param)
+
+
+@given(st.text())
+def test_any_message_has_a_field_or_none(message: str) -> None:
+    assert field_of(message) is None or isinstance(field_of(message), str)
+
+
+def test_log_lines_are_json() -> None:
+    record = logging.LogRecord("gateway", logging.WARNING, "f", 1, "odd %s\n", ("\u2028",), None)
+    record.request_id = "r1"
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    assert json.loads(line) | {"time": ""} == {
+        "time": "",
+        "level": "warning",
+        "logger": "gateway",
+        "message": "odd \u2028\n",
+        "request_id": "r1",
+    }

@@ -1,0 +1,136 @@
+"""The whole process under gunicorn: serves, survives its worker, stops within a bound, refuses to start in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx_sse
+import msgspec
+import pytest
+from stub_node import StubNode, echo, hang_after_first, stub_node
+
+from adapters.base_model import load_base_model
+from cluster.secret import create_secret
+from gateway.config import GatewayConfig
+
+PROGRAM = """
+import sys, msgspec
+from gateway.config import GatewayConfig
+from gateway.server import run
+run(msgspec.json.decode(sys.stdin.buffer.read(), type=GatewayConfig))
+"""
+
+
+@pytest.fixture
+def config(stories_dir: Path, tmp_path: Path) -> GatewayConfig:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    create_secret(tmp_path / "secret")
+    return GatewayConfig(
+        model_dir=str(stories_dir),
+        base_id="stories260K",
+        registry=str(tmp_path / "registry"),
+        secret_file=str(tmp_path / "secret"),
+        tmp_dir=str(tmp_path / "uploads"),
+        port=port,
+        auth="none",
+        record_expiry=600.0,
+        shutdown_seconds=1.0,
+    )
+
+
+@contextmanager
+def process(config: GatewayConfig, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stderr=out, stdout=out)
+    try:
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(config))
+        child.stdin.close()
+        yield child
+    finally:
+        child.kill()
+        child.wait(30)
+
+
+def wait_for(url: str, path: str, child: subprocess.Popen[bytes]) -> httpx.Response:
+    """The answer, asked for again while nobody listens."""
+    transport = httpx.HTTPTransport()
+    with httpx.Client(transport=transport, timeout=30) as client:
+        while child.poll() is None:
+            try:
+                return client.get(url + path)
+            except httpx.TransportError:
+                continue
+    raise AssertionError(f"the gateway ended with {child.returncode}")
+
+
+def node_of(config: GatewayConfig, script: Any) -> StubNode:
+    base = load_base_model(Path(config.model_dir), config.base_id)
+    secret = Path(config.secret_file).read_text().strip()
+    return StubNode("n", base.fingerprint, secret, base.max_context, script)
+
+
+def worker_of(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0])
+
+
+def test_serves_and_ends_open_streams_on_term(config: GatewayConfig, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{config.port}"
+    with process(config, tmp_path / "log") as child, stub_node(node_of(config, hang_after_first)) as node:
+        assert wait_for(url, "/healthz", child).status_code == 200
+        assert node.publish(url).status_code == 204
+        with (
+            httpx.Client(base_url=url, timeout=60) as client,
+            httpx_sse.connect_sse(
+                client, "POST", "/invoke/stories260K", json={"prompt": "x", "stream": True}
+            ) as source,
+        ):
+            events = source.iter_sse()
+            assert next(events).event == "token"
+            child.send_signal(signal.SIGTERM)
+            last = next(events)
+            assert last.event == "error"
+            assert last.json()["error"]["type"] == "unavailable"
+        assert child.wait(30) == 0
+        assert node.disconnected.wait(30)
+        with socket.create_server(("127.0.0.1", config.port)):
+            pass  # the port is free again
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+
+
+def test_a_killed_worker_is_replaced(config: GatewayConfig, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{config.port}"
+    with process(config, tmp_path / "log") as child, stub_node(node_of(config, echo)) as node:
+        wait_for(url, "/healthz", child)
+        os.kill(worker_of(child.pid), signal.SIGKILL)
+        assert wait_for(url, "/healthz", child).status_code == 200
+        assert node.publish(url).status_code == 204
+        assert httpx.post(f"{url}/invoke/stories260K", json={"prompt": "x"}, timeout=30).status_code == 200
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 0
+
+
+def test_does_not_start_without_its_model(config: GatewayConfig, tmp_path: Path) -> None:
+    broken = msgspec.structs.replace(config, model_dir=str(tmp_path / "nowhere"))
+    with process(broken, tmp_path / "log") as child:
+        assert child.wait(60) not in (0, None)
+    assert "nowhere" in (tmp_path / "log").read_text()
+
+
+def test_a_gateway_imports_no_torch() -> None:
+    code = "import gateway.server, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
