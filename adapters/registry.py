@@ -80,10 +80,18 @@ class Registry:
         self.base = base
         self.contents = Contents(store, base)
 
-    def check(self, config: bytes, weights: Path, name: str = "") -> Deployment:
+    def check(
+        self,
+        config: bytes,
+        weights: Path,
+        name: str = "",
+        alias: str | None = None,
+        policy: dict[str, Any] | None = None,
+    ) -> Deployment:
         """What a deploy would find, without writing anything. Raises as `deploy` does."""
         if name:
             self._check_name(name)
+        _check_options(alias, policy)
         layout = validate(read_peft(config, weights), self.base)
         return _deployment(name, None, layout, created=False)
 
@@ -105,9 +113,7 @@ class Registry:
         """
         self._check_name(name)
         _check_tenant(tenant)
-        if alias is not None and not is_alias(alias):
-            raise InvalidRequest("alias", f"malformed alias {alias[:100]!r}: {NAME_RULE}, not all digits")
-        parse_policy(policy or {}, Policy())
+        _check_options(alias, policy)
         layout = validate(read_peft(config, weights), self.base)
         deploy = _Deploy(layout=layout, config=config, weights=weights, source=source)
 
@@ -260,6 +266,12 @@ def _manifest_key(tenant: str, name: str, version: int) -> str:
 def _check_tenant(tenant: str) -> None:
     if not is_name(tenant):
         raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
+
+
+def _check_options(alias: str | None, policy: dict[str, Any] | None) -> None:
+    if alias is not None and not is_alias(alias):
+        raise InvalidRequest("alias", f"malformed alias {alias[:100]!r}: {NAME_RULE}, not all digits")
+    parse_policy(policy or {}, Policy())
 
 
 def _find_digest(record: FunctionRecord, digest: str) -> VersionEntry | None:

@@ -208,6 +208,8 @@ def test_malformed_options_are_refused(
     with pytest.raises(InvalidRequest) as raised:
         deploy(registry, good, **options)
     assert raised.value.param == param
+    with pytest.raises(InvalidRequest):
+        registry.check(*good, name="f", **options)
     assert registry.store.list("") == ()
 
 
