@@ -1,0 +1,56 @@
+"""Services over stories260K, in fp32 on the CPU: small enough that a start takes seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_service import Service, free_port
+
+MakeService = Callable[..., Service]
+
+
+def service_file(model: Path, functions: dict[str, Any], tenants: tuple[str, ...], dtype: str) -> str:
+    """JSON is YAML, too."""
+    return json.dumps(
+        {
+            "service": "e2e",
+            "base_model": str(model),
+            "node": {"device": "cpu", "dtype": dtype, "adapter_memory": "64MiB", "kv_memory": "64MiB"},
+            "tenants": {name: {} for name in tenants},
+            "functions": functions,
+        },
+        indent=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeService]:
+    """Makes services (not started yet); whatever still runs at the end of the module is stopped."""
+    made: list[Service] = []
+
+    def make(
+        model: Path,
+        functions: dict[str, Any] | None = None,
+        tenants: tuple[str, ...] = ("acme", "globex"),
+        dtype: str = "float32",
+    ) -> Service:
+        service = Service(tmp_path_factory.mktemp("service"), free_port())
+        (service.folder / "serverless.yml").write_text(service_file(model, functions or {}, tenants, dtype))
+        made.append(service)
+        return service
+
+    yield make
+    for service in made:
+        if service.process is not None:
+            service.stop()
+
+
+@pytest.fixture(scope="module")
+def service(make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]) -> Service:
+    """One running service with the function `dragon` of tenant acme, shared by a module's tests."""
+    declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
+    return make_service(stories_dir, declared).start()

@@ -1,0 +1,182 @@
+"""`garnish up` as a real process over a real model, and what tests need to look at it from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_SECONDS = 120
+STOP_SECONDS = 30
+POLL_SECONDS = 0.05
+
+
+@dataclass
+class Service:
+    """A service file in a folder of its own, and the process that serves it."""
+
+    folder: Path
+    port: int
+    process: subprocess.Popen[str] | None = None
+    ready: dict[str, Any] = field(default_factory=dict)
+    """What `garnish up --json` printed."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def credentials(self) -> dict[str, Any]:
+        return tomllib.loads((self.state / "credentials.toml").read_text())
+
+    def headers(self, tenant: str | None = None) -> dict[str, str]:
+        """Of a tenant's key, or (None) of the admin's."""
+        known = self.credentials
+        return {"authorization": f"Bearer {known['keys'][tenant] if tenant else known['admin_key']}"}
+
+    def client(self, tenant: str | None = None) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=self.headers(tenant), timeout=60)
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "garnish.cli.main", *arguments]
+
+    def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        """A command of the command line, in the service's folder."""
+        return subprocess.run(
+            self.command(*arguments), cwd=self.folder, input=text, capture_output=True, text=True, timeout=60
+        )
+
+    def spawn(self) -> subprocess.Popen[str]:
+        """Start without waiting. One core: the engine's threads would only wait for each other on a busy machine."""
+        core = str(max(os.sched_getaffinity(0)))
+        with (self.folder / "err.txt").open("w") as problems:
+            self.process = subprocess.Popen(
+                ["taskset", "-c", core, *self.command("up", "--port", str(self.port), "--state", "state", "--json")],
+                cwd=self.folder,
+                stdout=subprocess.PIPE,
+                stderr=problems,
+                text=True,
+            )
+        return self.process
+
+    def start(self) -> Service:
+        """Start and wait until it is ready."""
+        process = self.spawn()
+        assert process.stdout is not None
+        killer = threading.Timer(START_SECONDS, process.kill)
+        killer.start()
+        line = process.stdout.readline()
+        killer.cancel()
+        assert line, f"garnish up did not get ready: {(self.folder / 'err.txt').read_text()}\n{self.logs()}"
+        self.ready = json.loads(line)
+        return self
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Ask to stop, and wait; returns the exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(STOP_SECONDS)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def logs(self) -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.state.glob("logs/*.log")))
+
+    def processes(self) -> dict[int, str]:
+        """Process ids and command lines of the whole tree below `garnish up`, itself included."""
+        assert self.process is not None
+        return descendants(self.process.pid)
+
+    def pid_of(self, module: str) -> int:
+        return next(pid for pid, command in self.processes().items() if module in command)
+
+    def node(self) -> dict[str, Any]:
+        """The record of the only node."""
+        with self.client() as http:
+            nodes = http.get("/nodes").raise_for_status().json()["nodes"]
+        assert len(nodes) == 1, nodes
+        return {**nodes[0]["record"], "reserved": nodes[0]["reserved"]}
+
+    def nothing_held(self) -> bool:
+        """Whether no request, KV block, lease or reservation is left."""
+        record = self.node()
+        leases = sum(entry["in_use"] for entry in record.get("residents", []))
+        blocks = record["kv_blocks"] - record["kv_blocks_free"]
+        return (record["running"], record["queued"], record["reserved"], leases, blocks) == (0, 0, 0, 0, 0)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether the condition holds within the time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def can_listen(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Living processes (zombies are not) of the tree below `root`, itself included."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    found = [root] if root in parents else []
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return {pid: command_line(pid) for pid in found}
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int, command: str) -> bool:
+    """Whether this very process still runs (a reused process id is another one)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z" and command_line(pid) == command
