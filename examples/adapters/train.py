@@ -108,7 +108,7 @@ def train(recipe: Recipe, model: PeftModel, data: list[Example], progress: Progr
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, data: list[Example]) -> float:
-    """Mean loss per batch of four examples that training never saw."""
+    """Mean loss over batches of four examples that were set aside."""
     batches = [collate(data[start : start + 4]) for start in range(0, len(data), 4)]
     return sum(model(**batch).loss.item() for batch in batches) / len(batches)
 
