@@ -104,8 +104,8 @@ class LocalStore:
     def folders(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
         with _translated():
             marked = [name for name in self._entries(prefix) if name.endswith("/") and name > (after and after + "/")]
-            kept = [name[:-1] for name in marked if next(self._walk(prefix + name, prefix + name, ""), None)]
-        return kept[: min(limit, MAX_LIST)]
+            kept = (name[:-1] for name in marked if next(self._walk(prefix + name, prefix + name, ""), None))
+            return tuple(islice(kept, min(limit, MAX_LIST)))
 
     def delete(self, key: str) -> None:
         path = self._path(key)

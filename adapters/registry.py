@@ -135,6 +135,7 @@ class Registry:
         record = self.function(tenant, name)
         wanted = "latest" if qualifier is None else qualifier
         if wanted in record.aliases:
+            # Deploys give one version the whole weight; a split would have to be drawn per call.
             wanted = max(record.aliases[wanted].weights.items(), key=lambda item: item[1])[0]
         entry = next((entry for entry in record.versions if str(entry.version) == wanted), None)
         if entry is None:
