@@ -131,7 +131,10 @@ def test_killed_processes_come_back(tmp_path: Path, stories_dir: Path) -> None:
             again = await node.ready(not_epoch=record.epoch)
             assert await node.greedy_text(again) == GREEDY.read_bytes(), "the engine connected again and is still warm"
 
-            node.process.send_signal(signal.SIGTERM)
+            async with node.generate(again, max_tokens=50, ignore_eos=True) as stream:
+                assert isinstance(await stream.next(), Started)
+                node.process.send_signal(signal.SIGTERM)
+                assert isinstance((await stream.rest())[-1], Done), "an open stream may end"
             assert await node.process.wait() == 0
             for pid in node.pids.values():
                 wait_for_end(pid)
@@ -230,3 +233,9 @@ def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path, stories_dir
     )
     assert done.returncode == 1
     assert b"is gone" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["node_agent.api", "node_agent.supervisor"])
+def test_only_the_engine_pays_for_torch(module: str) -> None:
+    probe = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, timeout=60).returncode == 0
