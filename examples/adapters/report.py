@@ -10,7 +10,8 @@ INTRO = """# What the demo adapters change
 
 Made by `examples/adapters/train.py` together with `results.json`; don't edit by hand. Losses are means per token on 16
 examples that were set aside; they come from the same templates and files as the training text, so they show that the
-manner was learnt, not how well it carries over: for that, see the samples, whose prompts are not in the text. They are greedy, in fp32, from the adapters as they are committed.
+manner was learnt, not how well it carries over. For that, see the samples, whose prompts are not in the text: greedy,
+in fp32, from the adapters as they are committed.
 """
 
 
