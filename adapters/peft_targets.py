@@ -64,8 +64,8 @@ def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
         return match(settings, names)
     request = msgspec.json.encode((settings, list(names)))
     try:
-        done = subprocess.run(  # our own interpreter and module, no shell
-            [sys.executable, "-m", "adapters.peft_targets"],
+        done = subprocess.run(  # our own interpreter and module; -P: never one of the working directory
+            [sys.executable, "-P", "-m", "adapters.peft_targets"],
             input=request,
             capture_output=True,
             timeout=MATCH_SECONDS,
@@ -75,8 +75,10 @@ def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
         raise InvalidAdapter(
             [field_problem("target_modules", "its regular expressions take too long to match", f"{MATCH_SECONDS:g} s")]
         ) from None
-    if done.returncode != 0:
-        raise InvalidAdapter([field_problem("target_modules", "its regular expressions need too much memory to match")])
+    if done.returncode < 0:
+        raise InvalidAdapter([field_problem("target_modules", "its regular expressions break the matcher")])
+    if done.returncode > 0:
+        raise RuntimeError(f"the matching process failed: {done.stderr.decode(errors='replace')[-2000:]}")
     outcome = msgspec.json.decode(done.stdout)
     if "error" in outcome:
         raise InvalidAdapter([field_problem(outcome["field"], "not a regular expression", found=outcome["error"])])
@@ -170,6 +172,8 @@ def main() -> None:
         reply: object = {"targets": match(settings, names)}
     except _BadPattern as error:
         reply = {"field": error.field, "error": error.text}
+    except MemoryError:
+        reply = {"field": "target_modules", "error": "it needs too much memory"}
     sys.stdout.buffer.write(msgspec.json.encode(reply))
 
 
