@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 MAX_STOPS = 16
-MAX_TIMEOUT = 3600.0
+MAX_TIMEOUT = 3600
 
 Text = Annotated[str, Meta(max_length=1 << 20)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]

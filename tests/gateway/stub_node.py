@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import httpx
 import msgspec
-from serving import served
+from served_app import served
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from conftest import Running
-from raw import send
+from raw_http import send
+from running_gateway import Running
 
 PATH = "/invoke/stories260K"
 

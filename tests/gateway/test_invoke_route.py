@@ -9,9 +9,9 @@ import httpx
 import httpx_sse
 import msgspec
 import pytest
-from conftest import Running
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from running_gateway import Running
 from stub_node import hang_after_first, hang_before_first
 
 from gateway import schema

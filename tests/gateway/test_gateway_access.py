@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Running
+from running_gateway import Running
 
 from adapters.local_store import LocalStore
 from adapters.tenants import Tenants, new_key

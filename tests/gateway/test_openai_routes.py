@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from conftest import Running
+from running_gateway import Running
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Running, upload
-from raw import send
+from raw_http import send
+from running_gateway import Running, upload
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

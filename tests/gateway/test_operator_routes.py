@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from conftest import Running, upload
 from openapi_spec_validator import validate
 from prometheus_client.parser import text_string_to_metric_families
+from running_gateway import Running, upload
 
 from cluster.messages import Resident
 from cluster.secret import authorization

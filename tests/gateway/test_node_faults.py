@@ -9,7 +9,7 @@ from collections.abc import Callable
 import httpx
 import httpx_sse
 import pytest
-from conftest import Running
+from running_gateway import Running
 from stub_node import (
     StubNode,
     die_after_first,

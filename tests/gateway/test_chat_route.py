@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from conftest import Running
+from running_gateway import Running
 
 from cluster.text import BaseText
 

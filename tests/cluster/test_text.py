@@ -1,0 +1,95 @@
+"""Tokens of prompts and conversations, against transformers' own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from cluster.text import BaseText, TextError
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "{% if loop.first and message.role != 'system' %}\n<system>none</system>\n{% endif %}\n"
+    "<{{ message['role'] }}>{{ message['content'] | trim }}</{{ message['role'] }}>\n"
+    "{% if message.content == 'stop' %}{% break %}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{{ {'a': '<é>'} | tojson }}"
+)
+
+
+@pytest.fixture(scope="session")
+def chatty_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(stories_dir, target)
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    return target
+
+
+MESSAGES = [
+    {"role": "user", "content": " Héllo & <b> "},
+    {"role": "assistant", "content": "stop"},
+    {"role": "user", "content": "never seen"},
+]
+
+
+def test_chat_as_transformers_has_it(chatty_dir: Path) -> None:
+    reference = AutoTokenizer.from_pretrained(chatty_dir)
+    expected = reference.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert BaseText(chatty_dir).encode_chat(MESSAGES) == expected
+
+
+@pytest.fixture(scope="session")
+def both(stories_dir: Path) -> tuple[BaseText, Any]:
+    """Our tokenizer and transformers' of the same files."""
+    return BaseText(stories_dir), AutoTokenizer.from_pretrained(stories_dir)
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=st.text(min_size=1, max_size=60))
+def test_prompts_as_transformers_has_them(both: tuple[BaseText, Any], prompt: str) -> None:
+    text, reference = both
+    assert text.encode_prompt(prompt) == reference(prompt)["input_ids"]
+
+
+def test_empty_prompt_is_bos(stories_dir: Path) -> None:
+    text = BaseText(stories_dir)
+    assert text.encode_prompt("") == [text.bos_id] == [1]
+    assert not text.has_chat_template
+
+
+def test_refusals(stories_dir: Path, chatty_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(TextError, match="no chat template"):
+        BaseText(stories_dir).encode_chat(MESSAGES)
+    for source in (
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages[99].role.x }}",
+    ):
+        broken = tmp_path / "broken"
+        shutil.copytree(chatty_dir, broken, dirs_exist_ok=True)
+        (broken / "chat_template.jinja").write_text(source)
+        with pytest.raises(TextError, match="refused"):
+            BaseText(broken).encode_chat(MESSAGES)
+
+
+def test_named_templates_and_end_tokens(stories_dir: Path, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    shutil.copytree(stories_dir, target)
+    file = target / "tokenizer_config.json"
+    settings_ = json.loads(file.read_bytes())
+    settings_["chat_template"] = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "{{ messages[0].content }}"},
+    ]
+    file.write_text(json.dumps(settings_))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    text = BaseText(target)
+    assert text.encode_chat([{"role": "user", "content": "Once"}]) == text.encode_prompt("Once")[1:]
+    assert {2, 7} <= text.eos_ids
