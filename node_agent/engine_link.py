@@ -49,6 +49,7 @@ class EngineLink:
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._current: asyncio.Task[None] | None = None
+        self._conversations: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listen, in a directory that only this user may enter. Raises OSError when that can't be."""
@@ -63,7 +64,10 @@ class EngineLink:
         """Stop listening and hang up."""
         if self._server is not None:
             self._server.close()
-        await self._hang_up()
+        for task in self._conversations:
+            task.cancel()
+        if self._conversations:
+            await asyncio.wait(self._conversations)
         self._path.unlink(missing_ok=True)
 
     def send(self, command: Command) -> None:
@@ -74,16 +78,10 @@ class EngineLink:
             raise LinkDown("the engine does not read its commands")
         self._writer.write(encode([command]))
 
-    async def _hang_up(self) -> None:
-        task, self._current = self._current, None
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        await self._hang_up()
-        self._current = task
+        assert task is not None
+        self._conversations.add(task)
         try:
             reason = await self._converse(reader, writer)
         except (FrameError, msgspec.DecodeError, UnexpectedMessage) as error:
@@ -94,14 +92,18 @@ class EngineLink:
             reason = f"the connection to the engine broke: {error}"
         except asyncio.CancelledError:
             reason = "the connection to the engine was replaced or closed"
+        except Exception:
+            log.exception("an engine's message could not be handled")
+            reason = "an engine's message could not be handled"
         finally:
             writer.close()
+            self._conversations.discard(task)
         if self._writer is writer:
-            self._writer = None
+            self._writer = self._current = None
             log.warning("engine gone", extra={"reason": reason})
             self._listener.engine_gone(reason)
         else:
-            log.warning("engine refused", extra={"reason": reason})
+            log.warning("connection without engine", extra={"reason": reason})
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         """Passes on what the engine says until it hangs up; returns why it ended."""
@@ -112,18 +114,24 @@ class EngineLink:
             if not chunk:
                 return "the engine's connection ended"
             for body in frames.feed(chunk):
-                self._pass_on(event_decoder.decode(body), writer)
+                events = event_decoder.decode(body)
+                if self._writer is not writer:
+                    events = await self._welcome(events, writer)
+                if events:
+                    self._listener.engine_events(events)
 
-    def _pass_on(self, events: list[EngineEvent], writer: asyncio.StreamWriter) -> None:
-        if self._writer is not writer:
-            first = events[0] if events else None
-            if not isinstance(first, Ready):
-                raise UnexpectedMessage("the first message must be ready")
-            self._writer, events = writer, events[1:]
-            self._listener.engine_ready(first)
-            log.info("engine ready")
-        if events:
-            self._listener.engine_events(events)
+    async def _welcome(self, events: list[EngineEvent], writer: asyncio.StreamWriter) -> list[EngineEvent]:
+        """Takes Ready from the front of a connection's first message; only then is the engine before replaced."""
+        first = events[0] if events else None
+        if not isinstance(first, Ready):
+            raise UnexpectedMessage("the first message must be ready")
+        while self._current is not None:  # again when another engine was quicker meanwhile
+            self._current.cancel()
+            await asyncio.wait([self._current])
+        self._current, self._writer = asyncio.current_task(), writer
+        log.info("engine ready")
+        self._listener.engine_ready(first)
+        return events[1:]
 
 
 class UnexpectedMessage(ValueError):

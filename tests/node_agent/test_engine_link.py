@@ -87,6 +87,43 @@ def test_who_does_not_say_ready_first_is_hung_up_on(tmp_path: Path, garbage: byt
     run_scenario(scenario())
 
 
+def test_a_stranger_does_not_disturb_the_engine(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        link, listener = await listening(tmp_path / "engine.sock")
+        engine = await ScriptedEngine.connect(tmp_path / "engine.sock")
+        assert await listener.told.get() == ("ready", READY)
+        silent = await ScriptedEngine.connect(tmp_path / "engine.sock", ready=None)
+        stranger = await ScriptedEngine.connect(tmp_path / "engine.sock", ready=None)
+        await stranger.say(admitted("a"))
+        assert await stranger.hung_up()
+        await engine.say(admitted("b"))
+        assert await listener.told.get() == ("events", [admitted("b")])
+        link.send(Cancel("b"))
+        assert await engine.hear() == Cancel("b")
+        await link.stop()
+        assert await engine.hung_up()
+        assert await silent.hung_up()
+        for peer in (engine, silent, stranger):
+            await peer.close()
+
+    run_scenario(scenario())
+
+
+def test_of_several_new_engines_one_stays_and_the_others_are_told_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        link, listener = await listening(tmp_path / "engine.sock")
+        peers = [await ScriptedEngine.connect(tmp_path / "engine.sock", ready=None) for _ in range(5)]
+        await asyncio.gather(*(peer.say(READY) for peer in peers))
+        told = [(await listener.told.get())[0] for _ in range(9)]
+        assert told == ["ready", *["gone", "ready"] * 4]
+        await link.stop()
+        assert (await listener.told.get())[0] == "gone"
+        for peer in peers:
+            await peer.close()
+
+    run_scenario(scenario())
+
+
 def test_an_engine_that_breaks_the_protocol_later_counts_as_gone(tmp_path: Path) -> None:
     async def scenario() -> None:
         link, listener = await listening(tmp_path / "engine.sock")
@@ -97,6 +134,26 @@ def test_an_engine_that_breaks_the_protocol_later_counts_as_gone(tmp_path: Path)
         what, reason = await listener.told.get()
         assert what == "gone"
         assert "protocol" in str(reason)
+        await engine.close()
+        await link.stop()
+
+    run_scenario(scenario())
+
+
+class BrokenListener(Listener):
+    def engine_events(self, events: list[EngineEvent]) -> None:
+        raise RuntimeError("a defect")
+
+
+def test_a_defect_in_handling_an_event_ends_the_connection(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        listener = BrokenListener()
+        link = EngineLink(tmp_path / "engine.sock", listener)
+        await link.start()
+        engine = await ScriptedEngine.connect(tmp_path / "engine.sock")
+        await engine.say(admitted("a"))
+        assert await engine.hung_up()
+        assert [(await listener.told.get())[0] for _ in range(2)] == ["ready", "gone"]
         await engine.close()
         await link.stop()
 
