@@ -11,12 +11,16 @@ TAIL = 256 << 10
 """Bytes at a log's end that are looked at."""
 
 
-def fresh_log(folder: Path, name: str) -> Path:
+def log_of(state: Path, name: str) -> Path:
+    return state / "logs" / f"{name}.log"
+
+
+def fresh_log(state: Path, name: str) -> Path:
     """The path of a log that is empty now; the one of the start before becomes NAME.log.1."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    log = folder / f"{name}.log"
+    log = log_of(state, name)
+    log.parent.mkdir(mode=0o700, exist_ok=True)
     if log.exists():
-        log.replace(folder / f"{name}.log.1")
+        log.replace(log.with_suffix(".log.1"))
     log.touch(mode=0o600)
     return log
 

@@ -7,6 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
 
 from garnish.errors import FrontDoorError, StartError
 from garnish.run_gateway import GatewayProcessConfig
@@ -14,7 +18,7 @@ from garnish.run_node import NodeProcessConfig
 from garnish.screen import Screen
 from garnish.settings import UP_SHUTDOWN_SECONDS
 from garnish.up.greeting import greet
-from garnish.up.logs import fresh_log, last_problem
+from garnish.up.logs import fresh_log, last_problem, log_of
 from garnish.up.opening import MAX_CRASHES, Opening
 from garnish.up.prepare import Prepared, UpOptions, prepare, state_directory
 from node_agent import supervisor
@@ -32,37 +36,43 @@ def up(options: UpOptions, screen: Screen) -> int:
         screen.progress(f"reading {options.file}")
         prepared = prepare(options, state)
         screen.end_progress()
-        watch = _Ends(prepared, screen)
-        supervisor.log.addHandler(watch)
-        supervisor.log.propagate = False
-        return _serve(prepared, screen, watch)
+        logging.getLogger(supervisor.__name__).disabled = True  # what it has to say reaches the screen by `on_end`
+        return _serve(prepared, screen)
 
 
-def _serve(prepared: Prepared, screen: Screen, watch: _Ends) -> int:
-    parent, logs = os.getpid(), prepared.state / "logs"
-    gateway_log = fresh_log(logs, "gateway")
-    node_logs = [fresh_log(logs, node.node_id) for node in prepared.nodes]
-    gateway = Child("gateway", "garnish.run_gateway", GatewayProcessConfig(parent, prepared.gateway), gateway_log)
-    nodes = [
-        Child(node.node_id, "garnish.run_node", NodeProcessConfig(parent, node), log)
-        for node, log in zip(prepared.nodes, node_logs, strict=True)
-    ]
-    opening = Opening(prepared, node_logs, screen.progress)
+def _serve(prepared: Prepared, screen: Screen) -> int:
+    ends = _Ends(screen)
+    children = _children(prepared, ends)
+    opening = Opening(prepared, [log_of(prepared.state, node.node_id) for node in prepared.nodes], screen.progress)
     with Signals() as signals:
         try:
-            _tend([gateway, *nodes])
+            _tend(children)
             opening.start()
-            _open(opening, [gateway, *nodes], signals, prepared, screen)
+            _open(opening, children, signals, prepared, screen)
             while not signals.stop_requested:
-                signals.wait(_tend([gateway, *nodes]))
+                signals.wait(_tend(children))
         finally:
+            ends.stopping = True
             opening.cancel()
-            watch.setLevel(logging.CRITICAL)  # from here on, ends are what was asked for
             screen.progress("stopping")
-            _stop([gateway], GATEWAY_GRACE, signals)
-            _stop(nodes, NODE_GRACE, signals)
+            _stop(children[:1], GATEWAY_GRACE, signals)
+            _stop(children[1:], NODE_GRACE, signals)
             screen.end_progress()
     return 0
+
+
+def _children(prepared: Prepared, ends: _Ends) -> list[Child]:
+    """The gateway first, then the nodes; none is started yet."""
+    parent = os.getpid()
+    modules: list[tuple[str, str, msgspec.Struct]] = [
+        ("gateway", "garnish.run_gateway", GatewayProcessConfig(parent, prepared.gateway)),
+        *((node.node_id, "garnish.run_node", NodeProcessConfig(parent, node)) for node in prepared.nodes),
+    ]
+    children = []
+    for name, module, config in modules:
+        log = fresh_log(prepared.state, name)
+        children.append(Child(name, module, config, log, partial(ends.told, name, log)))
+    return children
 
 
 def _open(opening: Opening, children: Sequence[Child], signals: Signals, prepared: Prepared, screen: Screen) -> None:
@@ -71,7 +81,7 @@ def _open(opening: Opening, children: Sequence[Child], signals: Signals, prepare
         signals.wait(min(_tend(children), TICK))
         for child in children:
             if child.failures >= MAX_CRASHES:
-                log = prepared.state / "logs" / f"{child.name}.log"
+                log = log_of(prepared.state, child.name)
                 raise StartError(
                     f"{child.name} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})"
                 )
@@ -103,17 +113,15 @@ def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
         child.kill()
 
 
-class _Ends(logging.Handler):
-    """Tells the person at the terminal when a process ended and is started again."""
+class _Ends:
+    """Tells the person at the terminal why a process ended, unless the end was asked for."""
 
-    def __init__(self, prepared: Prepared, screen: Screen) -> None:
-        super().__init__(logging.WARNING)
-        self._logs = prepared.state / "logs"
+    def __init__(self, screen: Screen) -> None:
+        self.stopping = False
         self._screen = screen
 
-    def emit(self, record: logging.LogRecord) -> None:
-        facts = vars(record)
-        log = self._logs / f"{facts['child']}.log"
-        reason = last_problem(log)
-        told = f"{facts['child']} ended with code {facts['code']}" + (f" ({reason})" if reason else "")
-        self._screen.note(f"{told}; starts again in {facts['restart_in']:.1f} s; log: {log}")
+    def told(self, name: str, log: Path, code: int) -> None:
+        if not self.stopping:
+            reason = last_problem(log)
+            why = f" ({reason})" if reason else ""
+            self._screen.note(f"{name} ended with code {code}{why} and starts again; log: {log}")

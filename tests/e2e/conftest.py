@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_service import Service, free_port
-
-MakeService = Callable[..., Service]
-
-
-def service_file(model: Path, functions: dict[str, Any], tenants: tuple[str, ...], dtype: str) -> str:
-    """JSON is YAML, too."""
-    return json.dumps(
-        {
-            "service": "e2e",
-            "base_model": str(model),
-            "node": {"device": "cpu", "dtype": dtype, "adapter_memory": "64MiB", "kv_memory": "64MiB"},
-            "tenants": {name: {} for name in tenants},
-            "functions": functions,
-        },
-        indent=1,
-    )
+from whole_service import MakeService, Service, free_port, service_file
 
 
 @pytest.fixture(scope="module")

@@ -62,12 +62,13 @@ class Service:
             self.command(*arguments), cwd=self.folder, input=text, capture_output=True, text=True, timeout=60
         )
 
-    def spawn(self) -> subprocess.Popen[str]:
+    def spawn(self, as_json: bool = True) -> subprocess.Popen[str]:
         """Start without waiting. One core: the engine's threads would only wait for each other on a busy machine."""
+        command = self.command("up", "--port", str(self.port), "--state", "state")
         core = str(max(os.sched_getaffinity(0)))
         with (self.folder / "err.txt").open("w") as problems:
             self.process = subprocess.Popen(
-                ["taskset", "-c", core, *self.command("up", "--port", str(self.port), "--state", "state", "--json")],
+                ["taskset", "-c", core, *command, *(["--json"] if as_json else [])],
                 cwd=self.folder,
                 stdout=subprocess.PIPE,
                 stderr=problems,
@@ -124,6 +125,23 @@ class Service:
         leases = sum(entry["in_use"] for entry in record.get("residents", []))
         blocks = record["kv_blocks"] - record["kv_blocks_free"]
         return (record["running"], record["queued"], record["reserved"], leases, blocks) == (0, 0, 0, 0, 0)
+
+
+MakeService = Callable[..., Service]
+
+
+def service_file(model: Path, functions: dict[str, Any], tenants: tuple[str, ...], dtype: str) -> str:
+    """JSON is YAML, too."""
+    return json.dumps(
+        {
+            "service": "e2e",
+            "base_model": str(model),
+            "node": {"device": "cpu", "dtype": dtype, "adapter_memory": "64MiB", "kv_memory": "64MiB"},
+            "tenants": {name: {} for name in tenants},
+            "functions": functions,
+        },
+        indent=1,
+    )
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

@@ -1,0 +1,107 @@
+"""How `garnish up` starts: again with the same keys, and not at all with a clear reason."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+from whole_service import MakeService, Service, service_file
+
+
+def refused(service: Service, *arguments: str) -> str:
+    """What a start that must fail says; everything it started has ended by then."""
+    done = service.run("up", "--port", str(service.port), "--state", "state", *arguments)
+    assert (done.returncode, done.stdout) == (1, ""), done
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def rewrite(service: Service, model: Path, **functions: dict[str, str]) -> None:
+    (service.folder / "serverless.yml").write_text(service_file(model, functions, ("acme", "globex"), "float32"))
+
+
+def test_second_start_keeps_the_keys(
+    make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]
+) -> None:
+    """Text output this time: keys are shown by the first start alone, and both curl lines work when pasted."""
+    service = make_service(stories_dir, {"space": {"tenant": "acme", "adapter": str(stories_adapters["space"])}})
+    shown, pasted = _up_and_paste(service)
+    keys = service.credentials
+    assert keys["admin_key"] in shown
+    assert all(key in shown for key in keys["keys"].values())
+    assert json.loads(pasted)["function"] == "space"
+
+    again, pasted = _up_and_paste(service)
+    assert service.credentials == keys
+    assert "gak_" not in again
+    assert "gsk_" not in again
+    assert "credentials.toml" in again
+    assert json.loads(pasted)["version"] == 1
+    assert stat.S_IMODE(service.state.stat().st_mode) == 0o700
+    assert stat.S_IMODE((service.state / "credentials.toml").stat().st_mode) == 0o600
+    assert stat.S_IMODE((service.state / "cluster.secret").stat().st_mode) == 0o600
+    for log in service.state.glob("logs/*"):
+        assert "gsk_" not in log.read_text()
+        assert "gak_" not in log.read_text()
+
+
+def _up_and_paste(service: Service) -> tuple[str, str]:
+    """What `garnish up` printed, and what its curl line answered."""
+    process = service.spawn(as_json=False)
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if "curl " in line:
+            break
+    else:
+        raise AssertionError((service.folder / "err.txt").read_text())
+    pasted = subprocess.run(["bash", "-c", lines[-1]], cwd=service.folder, capture_output=True, text=True, timeout=60)
+    assert service.stop() == 0
+    return "".join(lines), pasted.stdout
+
+
+def test_port_in_use(make_service: MakeService, stories_dir: Path) -> None:
+    service = make_service(stories_dir)
+    with socket.create_server(("127.0.0.1", service.port)):
+        assert f"port {service.port} on 127.0.0.1 is in use" in refused(service)
+
+
+def test_base_model_that_is_not_there(make_service: MakeService, tmp_path: Path) -> None:
+    service = make_service(tmp_path / "nothing")
+    assert "make demo-model" in refused(service)
+
+
+def test_mistake_in_the_service_file(make_service: MakeService, stories_dir: Path) -> None:
+    service = make_service(stories_dir)
+    (service.folder / "serverless.yml").write_text("service: x\nbase_model: .\nnodes: {}\n")
+    assert refused(service).endswith(
+        "garnish: serverless.yml:3: nodes: unknown key; did you mean `node`? expected one of service, base_model, "
+        "registry, auth, gateway, node, tenants, functions, node_pools, infra\n"
+    )
+
+
+def test_adapter_that_is_not_there(make_service: MakeService, stories_dir: Path, tmp_path: Path) -> None:
+    service = make_service(stories_dir, {"nothing": {"tenant": "acme", "adapter": str(tmp_path)}})
+    assert "functions.nothing.adapter" in refused(service)
+
+
+def test_adapter_that_is_refused_ends_the_start(
+    make_service: MakeService, stories_dir: Path, smollm_adapters: dict[str, Path]
+) -> None:
+    """Every process that was started has ended, and the reason is the validation's."""
+    wrong = str(next(iter(smollm_adapters.values())))
+    service = make_service(stories_dir, {"wrong": {"tenant": "acme", "adapter": wrong}})
+    told = refused(service)
+    assert "functions.wrong: validation_failed" in told
+    with socket.create_server(("127.0.0.1", service.port)):
+        pass
+
+
+def test_two_ups_share_no_state(make_service: MakeService, stories_dir: Path) -> None:
+    service = make_service(stories_dir).start()
+    assert "another `garnish up` runs" in refused(service)
+    assert service.stop() == 0
