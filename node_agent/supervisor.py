@@ -57,7 +57,7 @@ def run(config: NodeConfig) -> int:
             while not signals.stop_requested:
                 signals.wait(_tend(children))
         finally:
-            _stop(children, signals)
+            stop(children, signals)
     return 0
 
 
@@ -189,9 +189,9 @@ def _tend(children: list[Child]) -> float:
     return min(child.tend(now) for child in children)
 
 
-def _stop(children: list[Child], signals: Signals) -> None:
-    """In order, the API process first: its streams need the engine. A second TERM or INT, or GRACE, cuts it short."""
-    deadline = time.monotonic() + GRACE
+def stop(children: list[Child], signals: Signals, grace: float = GRACE) -> None:
+    """In order, the API process first: its streams need the engine. A second TERM or INT, or `grace`, cuts it short."""
+    deadline = time.monotonic() + grace
     asked = signals.stop_requested
     for child in children:
         child.signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ import pytest
 from cluster.messages import Done, Failed, NodeRecord, Started, Token
 from cluster.secret import authorization, create_secret
 from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
-from node_agent.supervisor import FIRST_BACKOFF, LONGEST_BACKOFF, STEADY, Child
+from node_agent.supervisor import FIRST_BACKOFF, LONGEST_BACKOFF, STEADY, Child, Signals, stop
 from tests.node_agent.served_node import Gateway, Stream, gateway_server, node_config, request_of, run_scenario
 
 ROOT = Path(__file__).parents[2]
@@ -219,6 +219,44 @@ def test_a_killed_child_is_reaped(tmp_path: Path) -> None:
     assert child.pid is None
     with pytest.raises(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
+
+STUBBORN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_who_does_not_stop_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    os.mkfifo(tmp_path / "output")
+    output = os.open(tmp_path / "output", os.O_RDONLY | os.O_NONBLOCK)
+    child = Child("stubborn", "stubborn", config_of(tmp_path), output=tmp_path / "output")
+    with Signals() as signals:
+        child.tend(0.0)
+        assert select.select([output], [], [], 30.0)[0], "it says that it is deaf now"
+        pid = child.pid
+        assert pid is not None
+        stop([child], signals, grace=0.05)
+    os.close(output)
+    assert child.pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_signals_restore_what_was_there() -> None:
+    before = [signal.getsignal(number) for number in Signals.NUMBERS]
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.wait(30.0)
+        assert signals.stop_requested == 1
+        os.kill(os.getpid(), signal.SIGINT)
+        signals.wait(30.0)
+        assert signals.stop_requested == 2
+    assert [signal.getsignal(number) for number in Signals.NUMBERS] == before
 
 
 def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path, stories_dir: Path) -> None:
