@@ -41,7 +41,7 @@ def check(engine: LocalEngine, reference: PeftReference, case: Case, got: list[i
         if not 0 < len(got) <= left or (len(got) < left and got[-1] not in eos) or eos.intersection(got[:-1]):
             tally.mismatches += 1
             return [f"{len(got)} of {left} tokens: {got}"]
-        logits = reference.logits(case.directory, prompt + got[:-1])[len(prompt) - 1 :]
+        logits = reference.logits(case.directory, prompt + got[:-1], last=len(got))
         best = logits.topk(2)
         want = best.indices[:, 0].tolist()
         same = next((i for i, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]), None)

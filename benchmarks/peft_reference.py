@@ -110,7 +110,8 @@ class PeftReference:
         return Greedy(tokens, gaps)
 
     @torch.inference_mode()
-    def logits(self, adapter: Path | None, ids: list[int]) -> torch.Tensor:
-        """f32[T, V], teacher-forced."""
-        found: torch.Tensor = self.model(adapter)(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    def logits(self, adapter: Path | None, ids: list[int], last: int = 0) -> torch.Tensor:
+        """f32[T, V], teacher-forced; of the `last` positions alone, unless that is 0."""
+        out = self.model(adapter)(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=last)
+        found: torch.Tensor = out.logits[0].float()
         return found

@@ -14,11 +14,6 @@ from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
 @pytest.fixture
 def make_engine(stories_dir: Path, tmp_path: Path) -> Iterator[MakeEngine]:
     """Builds engines in fp32; at the end of the test each must hold nothing."""
@@ -26,6 +21,7 @@ def make_engine(stories_dir: Path, tmp_path: Path) -> Iterator[MakeEngine]:
 
     def make(model_dir: Path | None = None, **settings: Any) -> LocalEngine:
         settings.setdefault("dtype", "float32")
+        settings.setdefault("threads", 1)  # more only get in each other's way on so small a model
         settings.setdefault("adapter_memory", 8 << 20)
         settings.setdefault("kv_memory", 32 << 20)
         engine = LocalEngine(model_dir or stories_dir, tmp_path / f"registry{len(engines)}", **settings)
