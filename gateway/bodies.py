@@ -128,4 +128,4 @@ def require_json(request: Request) -> None:
     """Raises ServiceError `unsupported_media_type`. A body without a stated type is taken for JSON."""
     given = media_type(request)
     if given not in ("", "application/json"):
-        raise ServiceError("unsupported_media_type", f"send application/json, not {given}")
+        raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {given[:100]}")

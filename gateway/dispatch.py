@@ -101,14 +101,15 @@ class Generation:
         return (self.last_at - self.first_at) / (self.tokens - 1)
 
     async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
+        shared = self._dispatcher
         deadline = time.monotonic() + self.request.timeout
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
         for attempt in range(ATTEMPTS):
-            placed = await self._place(excluded, failure)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise failure or ServiceError("timeout", "the timeout passed before a node was found")
+                raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
+            placed = await self._place(excluded, failure)
             try:
                 async with aclosing(self._attempt(placed, left, revoked)) as events:
                     async for event in events:
@@ -116,11 +117,12 @@ class Generation:
                 return
             except NodeFailure as error:
                 log.warning("%s", error, extra={"invocation": self.request.id})
-                await self._dispatcher.state.release(placed.node_id, self.request.id)
                 if self.first_at is not None or not error.retryable or attempt == ATTEMPTS - 1:
                     raise error.error from error
                 failure, excluded = error.error, excluded | {placed.node_id}
-                self._dispatcher.metrics.count_retry()
+                shared.metrics.count_retry()
+            finally:
+                await shared.state.release(placed.node_id, self.request.id)
 
     async def _attempt(
         self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]

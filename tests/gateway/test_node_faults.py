@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import httpx_sse
@@ -223,11 +224,18 @@ def test_too_many_requests_at_once(start: Callable[..., Running]) -> None:
         assert time.monotonic() < deadline
 
 
-def test_reservations_end(start: Callable[..., Running]) -> None:
+def test_reservations_end_with_their_requests(start: Callable[..., Running]) -> None:
     running = start()
-    node = running.node()
+    node = running.node(hang_before_first)
     client, admin = running.client(), running.client("admin")
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.post, PATH, json=CALL)
+        assert node.began.wait(30)
+        assert admin.get("/nodes").json()["nodes"][0]["reserved"] == 1
+        node.publish(running.url)  # which acknowledges the request
+        assert admin.get("/nodes").json()["nodes"][0]["reserved"] == 0
+        node.go_on.set()
+        assert call.result(30).status_code == 200
+    node.script = refuse
     client.post(PATH, json=CALL)
-    assert admin.get("/nodes").json()["nodes"][0]["reserved"] == 1
-    node.publish(running.url)
     assert admin.get("/nodes").json()["nodes"][0]["reserved"] == 0
