@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+from transformers.utils.logging import disable_progress_bar
 
 from adapters.base_model import BaseModel
 from cluster.frames import FrameError, Frames
@@ -174,6 +175,7 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
 
 def main() -> int:
     set_up_logging("engine")
+    disable_progress_bar()  # standard error is for JSON lines alone
     config = read_config(EngineProcessConfig)
     if config.parent is not None:
         die_with_parent(config.parent)
