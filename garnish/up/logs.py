@@ -39,7 +39,8 @@ def last_problem(log: Path) -> str | None:
             problem = line.strip() or problem
         elif entry.get("level") == "error":
             trace = str(entry.get("exception", "")).strip().splitlines()
-            problem = ": ".join([str(entry.get("message", "")), *trace[-1:]])
+            parts = [entry.get("message"), entry.get("reason"), *trace[-1:]]
+            problem = ": ".join(str(part) for part in parts if part)
     return problem[:500] if problem else None
 
 

@@ -19,7 +19,7 @@ from gateway.schema import DeployReply
 READY_SECONDS = 600.0
 """Loading a large base model from a slow disk may take minutes."""
 POLL_SECONDS = 0.1
-MAX_CRASHES = 4
+MAX_CRASHES = 3
 """A node whose processes ended that often before it ever was ready won't get ready."""
 DEPLOY_TRIES = 3
 

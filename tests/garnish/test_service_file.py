@@ -1,0 +1,134 @@
+"""serverless.yml: what is accepted, and that each mistake names its line, its field and what was expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from garnish.config import ServiceFile, load_service_file, tenant_names, tenant_of
+from garnish.errors import ServiceFileError
+
+ROOT = Path(__file__).parents[2]
+HEAD = "service: s\nbase_model: ./base\n"
+
+
+def load(folder: Path, text: str, **environment: str) -> ServiceFile:
+    file = folder / "serverless.yml"
+    file.write_text(text)
+    return load_service_file(file, environment)
+
+
+def test_the_demo_service_file() -> None:
+    service = load_service_file(ROOT / "serverless.yml")
+    assert service.path(service.base_model) == ROOT / "models" / "SmolLM2-135M-Instruct"
+    assert list(service.functions) == ["pirate", "json", "summarize", "support"]
+    assert {tenant_of(service, function) for function in service.functions.values()} == {"demo"}
+    for function in service.functions.values():
+        assert (service.path(function.adapter) / "adapter_config.json").is_file()
+
+
+def test_everything_that_is_served(tmp_path: Path) -> None:
+    service = load(
+        tmp_path,
+        """
+service: support-desk
+base_model: org/name
+registry: /data/registry
+auth: keys
+gateway: {host: 0.0.0.0, port: "8081", workers: 1, secret_file: ./secret}
+node: {device: cpu, runner: transformers, dtype: bfloat16, adapter_memory: 4GiB, kv_memory: auto, host_memory: 32GiB,
+       cpu_workers: auto, cold_start: wait, predictor: none, tensor_parallel: 1, simulate: {link: 1GB/s, store: 200MB/s}}
+tenants: {acme: {weight: 1}, globex: null}
+functions:
+  summarize: {tenant: acme, adapter: ./adapters/summarize, alias: prod}
+node_pools:
+  l40s: {backend: aws, instance_type: g6e.2xlarge, min: 0, desired: 1, max: 8, scale_to_zero_after: 10m}
+  here: {backend: local, min: 1, desired: 1, max: 3}
+infra: {state: s3://acme-terraform/garnish}
+""",
+    )
+    assert (service.gateway.port, service.gateway.host) == (8081, "0.0.0.0")
+    assert (service.node.adapter_memory, service.node.kv_memory, service.node.host_memory) == (4 << 30, None, 32 << 30)
+    assert (service.node.simulate.link, service.node.simulate.store) == (1e9, 2e8)
+    assert service.node_pools["l40s"].scale_to_zero_after == 600
+    assert service.path(service.functions["summarize"].adapter) == tmp_path / "adapters" / "summarize"
+    assert tenant_names(service) == ("acme", "globex")
+
+
+def test_the_least_that_is_needed(tmp_path: Path) -> None:
+    service = load(tmp_path, HEAD + "functions:\n  f: {adapter: ./a}\ntenants:\n")
+    assert tenant_names(service) == ("default",)
+    assert tenant_of(service, service.functions["f"]) == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "field", "told"),
+    [
+        ("", None, "service", "the key is missing"),
+        ("service: s\n", 1, "base_model", "the key is missing"),
+        ("- a\n", 1, "", "expected a mapping"),
+        (HEAD + "gatway: {}\n", 3, "gatway", "unknown key; did you mean `gateway`?"),
+        (HEAD + "gateway:\n  port: 80\n  prt: 1\n", 5, "gateway.prt", "unknown key; did you mean `port`?"),
+        (HEAD + "gateway:\n  port: eighty\n", 4, "gateway.port", "expected `int`"),
+        (HEAD + "gateway: {port: 70000}\n", 3, "gateway.port", "expected `int` <= 65535"),
+        (HEAD + "gateway: [8080]\n", 3, "gateway", "expected `object`, got `array`"),
+        (HEAD + "auth: maybe\n", 3, "auth", "invalid enum value 'maybe', expected one of keys, none"),
+        (HEAD + "node:\n  device: tpu\n", 4, "node.device", "expected one of auto, cpu, cuda"),
+        (HEAD + "node:\n  adapter_memory: lots\n", 4, "node.adapter_memory", "expected a size such as"),
+        (HEAD + "node:\n  simulate:\n    link: 5\n", 5, "node.simulate.link", "expected a rate such as"),
+        (HEAD + "node:\n  simulate: {lnk: 1GB/s}\n", 4, "node.simulate.lnk", "did you mean `link`?"),
+        (HEAD + "tenants: {Acme: {}}\n", 3, "tenants.Acme", "expected a name of 1 to 64"),
+        (HEAD + "functions:\n  f: {}\n", 4, "functions.f.adapter", "the key is missing"),
+        (HEAD + "functions:\n  f:\n    adapter: a\n    aliass: b\n", 6, "functions.f.aliass", "did you mean `alias`?"),
+        (HEAD + "functions:\n  f: {adapter: a, tenant: b}\n", 4, "functions.f.tenant", "unknown tenant"),
+        (HEAD + "functions:\n  f: {adapter: a, alias: '7'}\n", 4, "functions.f.alias", "not all digits"),
+        (
+            HEAD + "tenants: {a: , b: }\nfunctions:\n  f: {adapter: a}\n",
+            5,
+            "functions.f.tenant",
+            "expected one of a, b",
+        ),
+        (HEAD + "node_pools:\n  p: {backend: gcp}\n", 4, "node_pools.p.backend", "expected one of aws, local"),
+        (HEAD + "node_pools:\n  p: {backend: aws, min: 3}\n", 4, "node_pools.p", "min <= desired <= max"),
+    ],
+)
+def test_mistakes(tmp_path: Path, text: str, line: int | None, field: str, told: str) -> None:
+    with pytest.raises(ServiceFileError) as refused:
+        load(tmp_path, text)
+    assert (refused.value.field, refused.value.line) == (field, line)
+    assert told in refused.value.problem
+    assert str(refused.value).startswith(f"{tmp_path / 'serverless.yml'}:{line}: " if line else str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("registry", "registry: s3://bucket/prefix"),
+        ("gateway.redis", "gateway: {redis: 'redis://127.0.0.1:6379/0'}"),
+        ("gateway.workers", "gateway: {workers: 2}"),
+        ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
+        ("gateway.allowed_sources", "gateway: {allowed_sources: ['s3://acme-training/']}"),
+        ("node.runner", "node: {runner: lightllm}"),
+        ("node.cpu_workers", "node: {cpu_workers: 4}"),
+        ("node.cold_start", "node: {cold_start: assist}"),
+        ("node.predictor", "node: {predictor: lstm}"),
+        ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
+        ("tenants.acme.weight", "tenants: {acme: {weight: 2}}"),
+        ("tenants.acme.slo", "tenants: {acme: {slo: {ttft_ms: 500}}}"),
+        ("tenants.acme.limits", "tenants: {acme: {limits: {rps: 50}}}"),
+        ("functions.f.provisioned", "functions: {f: {adapter: a, provisioned: 1}}"),
+        ("functions.f.idle_ttl", "functions: {f: {adapter: a, idle_ttl: 15m}}"),
+    ],
+)
+def test_what_is_not_built_is_refused(tmp_path: Path, field: str, text: str) -> None:
+    """Accepted and ignored would be worse."""
+    with pytest.raises(ServiceFileError, match="not built yet") as refused:
+        load(tmp_path, HEAD + text)
+    assert (refused.value.field, refused.value.line) == (field, 3)
+
+
+def test_environment_gives_any_kind_of_value(tmp_path: Path) -> None:
+    text = HEAD + "gateway:\n  port: ${env:PORT}\nnode:\n  adapter_memory: ${env:MEMORY}\n"
+    service = load(tmp_path, text, PORT="9000", MEMORY="64MiB")
+    assert (service.gateway.port, service.node.adapter_memory) == (9000, 64 << 20)

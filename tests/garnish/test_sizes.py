@@ -1,0 +1,43 @@
+"""Quantities as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from garnish.sizes import parse_bytes, parse_rate, parse_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4GiB", 4 << 30), ("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("1.5 kB", 1500), (4096, 4096), ("7", 7), ("3B", 3)],
+)
+def test_bytes(text: object, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1GB/s", 1e9), ("200MB/s", 2e8), ("64KiB/s", 65536.0)])
+def test_rates(text: object, expected: float) -> None:
+    assert parse_rate(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("15m", 900.0), ("250ms", 0.25), ("2h", 7200.0), (30, 30.0), (0.5, 0.5), ("1d", 86400.0)]
+)
+def test_durations(text: object, expected: float) -> None:
+    assert parse_seconds(text) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_rate, parse_seconds])
+@pytest.mark.parametrize(
+    "value", ["", "0", 0, -1, "-4GiB", "4 gib", "lots", "1e9", "٣GiB", True, None, [4], float("nan"), float("inf"), "9" * 40]
+)  # fmt: skip
+def test_anything_else_is_refused(parse: object, value: object) -> None:
+    with pytest.raises(ValueError, match="expected a"):
+        parse(value)  # type: ignore[operator]
+
+
+@given(st.integers(1, 2**40), st.sampled_from([("B", 1), ("KiB", 1 << 10), ("MB", 10**6)]))
+def test_units_multiply(count: int, unit: tuple[str, int]) -> None:
+    assert parse_bytes(f"{count}{unit[0]}") == count * unit[1]
