@@ -38,7 +38,8 @@ registry: /data/registry
 auth: keys
 gateway: {host: 0.0.0.0, port: "8081", workers: 1, secret_file: ./secret}
 node: {device: cpu, runner: transformers, dtype: bfloat16, adapter_memory: 4GiB, kv_memory: auto, host_memory: 32GiB,
-       cpu_workers: auto, cold_start: wait, predictor: none, tensor_parallel: 1, simulate: {link: 1GB/s, store: 200MB/s}}
+       cpu_workers: auto, cold_start: wait, predictor: none, tensor_parallel: 1,
+       simulate: {link: 1GB/s, store: 200MB/s}}
 tenants: {acme: {weight: 1}, globex: null}
 functions:
   summarize: {tenant: acme, adapter: ./adapters/summarize, alias: prod}

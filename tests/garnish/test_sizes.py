@@ -31,8 +31,8 @@ def test_durations(text: object, expected: float) -> None:
 
 @pytest.mark.parametrize("parse", [parse_bytes, parse_rate, parse_seconds])
 @pytest.mark.parametrize(
-    "value", ["", "0", 0, -1, "-4GiB", "4 gib", "lots", "1e9", "٣GiB", True, None, [4], float("nan"), float("inf"), "9" * 40]
-)  # fmt: skip
+    "value", ["", "0", "-4GiB", "4 gib", "lots", "1e9", "٣GiB", "9" * 40, 0, -1, float("inf"), True, None, [4]]
+)
 def test_anything_else_is_refused(parse: object, value: object) -> None:
     with pytest.raises(ValueError, match="expected a"):
         parse(value)  # type: ignore[operator]

@@ -1,0 +1,82 @@
+"""Requests and replies without a service."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from garnish.errors import GarnishError
+from garnish.protocol import EventReader, error_of, invoke_call, parse
+from gateway.schema import FunctionList, TokenEvent
+
+DONE = {
+    "id": "inv_1",
+    "function": "f",
+    "version": 1,
+    "digest": "d",
+    "output": {"finish_reason": "stop"},
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0},
+    "timing": {
+        "queue_ms": 0,
+        "cold_start": {"state": "none", "plan": "none", "load_ms": 0, "exposed_ms": 0},
+        "ttft_ms": None,
+        "tpot_ms": None,
+        "total_ms": 1,
+    },
+    "node": "n",
+    "cold_start": "none",
+    "server_timing": "",
+}
+ERROR = {"error": {"type": "overloaded", "message": "full", "param": None, "request_id": "r", "details": [{"x": 1}]}}
+
+
+def sse(name: str, data: Any) -> list[str]:
+    return [f"event: {name}", f"data: {json.dumps(data)}", ""]
+
+
+def read(lines: list[str]) -> list[Any]:
+    reader = EventReader()
+    events = [event for event in map(reader.line, lines) if event is not None]
+    reader.end()
+    return events
+
+
+@given(st.lists(st.text(max_size=20), max_size=10))
+def test_texts_come_through_events(texts: list[str]) -> None:
+    lines = [": keep alive", ""]
+    for index, text in enumerate(texts):
+        lines += sse("token", {"text": text, "index": index, "token_id": 5})
+    *tokens, done = read([*lines, *sse("done", DONE)])
+    assert [token.text for token in tokens] == texts
+    assert done.output.finish_reason == "stop"
+
+
+def test_error_event_and_broken_stream() -> None:
+    token = sse("token", {"text": "a", "index": 0, "token_id": 1})
+    with pytest.raises(GarnishError) as refused:
+        read([*token, *sse("error", ERROR)])
+    assert (refused.value.type, refused.value.request_id, refused.value.details) == ("overloaded", "r", [{"x": 1}])
+    with pytest.raises(GarnishError, match="before its `done`"):
+        read(token)
+
+
+def test_error_replies() -> None:
+    error = error_of(429, json.dumps(ERROR).encode())
+    assert (error.status, error.type, str(error)) == (429, "overloaded", "overloaded: full")
+    assert error_of(502, b"<html>").type == "internal"
+    with pytest.raises(GarnishError, match="not understood"):
+        parse(200, b"{", FunctionList)
+
+
+def test_fields_of_a_newer_service_are_no_error() -> None:
+    assert parse(200, b'{"text": "a", "index": 0, "token_id": null, "new": 1}', TokenEvent).text == "a"
+
+
+def test_invoke_call() -> None:
+    call = invoke_call("f:prod", "hello", True, {"max_tokens": 5, "seed": None})
+    assert (call.url, call.json) == ("/invoke/f:prod", {"prompt": "hello", "max_tokens": 5, "stream": True})
+    assert invoke_call("../x y", [{"role": "user", "content": "x"}], False, {}).url == "/invoke/..%2Fx%20y"

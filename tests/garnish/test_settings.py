@@ -1,0 +1,82 @@
+"""From the service file to the settings of gateway and nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from garnish.config import ServiceFile, load_service_file
+from garnish.errors import ServiceFileError, StartError
+from garnish.settings import Base, gateway_config, node_config, resolve_base
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Base:
+    return Base(tmp_path / "base", "base")
+
+
+def load(folder: Path, text: str) -> ServiceFile:
+    file = folder / "serverless.yml"
+    file.write_text("service: s\nbase_model: ./base\n" + text)
+    return load_service_file(file, {})
+
+
+def test_gateway(tmp_path: Path, base: Base) -> None:
+    service = load(tmp_path, "gateway: {host: 127.0.0.2, port: 81, secret_file: ./secret}\nregistry: ./store\n")
+    config = gateway_config(service, base, tmp_path / "state", port=82)
+    assert (config.host, config.port, config.base_id) == ("127.0.0.2", 82, "base")
+    assert (config.secret_file, config.registry) == (str(tmp_path / "secret"), str(tmp_path / "store"))
+    assert config.tmp_dir == str(tmp_path / "state" / "uploads")
+
+
+def test_defaults_lie_in_the_state(tmp_path: Path, base: Base) -> None:
+    state = tmp_path / "state"
+    config = gateway_config(load(tmp_path, ""), base, state)
+    assert (config.secret_file, config.registry) == (str(state / "cluster.secret"), str(state / "registry"))
+
+
+def test_no_keys_only_on_loopback(tmp_path: Path, base: Base) -> None:
+    service = load(tmp_path, "auth: none\n")
+    assert gateway_config(service, base, tmp_path).auth == "none"
+    with pytest.raises(ServiceFileError, match="loopback"):
+        gateway_config(service, base, tmp_path, host="0.0.0.0")
+
+
+def test_node(tmp_path: Path, base: Base) -> None:
+    text = "node: {device: cpu, dtype: float16, adapter_memory: 1MiB, kv_memory: 2MiB, simulate: {link: 3MB/s}}\n"
+    config = node_config(load(tmp_path, text), base, tmp_path, node_id="n", gateway_url="http://g")
+    engine = config.engine
+    assert (engine.device, engine.dtype, engine.adapter_memory, engine.kv_memory) == (
+        "cpu",
+        "float16",
+        1 << 20,
+        2 << 20,
+    )
+    assert engine.load_link is not None
+    assert (engine.load_link.bandwidth, engine.store_link) == (3e6, None)
+    assert (config.secret_file, config.gateway_url) == (str(tmp_path / "cluster.secret"), "http://g")
+
+
+def test_base_model_directory(tmp_path: Path, stories_dir: Path) -> None:
+    service = load(tmp_path, "")
+    with pytest.raises(StartError, match="make demo-model"):
+        resolve_base(service)
+    (tmp_path / "base").mkdir()
+    with pytest.raises(StartError, match=r"no config.json"):
+        resolve_base(service)
+    (tmp_path / "base").rmdir()
+    (tmp_path / "base").symlink_to(stories_dir)
+    assert resolve_base(service) == Base(tmp_path / "base", "stories260K")
+
+
+def test_hugging_face_id_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that nothing listens for stands for the network being away."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "serverless.yml"
+    file.write_text("service: s\nbase_model: acme/nothing\n")
+    with pytest.raises(StartError, match="acme/nothing can't be fetched from Hugging Face"):
+        resolve_base(load_service_file(file))
