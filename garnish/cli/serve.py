@@ -40,14 +40,18 @@ def up(
 def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host = None, port: Port = None) -> None:
     """Serve the gateway alone; nodes are started with `garnish node`."""
     from garnish.config import load_service_file
+    from garnish.screen import Screen
     from garnish.settings import gateway_config, resolve_base
-    from garnish.up.prepare import check_port
+    from garnish.up.greeting import show_keys
+    from garnish.up.prepare import check_port, local_url, make_keys, state_directory
     from gateway.server import run
 
     service = load_service_file(file)
-    config = gateway_config(service, resolve_base(service), state.absolute(), host=host, port=port)
-    check_port(config.host, config.port)
-    run(config)
+    with state_directory(state) as own:
+        config = gateway_config(service, resolve_base(service), own, host=host, port=port)
+        check_port(config.host, config.port)
+        show_keys(own, *make_keys(service, own, local_url(config.host, config.port)), Screen())
+        run(config)
 
 
 def node(
@@ -61,6 +65,7 @@ def node(
     """Serve one node, which reports to a gateway."""
     from garnish.config import load_service_file
     from garnish.settings import node_config, resolve_base
+    from garnish.up.prepare import check_secret
     from node_agent.supervisor import run
 
     service = load_service_file(file)
@@ -73,4 +78,5 @@ def node(
         secret_file=secret_file,
         port=port,
     )
+    check_secret(Path(config.secret_file))
     raise typer.Exit(run(config))

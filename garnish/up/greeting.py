@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from garnish.credentials import FILE_NAME
+from garnish.credentials import FILE_NAME, Credentials
 from garnish.screen import Screen
 from garnish.up.prepare import Prepared
 from gateway.schema import DeployReply
@@ -19,12 +19,7 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
     file = prepared.state / FILE_NAME
     for reply in deployed:
         screen.line(f"function {reply.function}: version {reply.version}")
-    if prepared.new_keys:
-        screen.line(f"keys, shown once (kept for this command line in {shown(file)}):")
-        for owner, key in prepared.new_keys.items():
-            screen.line(f"  {owner}: {key}")
-    elif prepared.credentials.api_key:
-        screen.line(f"keys: in {shown(file)}")
+    show_keys(prepared.state, prepared.credentials, prepared.new_keys, screen)
     screen.line(f"logs: in {shown(prepared.state / 'logs')}")
     screen.line(f"ready: {prepared.url}")
     screen.line("try:")
@@ -39,6 +34,17 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
             "functions": deployed,
         }
     )
+
+
+def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], screen: Screen) -> None:
+    """Keys that were made just now, in full; of the others only where they are."""
+    file = shown(state / FILE_NAME)
+    if new_keys:
+        screen.line(f"keys, shown once (kept for this command line in {file}):")
+        for owner, key in new_keys.items():
+            screen.line(f"  {owner}: {key}")
+    elif credentials.api_key:
+        screen.line(f"keys: in {file}")
 
 
 def curl_line(prepared: Prepared, deployed: Sequence[DeployReply]) -> str:

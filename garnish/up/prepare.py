@@ -15,7 +15,7 @@ import msgspec
 from adapters.errors import AdapterError
 from adapters.store import open_store
 from adapters.tenants import Tenants
-from cluster.secret import SecretError, create_secret
+from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.connection import Connection
 from garnish.credentials import FILE_NAME, Credentials, prepare_keys, read_credentials, write_credentials
@@ -95,7 +95,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     url = local_url(gateway.host, gateway.port)
     _check_adapters(service)
     check_port(gateway.host, gateway.port)
-    credentials, new_keys = _keys(service, state, url)
+    credentials, new_keys = make_keys(service, state, url)
     return Prepared(
         service=service,
         base=base,
@@ -112,7 +112,11 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     )
 
 
-def _keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dict[str, str]]:
+def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dict[str, str]]:
+    """Make the cluster secret, the tenants and their keys, as far as they are missing, and leave the credentials file.
+
+    Returns the credentials and the keys that are new. Raises StartError.
+    """
     file = state / FILE_NAME
     names = tenant_names(service)
     try:
@@ -128,6 +132,14 @@ def _keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dic
     except (SecretError, AdapterError, OSError) as error:
         raise StartError(str(error)) from error
     return credentials, made
+
+
+def check_secret(file: Path) -> None:
+    """Raises StartError when a node has no cluster secret to show."""
+    try:
+        read_secret(file)
+    except SecretError as error:
+        raise StartError(f"{error}; copy the gateway's, and name it with --secret-file") from None
 
 
 def _deployments(service: ServiceFile, credentials: Credentials) -> Iterator[Deployment]:

@@ -50,7 +50,7 @@ def test_second_start_keeps_the_keys(
 
 def _up_and_paste(service: Service) -> tuple[str, str]:
     """What `garnish up` printed, and what its curl line answered."""
-    process = service.spawn(as_json=False)
+    process = service.spawn()
     assert process.stdout is not None
     lines: list[str] = []
     for line in process.stdout:

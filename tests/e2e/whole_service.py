@@ -62,23 +62,18 @@ class Service:
             self.command(*arguments), cwd=self.folder, input=text, capture_output=True, text=True, timeout=60
         )
 
-    def spawn(self, as_json: bool = True) -> subprocess.Popen[str]:
-        """Start without waiting. One core: the engine's threads would only wait for each other on a busy machine."""
-        command = self.command("up", "--port", str(self.port), "--state", "state")
-        core = str(max(os.sched_getaffinity(0)))
+    def spawn(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start without waiting."""
+        command = self.command("up", "--port", str(self.port), "--state", "state", *arguments)
         with (self.folder / "err.txt").open("w") as problems:
             self.process = subprocess.Popen(
-                ["taskset", "-c", core, *command, *(["--json"] if as_json else [])],
-                cwd=self.folder,
-                stdout=subprocess.PIPE,
-                stderr=problems,
-                text=True,
+                pin_to_one_core(command), cwd=self.folder, stdout=subprocess.PIPE, stderr=problems, text=True
             )
         return self.process
 
-    def start(self) -> Service:
+    def start(self, *arguments: str) -> Service:
         """Start and wait until it is ready."""
-        process = self.spawn()
+        process = self.spawn("--json", *arguments)
         assert process.stdout is not None
         killer = threading.Timer(START_SECONDS, process.kill)
         killer.start()
@@ -152,6 +147,11 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
+
+
+def pin_to_one_core(command: list[str]) -> list[str]:
+    """On a busy machine the threads of an engine this small would mostly wait for each other."""
+    return ["taskset", "-c", str(max(os.sched_getaffinity(0))), *command]
 
 
 def free_port() -> int:
