@@ -13,6 +13,7 @@ from uvicorn_worker import UvicornWorker
 from cluster.lifeline import die_with_parent
 from gateway.app import create_app
 from gateway.config import GatewayConfig, check_config
+from gateway.http_protocol import BoundedHttp
 from gateway.logs import JsonFormatter, configure_logs
 
 HEARTBEAT_SECONDS = 120
@@ -69,7 +70,8 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
     class Worker(UvicornWorker):  # type: ignore[misc]
         CONFIG_KWARGS: ClassVar[dict[str, Any]] = {
             "loop": "uvloop",
-            "http": "httptools",
+            "http": BoundedHttp,
+            "ws": "none",
             "lifespan": "on",
             "server_header": False,
             "timeout_graceful_shutdown": int(config.shutdown_seconds),

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from cluster.frames import frame
 from cluster.messages import (
@@ -35,8 +36,7 @@ from cluster.messages import (
 from cluster.secret import authorization, is_authorized
 
 Script = Callable[["StubNode", GenerateRequest], AsyncIterator[Event | bytes]]
-"""What the node answers: events, or raw bytes; CUT ends the connection without an end."""
-CUT = b""
+"""What the node answers: events, or raw bytes; raising Cut ends the connection abruptly."""
 
 
 class Cut(Exception):
@@ -106,16 +106,21 @@ class StubNode:
 class _Stream(StreamingResponse):
     def __init__(self, node: StubNode, asked: GenerateRequest) -> None:
         self._node = node
+        self._ended = False
         super().__init__(self._frames(asked), media_type="application/octet-stream")
 
-    async def _frames(self, asked: GenerateRequest) -> AsyncIterator[bytes]:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for item in self._node.script(self._node, asked):
-                yield item if isinstance(item, bytes) else encode_event(item)
-                self._node.began.set()
-        except (asyncio.CancelledError, GeneratorExit):
-            self._node.disconnected.set()
-            raise
+            await super().__call__(scope, receive, send)
+        finally:
+            if not self._ended:
+                self._node.disconnected.set()
+
+    async def _frames(self, asked: GenerateRequest) -> AsyncIterator[bytes]:
+        async for item in self._node.script(self._node, asked):
+            yield item if isinstance(item, bytes) else encode_event(item)
+            self._node.began.set()
+        self._ended = True
 
 
 def timing() -> Timing:
@@ -163,6 +168,15 @@ async def hang_before_first(node: StubNode, asked: GenerateRequest) -> AsyncIter
     await node.until(node.go_on)
     yield token(0, "late")
     yield done(asked, 1)
+
+
+async def flood(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    """More than socket buffers hold."""
+    yield Started(node=node.node_id, cold_start="none")
+    for index in range(4000):
+        yield Token(text="x" * 65536, token_ids=[1], index=index)
+        await asyncio.sleep(0)  # lets the server see that its peer has gone
+    yield done(asked, 4000)
 
 
 async def refuse(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
