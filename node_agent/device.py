@@ -37,7 +37,7 @@ def record_event(device: torch.device) -> Event:
     """An event behind everything enqueued on the current stream so far."""
     if device.type != "cuda":
         return ENDED
-    event = torch.cuda.Event()
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
 

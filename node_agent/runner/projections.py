@@ -43,7 +43,7 @@ class FusedProjection(nn.Module):
         if lora is not None:
             lora.begin(self.layer, self.group, x[0])
         y = linear(x, self.weight, self.bias)
-        self.parts = y.split(self.widths, dim=-1) if len(self.widths) > 1 else (y,)
+        self.parts = torch.split(y, self.widths, dim=-1) if len(self.widths) > 1 else (y,)
         if lora is not None:
             lora.finish(self.layer, self.group, [part[0] for part in self.parts])
         return self.parts[0]

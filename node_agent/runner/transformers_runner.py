@@ -116,7 +116,7 @@ def kv_bytes_per_token(model_dir: Path, dtype: torch.dtype | None) -> int:
     config = AutoConfig.from_pretrained(model_dir)
     kv_heads, head_dim = kv_shape(config)
     itemsize = (dtype or config.dtype or torch.float32).itemsize
-    return 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize
+    return int(2 * config.num_hidden_layers * kv_heads * head_dim * itemsize)
 
 
 def _no_mask(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""The engine's book-keeping: how requests end, what they free, limits, deadlines, faults, and that neighbours live on."""
+"""The engine's book-keeping: how requests end and what they free, limits, deadlines, faults, unharmed neighbours."""
 
 from __future__ import annotations
 
