@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -14,6 +17,9 @@ from node_agent.config import EngineConfig, LinkConfig, NodeConfig
 
 UP_SHUTDOWN_SECONDS = 5.0
 """Under `garnish up` a person waits for the end, so open requests get less time than in production."""
+
+MAX_RUN_DIRECTORY = 90
+"""Bytes; Linux allows 107 for the socket, its name included."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -120,9 +126,21 @@ def node_config(
         port=port,
         gateway_url=gateway_url,
         secret_file=str(secret_file or secret_file_of(service, state)),
-        run_dir=str(state / "run" / node_id),
+        run_dir=str(run_directory(state, node_id)),
         engine=_engine_config(service, base, state),
     )
+
+
+def run_directory(state: Path, node_id: str) -> Path:
+    """Where a node's Unix socket lies. A socket's path is short by law of the kernel, so a deep state has it elsewhere.
+
+    The node makes the directory for its user alone, and refuses one of that name that belongs to someone else.
+    """
+    inside = state / "run" / node_id
+    if len(os.fsencode(inside)) <= MAX_RUN_DIRECTORY:
+        return inside
+    name = hashlib.sha256(os.fsencode(inside)).hexdigest()[:24]
+    return Path(tempfile.gettempdir()) / f"garnish-{name}"
 
 
 def _engine_config(service: ServiceFile, base: Base, state: Path) -> EngineConfig:

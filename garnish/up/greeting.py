@@ -66,8 +66,8 @@ def curl_line(prepared: Prepared, deployed: Sequence[DeployReply]) -> str:
 
 def _example(model: Path) -> dict[str, Any]:
     if (model / "chat_template.jinja").exists():
-        return {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}
-    return {"prompt": "Once upon a time", "max_tokens": 64}
+        return {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    return {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
 
 
 def shown(path: Path) -> str:

@@ -133,3 +133,9 @@ def test_environment_gives_any_kind_of_value(tmp_path: Path) -> None:
     text = HEAD + "gateway:\n  port: ${env:PORT}\nnode:\n  adapter_memory: ${env:MEMORY}\n"
     service = load(tmp_path, text, PORT="9000", MEMORY="64MiB")
     assert (service.gateway.port, service.node.adapter_memory) == (9000, 64 << 20)
+
+
+def test_the_files_in_the_documentation(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "serverless-yml.md").read_text()
+    examples = [block.partition("```")[0] for block in page.split("```yaml\n")[1:]]
+    assert [load(tmp_path, example).service for example in examples] == ["demo", "support-desk"]

@@ -8,7 +8,7 @@ import pytest
 
 from garnish.config import ServiceFile, load_service_file
 from garnish.errors import ServiceFileError, StartError
-from garnish.settings import Base, gateway_config, node_config, resolve_base
+from garnish.settings import Base, gateway_config, node_config, resolve_base, run_directory
 
 
 @pytest.fixture
@@ -56,6 +56,13 @@ def test_node(tmp_path: Path, base: Base) -> None:
     assert engine.load_link is not None
     assert (engine.load_link.bandwidth, engine.store_link) == (3e6, None)
     assert (config.secret_file, config.gateway_url) == (str(tmp_path / "cluster.secret"), "http://g")
+
+
+def test_a_deep_state_has_its_sockets_elsewhere() -> None:
+    assert run_directory(Path("/srv/state"), "n") == Path("/srv/state/run/n")
+    deep = Path("/" + "deep/" * 30)
+    assert len(str(run_directory(deep, "n"))) < 90
+    assert run_directory(deep, "n") != run_directory(deep, "m")
 
 
 def test_base_model_directory(tmp_path: Path, stories_dir: Path) -> None:
