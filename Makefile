@@ -40,7 +40,9 @@ lint: install
 	$(BIN)/lint-imports
 
 bench: install demo-model
-	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python -m benchmarks.exactness --json benchmarks/results/exactness.json
+	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
+	$(BIN)/python -m benchmarks.tables
 
 clean:
 	rm -rf .venv models .garnish

@@ -1,0 +1,90 @@
+"""Greedy tokens in fp32 against PEFT alone, over drawn adapters, batches, arrivals, chunk borders and cancellations.
+
+Every answer of the engine is held against PEFT run alone with that adapter. A token may differ where PEFT's two best
+logits lie closer than 1e-4 (a tie); after it the comparison goes on from PEFT's token. Adapter memory holds about half
+of the adapters, so that loads and evictions go on all the time.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.exact import Case, Tally, check
+from benchmarks.local_engine import LocalEngine
+from benchmarks.peft_reference import TIE, PeftReference, draw_adapter, make_adapter
+from benchmarks.report import ROOT, arguments, publish, report
+
+ADAPTERS = 24
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def run_batch(
+    rng: random.Random, engine: LocalEngine, reference: PeftReference, kinds: list[Case], tally: Tally
+) -> list[str]:
+    """Up to 16 requests that arrive while others run; some are cancelled. Returns what is wrong."""
+    engine.engine.limits = replace(engine.engine.limits, chunk_tokens=rng.randint(1, 64))
+    running: list[tuple[Case, str]] = []
+    doomed: list[str] = []
+    for _ in range(rng.randint(1, 16)):
+        kind = rng.choice(kinds)
+        prompt = [1, *(rng.randrange(3, engine.base.vocab_size) for _ in range(rng.randint(0, 120)))]
+        case = Case(kind.directory, kind.adapter, prompt, rng.randint(1, 40))
+        request = engine.submit(case.prompt, case.max_tokens, case.adapter)
+        if rng.random() < 0.15:
+            doomed.append(request)
+        else:
+            running.append((case, request))
+        for _ in range(rng.randint(0, 6)):
+            engine.step()
+        if doomed and rng.random() < 0.5:
+            engine.engine.cancel(doomed.pop())
+    engine.run()
+    engine.assert_clean()
+    problems: list[str] = []
+    for case, request in running:
+        problems += check(engine, reference, case, engine.outcomes[request].tokens, tally)
+    engine.outcomes.clear()
+    return problems
+
+
+def study(options: Any, root: Path) -> dict[str, Any]:
+    wanted = 40 if options.quick else options.cases
+    rng = random.Random(options.seed)
+    model = Path(options.model).absolute()
+    engine = LocalEngine(
+        model, root / "registry", dtype="float32", threads=1, block_tokens=4, max_rows=16, adapter_memory=4 << 20,
+        kv_memory=64 << 20,
+    )  # fmt: skip
+    kinds = [Case(None, None, [], 0)]
+    for i in range(ADAPTERS):
+        config = draw_adapter(rng, engine.base.num_layers)
+        path = make_adapter(model, root / f"drawn{i}", i, DTYPES[i % 3], **config)
+        kinds.append(Case(path, engine.deploy(path), [], 0))
+    reference = PeftReference(model)
+    tally, problems = Tally(), []
+    while tally.cases < wanted:
+        problems += run_batch(rng, engine, reference, kinds, tally)
+    engine.close()
+    settings = {"model": model.name, "adapters": ADAPTERS, "plans": ["wait"], "tie": TIE, "quick": options.quick}
+    figures = {"cases": tally.cases, "tokens": tally.tokens, "mismatches": tally.mismatches, "ties": tally.ties}
+    return report("exactness", settings, options.seed, [{"problem": problem} for problem in problems], figures)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--model", default=str(ROOT / "models" / "stories260K"))
+    parser.add_argument("--cases", type=int, default=2000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as root:
+        publish(study(options, Path(root)), options.json)
+
+
+if __name__ == "__main__":
+    main()

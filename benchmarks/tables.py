@@ -1,0 +1,82 @@
+"""Writes the tables of docs/benchmarks.md from the reports in benchmarks/results/, between their markers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def load(study: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / f"{study}.json").read_text())
+    return document
+
+
+def engine_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    rows = [
+        ("base, 1 request", "base", 1),
+        ("base, 8 requests", "base", 8),
+        ("one adapter of rank 64, 1 request", "mixed", 1),
+        ("eight adapters of ranks 8-128, 8 requests", "mixed", 8),
+    ]
+    lines = [
+        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads for each, {settings['prompt_tokens']} prompt "
+        f"and {settings['output_tokens']} output tokens, median of {settings['rounds']} alternated rounds. "
+        f"{_origin(document)}",
+        "",
+        "| | engine | PEFT `generate` | ratio (lowest round) | engine TTFT | PEFT TTFT | service over HTTP |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for title, kind, n in rows:
+        ratio, lowest = figures[f"over_peft_{kind}_{n}"], figures[f"over_peft_{kind}_{n}_min"]
+        lines.append(
+            f"| {title} | {figures[f'{kind}_tok_s_{n}']:.0f} tok/s | {figures[f'peft_{kind}_tok_s_{n}']:.0f} tok/s "
+            f"| {ratio:.2f} ({lowest:.2f}) | {figures[f'{kind}_ttft_ms_{n}']:.0f} ms "
+            f"| {figures[f'peft_{kind}_ttft_ms_{n}']:.0f} ms | {figures[f'http_{kind}_tok_s_{n}']:.0f} tok/s |"
+        )
+    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
+    lines += ["", f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."]
+    return "\n".join(lines)
+
+
+def exactness_table(document: dict[str, Any]) -> str:
+    figures = document["figures"]
+    return "\n".join([
+        f"{document['settings']['model']}, fp32, {document['settings']['adapters']} drawn adapters. {_origin(document)}",
+        "",
+        "| cases | tokens compared | mismatches | excused ties |",
+        "|---|---|---|---|",
+        f"| {figures['cases']} | {figures['tokens']} | {figures['mismatches']} | {figures['ties']} |",
+    ])  # fmt: skip
+
+
+def _origin(document: dict[str, Any]) -> str:
+    machine, versions = document["machine"], document["versions"]
+    return (
+        f"Commit {document['commit']}, {machine['cores']} cores of {machine['cpu']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, PEFT {versions['peft']}, seed {document['seed']}."
+    )
+
+
+def render(page: str) -> str:
+    for study, table in (("engine", engine_table), ("exactness", exactness_table)):
+        block = f"<!-- {study} -->\n{table(load(study))}\n<!-- /{study} -->"
+        page, found = re.subn(f"<!-- {study} -->.*?<!-- /{study} -->", lambda _, b=block: b, page, flags=re.DOTALL)
+        if found != 1:
+            raise ValueError(f"{PAGE} must have one pair of markers for {study}")
+    return page
+
+
+def main() -> None:
+    PAGE.write_text(render(Path(PAGE).read_text()))
+
+
+if __name__ == "__main__":
+    main()
