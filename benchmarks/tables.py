@@ -27,8 +27,8 @@ def engine_table(document: dict[str, Any]) -> str:
         ("eight adapters of ranks 8-128, 8 requests", "mixed", 8),
     ]
     lines = [
-        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads for each, {settings['prompt_tokens']} prompt "
-        f"and {settings['output_tokens']} output tokens, median of {settings['rounds']} alternated rounds. "
+        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads for each, "
+        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, median of {settings['rounds']} alternated rounds. "
         f"{_origin(document)}",
         "",
         "| | engine | PEFT `generate` | ratio (lowest round) | engine TTFT | PEFT TTFT | service over HTTP |",
@@ -47,9 +47,9 @@ def engine_table(document: dict[str, Any]) -> str:
 
 
 def exactness_table(document: dict[str, Any]) -> str:
-    figures = document["figures"]
+    figures, settings = document["figures"], document["settings"]
     return "\n".join([
-        f"{document['settings']['model']}, fp32, {document['settings']['adapters']} drawn adapters. {_origin(document)}",
+        f"{settings['model']}, fp32, {settings['adapters']} drawn adapters. {_origin(document)}",
         "",
         "| cases | tokens compared | mismatches | excused ties |",
         "|---|---|---|---|",

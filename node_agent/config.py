@@ -39,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapter_slots: int = 256
     """Adapters that may be on the device at once, whatever their size."""
     threads: int | None = None
-    """None: the cores that the process may really use."""
+    """None: the cores that the process may really use (one for a model of a few megabytes)."""
     load_link: LinkConfig | None = None
     """Simulated link between host memory and the device."""
     store_link: LinkConfig | None = None

@@ -20,6 +20,8 @@ from node_agent.ipc import Finished, Submit
 from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token
 
 MAX_CPU_KV = 1 << 30
+SMALL_MODEL = 8 << 20
+"""Bytes of weights."""
 
 
 class WarmUpFailed(RuntimeError):
@@ -29,7 +31,7 @@ class WarmUpFailed(RuntimeError):
 def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[Engine, BaseModel]:
     """Load the base model, allocate the pools and warm up. Raises ValueError or OSError on bad settings."""
     device = pick_device(config.device)
-    torch.set_num_threads(config.threads or usable_cores())
+    torch.set_num_threads(config.threads or default_threads(Path(config.model_dir)))
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise ValueError(f"dtype: {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
@@ -54,6 +56,16 @@ def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[E
     )
     warm_up(engine)
     return engine, base
+
+
+def default_threads(model_dir: Path) -> int:
+    """The cores that the process may use; one for a model that lies in a core's own cache.
+
+    There a second thread gains nothing, and on a busy host threads that spin for each other cost a step many times
+    its length.
+    """
+    weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    return 1 if weights < SMALL_MODEL else usable_cores()
 
 
 def warm_up(engine: Engine) -> None:
