@@ -23,7 +23,7 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from cluster.messages import Adapter
-from node_agent.device import usable_cores
+from node_agent.cores import usable_cores
 
 RANKS = (8, 16, 32, 64, 128, 8, 16, 32)
 TARGETS = ["q_proj", "k_proj", "v_proj"]

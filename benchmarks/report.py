@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from node_agent.device import usable_cores
+from node_agent.cores import usable_cores
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "triton", "transformers", "peft", "tokenizers", "numpy")

@@ -28,7 +28,8 @@ def engine_table(document: dict[str, Any]) -> str:
     ]
     lines = [
         f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads for each, "
-        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, median of {settings['rounds']} alternated rounds. "
+        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
+        f"median of {settings['rounds']} alternated rounds. "
         f"{_origin(document)}",
         "",
         "| | engine | PEFT `generate` | ratio (lowest round) | engine TTFT | PEFT TTFT | service over HTTP |",

@@ -1,9 +1,7 @@
-"""The device: which one, when work on it is done, and how many cores a process may really use."""
+"""The device: which one, when work on it is done, and what memory is free on it."""
 
 from __future__ import annotations
 
-import math
-import os
 from pathlib import Path
 from typing import Protocol
 
@@ -51,30 +49,6 @@ def pick_device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise ValueError(f"device: {name!r} is unknown; use auto, cpu or cuda")
     return torch.device(name)
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may use: its affinity, cut by the container's CPU quota (cgroup v2, then v1)."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _quota_v2(cgroup) or _quota_v1(cgroup)
-    return max(1, min(cores, math.ceil(quota))) if quota else cores
-
-
-def _quota_v2(cgroup: Path) -> float | None:
-    try:
-        limit, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) / int(period)
-
-
-def _quota_v1(cgroup: Path) -> float | None:
-    try:
-        limit = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
-        period = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return None
-    return limit / period if limit > 0 and period > 0 else None
 
 
 def free_memory(device: torch.device) -> int:

@@ -14,7 +14,8 @@ from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.wait import WaitForAll
 from node_agent.config import EngineConfig
-from node_agent.device import DTYPES, free_memory, pick_device, usable_cores
+from node_agent.cores import usable_cores
+from node_agent.device import DTYPES, free_memory, pick_device
 from node_agent.engine.loop import Engine, Limits
 from node_agent.ipc import Finished, Submit
 from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from node_agent.device import free_memory, pick_device, usable_cores
+from node_agent.cores import usable_cores
+from node_agent.device import free_memory, pick_device
 from node_agent.engine.kv_blocks import BlockPool
 
 

@@ -1,0 +1,31 @@
+"""How many cores a process may really use. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use: its affinity, cut by the container's CPU quota (cgroup v2, then v1)."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _quota_v2(cgroup) or _quota_v1(cgroup)
+    return max(1, min(cores, math.ceil(quota))) if quota else cores
+
+
+def _quota_v2(cgroup: Path) -> float | None:
+    try:
+        limit, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) / int(period)
+
+
+def _quota_v1(cgroup: Path) -> float | None:
+    try:
+        limit = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
+        period = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return limit / period if limit > 0 and period > 0 else None
