@@ -19,7 +19,7 @@ from gateway.operations import NAME_PATTERN, OPERATIONS, Operation
 FILE = Path(__file__).with_name("openapi.json")
 
 STATUS_TEXT = {
-    400: "The request can't be read: broken JSON, a broken or slow body; on /v1 also wrong fields",
+    400: "Broken JSON, a broken or slow body, an admin key without tenant; on /v1 also wrong fields",
     401: "No key, or not a valid one",
     403: "The key may not do this",
     404: "No such function, version or alias, or it belongs to another tenant",

@@ -11,10 +11,10 @@ from gateway import openai_schema as openai
 from gateway import schema
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
-READ = (401, 403, 404, 422, 429, 500, 503)
+READ = (400, 401, 403, 404, 422, 429, 500, 503)
 CALL = (400, 401, 403, 404, 413, 415, 422, 429, 499, 500, 502, 503, 504)
 OPENAI_CALL = tuple(status for status in CALL if status != 422)
-OPENAI_READ = (*(status for status in READ if status != 422), 400)
+OPENAI_READ = tuple(status for status in READ if status != 422)
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):

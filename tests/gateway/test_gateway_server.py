@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,20 @@ def test_serves_and_ends_open_streams_on_term(config: GatewayConfig, tmp_path: P
             pass  # the port is free again
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+
+
+def test_whole_replies_are_told_on_term(config: GatewayConfig, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{config.port}"
+    with process(config, tmp_path / "log") as child, stub_node(node_of(config, hang_after_first)) as node:
+        wait_for(url, "/healthz", child)
+        assert node.publish(url).status_code == 204
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(httpx.post, f"{url}/invoke/stories260K", json={"prompt": "x"}, timeout=60)
+            assert node.began.wait(30)
+            child.send_signal(signal.SIGTERM)
+            reply = call.result(60)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "unavailable")
+        assert child.wait(30) == 0
 
 
 def test_a_killed_worker_is_replaced(config: GatewayConfig, tmp_path: Path) -> None:
