@@ -1,0 +1,45 @@
+"""Over HTTP too, every function writes what PEFT writes with that adapter alone."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from whole_service import MakeService, Service, eventually
+
+from benchmarks.peft_reference import TIE, PeftReference
+
+PROMPTS = ("Once upon a time", "One day, Tim and his dog")
+BASE = "stories260K"
+
+
+def written(service: Service, function: str, prompt: str) -> tuple[list[int], str]:
+    """Token ids of a greedy stream, and the digest it names."""
+    asked = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
+    with service.client("acme") as http, http.stream("POST", f"/invoke/{function}", json=asked) as reply:
+        events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: ")]
+    return [event["token_id"] for event in events[:-1] if event["token_id"] is not None], events[-1]["digest"]
+
+
+def test_all_functions_at_once(make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]) -> None:
+    """All adapters and the base together, so that batches mix them; each token is PEFT's, but for ties."""
+    declared = {name: {"tenant": "acme", "adapter": str(path)} for name, path in stories_adapters.items()}
+    service = make_service(stories_dir, declared).start()
+    digests = {entry["function"]: entry["digest"] for entry in service.ready["functions"]} | {BASE: None}
+    jobs = [(function, prompt) for prompt in PROMPTS for function in digests]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        answers = list(pool.map(lambda job: written(service, *job), jobs))
+    assert eventually(service.nothing_held), service.node()
+    assert service.stop() == 0
+
+    reference = PeftReference(stories_dir)
+    tokenizer = Tokenizer.from_file(str(stories_dir / "tokenizer.json"))
+    for (function, prompt), (tokens, digest) in zip(jobs, answers, strict=True):
+        assert digest == digests[function]
+        ids = tokenizer.encode(prompt).ids
+        logits = reference.logits(stories_adapters.get(function), ids + tokens[:-1], last=len(tokens))
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (logits.max(dim=1).values - chosen).max() < TIE, function
