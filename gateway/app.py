@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 
-from gateway.boundary import Boundary
+from gateway.boundary import Boundary, OpenRequests
 from gateway.config import GatewayConfig, check_config
 from gateway.metrics import Metrics
 from gateway.routes import cluster, deploy, functions, health, invoke, metrics, openai, openapi
@@ -24,6 +25,12 @@ ROUTES = [
 ]
 
 
+STOP_SECONDS = 3.0
+"""For which the end of the server waits for requests that it has cancelled."""
+FLUSH_SECONDS = 0.05
+"""For the last bytes to leave the process."""
+
+
 class State(TypedDict):
     services: Services
 
@@ -31,18 +38,21 @@ class State(TypedDict):
 def create_app(config: GatewayConfig) -> Starlette:
     """Raises ConfigError. Files are read, and clients made, only once the server starts."""
     check_config(config)
-    counted = Metrics()
+    counted, requests = Metrics(), OpenRequests()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[State]:
         _empty_folder(Path(config.tmp_dir))
         async with open_services(config, counted) as services:
             yield {"services": services}
+            # Cancelled by the server, they still have to say so.
+            await requests.wait_for_none(STOP_SECONDS)
+            await asyncio.sleep(FLUSH_SECONDS)
 
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=[Middleware(Boundary, max_concurrent=config.max_concurrent, metrics=counted)],
+        middleware=[Middleware(Boundary, max_concurrent=config.max_concurrent, metrics=counted, requests=requests)],
         exception_handlers={HTTPException: _pass_on},
     )
     app.router.redirect_slashes = False

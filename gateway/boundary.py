@@ -22,14 +22,38 @@ UNCOUNTED = ("/healthz", "/readyz", "/cluster/record")
 log = logging.getLogger("gateway")
 
 
+class OpenRequests:
+    """How many there are, and a way to wait for the last one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def change(self, by: int) -> None:
+        self.count += by
+        if self.count:
+            self._none.clear()
+        else:
+            self._none.set()
+
+    async def wait_for_none(self, seconds: float) -> None:
+        """Returns after `seconds` at the latest."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._none.wait()
+        except TimeoutError:
+            log.warning("%d requests did not end in time", self.count)
+
+
 class Boundary:
     """Pure ASGI: event streams pass through it unbuffered."""
 
-    def __init__(self, app: ASGIApp, max_concurrent: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, max_concurrent: int, metrics: Metrics, requests: OpenRequests) -> None:
         self._app = app
         self._max_concurrent = max_concurrent
         self._metrics = metrics
-        self._running = 0
+        self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,9 +62,9 @@ class Boundary:
         reply = _Reply(send, _request_id(scope))
         scope.setdefault("state", {})["request_id"] = reply.request_id
         counted = scope["path"] not in UNCOUNTED
-        self._running += counted
+        self._requests.change(counted)
         try:
-            if counted and self._running > self._max_concurrent:
+            if counted and self._requests.count > self._max_concurrent:
                 raise ServiceError("overloaded", "the gateway has too many open requests", retry_after=1.0)
             await self._app(scope, receive, reply.send)
         except ClientGone:
@@ -53,7 +77,7 @@ class Boundary:
             _log_failure(error, reply, scope)
             await reply.fail(to_service_error(error), scope["path"], getattr(error, "headers", None))
         finally:
-            self._running -= counted
+            self._requests.change(-counted)
             self._metrics.count_request(_route(scope), reply.status)
 
 

@@ -214,5 +214,7 @@ def stub_node(node: StubNode) -> Iterator[StubNode]:
     app = node.app()
     with served(quiet) as url:
         node.url = url
-        yield node
-        node.go_on.set()
+        try:
+            yield node
+        finally:
+            node.go_on.set()
