@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import socket
-import time
+import threading
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 from whole_service import MakeService, Service, can_listen, eventually, is_alive
 
@@ -36,14 +36,11 @@ def test_killed_engine_mid_stream(service: Service) -> None:
         with http.stream("POST", "/invoke/dragon", json=LONG) as reply:
             lines = reply.iter_lines()
             assert next(lines) == "event: token"
-            killed = time.monotonic()
             os.kill(service.pid_of(ENGINE), signal.SIGKILL)
             rest = list(lines)
-            took = time.monotonic() - killed
         assert "event: error" in rest, rest[-5:]
         error = json.loads(rest[rest.index("event: error") + 1].removeprefix("data: "))["error"]
         assert error["type"] == "node_failed"
-        assert took < 10  # a bound on hanging; how soon it is (well below a second) is measured elsewhere
 
         assert eventually(lambda: http.post("/invoke/dragon", json=GREEDY).status_code == 200, 60)
     assert eventually(service.nothing_held), service.node()
@@ -74,9 +71,7 @@ def test_killed_gateway_worker_comes_back(service: Service) -> None:
         assert eventually(lambda: _answers(http, "/invoke/dragon"), 60)
 
 
-def _answers(http: Any, path: str) -> bool:
-    import httpx
-
+def _answers(http: httpx.Client, path: str) -> bool:
     try:
         return bool(http.post(path, json=GREEDY).status_code == 200)
     except httpx.HTTPError:
@@ -86,25 +81,47 @@ def _answers(http: Any, path: str) -> bool:
 def test_whole_service_killed_mid_deploy(
     make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]
 ) -> None:
+    """One deploy has sent half its body, and others follow each other, when everything is killed."""
     service = make_service(stories_dir).start()
-    assert deploy(service, "acknowledged", stories_adapters["space"]) == 201
     _send_half_a_deploy(service, "unfinished", stories_adapters["ocean"])
-
     processes = service.processes()
     assert len(processes) >= 6  # up, gateway and its worker, node, API, engine
     assert service.process is not None
+    acknowledged: list[str] = []
+    some = threading.Event()
+    deploying = threading.Thread(target=_deploy_on, args=(service, stories_adapters["ocean"], acknowledged, some))
+    deploying.start()
+    assert some.wait(30)
     service.process.kill()
     service.process.wait()
+    deploying.join(60)
+    assert not deploying.is_alive()
     assert eventually(lambda: gone(processes)), processes
     assert eventually(lambda: can_listen(service.port))  # the last thread of a killed process may end a bit later
 
     service.start()
     with service.client("acme") as http:
-        assert [item["name"] for item in http.get("/functions").json()["functions"]] == ["acknowledged"]
-        assert http.post("/invoke/acknowledged", json=GREEDY).status_code == 200
+        listed = [item["name"] for item in http.get("/functions").json()["functions"]]
+        # The last one may have become visible just before its reply was lost.
+        assert set(acknowledged) <= set(listed) <= {*acknowledged, f"f{len(acknowledged)}"}
+        assert [http.post(f"/invoke/{name}", json=GREEDY).status_code for name in listed] == [200] * len(listed)
         assert http.post("/invoke/unfinished", json=GREEDY).status_code == 404
     assert deploy(service, "unfinished", stories_adapters["ocean"]) == 201
     assert list((service.state / "uploads").iterdir()) == []
+
+
+def _deploy_on(service: Service, directory: Path, acknowledged: list[str], some: threading.Event) -> None:
+    """Deploys under new names until the service is gone; `some` is set after the third."""
+    while True:
+        name = f"f{len(acknowledged)}"
+        try:
+            if deploy(service, name, directory) != 201:
+                return
+        except httpx.HTTPError:
+            return
+        acknowledged.append(name)
+        if len(acknowledged) == 3:
+            some.set()
 
 
 def _send_half_a_deploy(service: Service, name: str, directory: Path) -> None:

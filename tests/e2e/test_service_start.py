@@ -101,6 +101,16 @@ def test_adapter_that_is_refused_ends_the_start(
         pass
 
 
+def test_engine_that_cannot_start_ends_the_start(make_service: MakeService, stories_dir: Path) -> None:
+    """Not after minutes of waiting, and with the engine's own reason."""
+    service = make_service(stories_dir)
+    file = service.folder / "serverless.yml"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "node": {"device": "cpu", "kv_memory": "1B"}}))
+    told = refused(service).splitlines()[-1]
+    assert told.startswith("garnish: node-1 can't start: engine can't start: ")
+    assert "kv_memory" in told
+
+
 def test_two_ups_share_no_state(make_service: MakeService, stories_dir: Path) -> None:
     service = make_service(stories_dir).start()
     assert "another `garnish up` runs" in refused(service)
