@@ -28,9 +28,6 @@ from garnish.protocol import (
 )
 from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply
 
-TIMEOUT = httpx.Timeout(connect=5.0, read=660.0, write=60.0, pool=5.0)
-"""Reading is bounded above the service's own default deadline of a call, so that its answer comes first."""
-
 Reply = TypeVar("Reply")
 
 
@@ -47,12 +44,11 @@ class Client:
         key: str | None = None,
         *,
         tenant: str | None = None,
-        timeout: httpx.Timeout = TIMEOUT,
         connection: Connection | None = None,
     ) -> None:
         found = connection or find_connection(url, key, os.environ, tenant=tenant)
         with _told():
-            self._http = httpx.Client(base_url=found.url, headers=base_headers(found), timeout=timeout)
+            self._http = httpx.Client(base_url=found.url, headers=base_headers(found))
 
     def __enter__(self) -> Client:
         return self
@@ -98,18 +94,19 @@ class Client:
         with _told():
             response = self._http.request(**delete_call(name, force).arguments())
         if response.is_error:
-            raise error_of(response.status_code, response.content)
+            raise error_of(response)
 
     def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():
             response = self._http.request(**call.arguments())
-        return parse(response.status_code, response.content, kind)
+        return parse(response, kind)
 
     def _events(self, call: Call) -> Iterator[Event]:
         reader = EventReader()
         with _told(), self._http.stream(**call.arguments()) as response:
             if response.is_error:
-                raise error_of(response.status_code, response.read())
+                response.read()
+                raise error_of(response)
             for line in response.iter_lines():
                 event = reader.line(line)
                 if event is not None:
@@ -126,12 +123,11 @@ class AsyncClient:
         key: str | None = None,
         *,
         tenant: str | None = None,
-        timeout: httpx.Timeout = TIMEOUT,
         connection: Connection | None = None,
     ) -> None:
         found = connection or find_connection(url, key, os.environ, tenant=tenant)
         with _told():
-            self._http = httpx.AsyncClient(base_url=found.url, headers=base_headers(found), timeout=timeout)
+            self._http = httpx.AsyncClient(base_url=found.url, headers=base_headers(found))
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -178,19 +174,20 @@ class AsyncClient:
         with _told():
             response = await self._http.request(**delete_call(name, force).arguments())
         if response.is_error:
-            raise error_of(response.status_code, response.content)
+            raise error_of(response)
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():
             response = await self._http.request(**call.arguments())
-        return parse(response.status_code, response.content, kind)
+        return parse(response, kind)
 
     async def _events(self, call: Call) -> AsyncIterator[Event]:
         reader = EventReader()
         with _told():
             async with self._http.stream(**call.arguments()) as response:
                 if response.is_error:
-                    raise error_of(response.status_code, await response.aread())
+                    await response.aread()
+                    raise error_of(response)
                 async for line in response.aiter_lines():
                     event = reader.line(line)
                     if event is not None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+MAX_DETAILS = 20
+
 
 class FrontDoorError(Exception):
     """A failure whose text is meant for the person at the command line."""
+
+    def report(self) -> str:
+        return str(self)
 
 
 class ServiceFileError(FrontDoorError):
@@ -43,3 +48,14 @@ class GarnishError(FrontDoorError):
         super().__init__(f"{type}: {message}")
         self.type, self.message, self.param, self.details = type, message, param, details or []
         self.request_id, self.status, self.retry_after = request_id, status, retry_after
+
+    def report(self) -> str:
+        """The message and, on lines of their own, what is wrong in detail."""
+        shown = [f"\n  {_detail(entry)}" for entry in self.details[:MAX_DETAILS]]
+        left = len(self.details) - len(shown)
+        return str(self) + "".join(shown) + (f"\n  and {left} more" if left else "")
+
+
+def _detail(entry: dict[str, Any]) -> str:
+    expected = f" (expected {entry['expected']}, found {entry.get('found')})" if entry.get("expected") else ""
+    return f"{entry.get('tensor') or entry.get('check')}: {entry.get('problem')}{expected}"

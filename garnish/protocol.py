@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import httpx
 import msgspec
 
 from garnish.connection import Connection
@@ -19,6 +20,11 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 Prompt = str | list[dict[str, str]]
 """A prompt, or messages such as {"role": "user", "content": "Hello"}."""
+CONNECT = 5.0
+SHORT = 60.0
+"""Seconds for what needs no computation; also the slack on top of what the service bounds."""
+CALL_SECONDS = 600.0
+"""The service's deadline of a call that states none, and of a deploy."""
 Event = schema.TokenEvent | schema.DoneEvent
 Reply = TypeVar("Reply")
 
@@ -33,10 +39,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     json: Any = None
     data: dict[str, str] | None = None
     files: Any = None
+    timeout: httpx.Timeout = httpx.Timeout(SHORT, connect=CONNECT, pool=CONNECT)
 
     def arguments(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def _waiting(seconds: float) -> httpx.Timeout:
+    """For a reply that the service itself bounds by `seconds`: its own answer comes first."""
+    return httpx.Timeout(SHORT, connect=CONNECT, pool=CONNECT, read=seconds + SHORT)
 
 
 def base_headers(connection: Connection) -> dict[str, str]:
@@ -54,7 +66,9 @@ def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]
     body = {("prompt" if isinstance(prompt, str) else "messages"): prompt, **stated}
     if stream:
         body["stream"] = True
-    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body)
+    seconds = stated.get("timeout")
+    waiting = _waiting(seconds if isinstance(seconds, int | float) else CALL_SECONDS)
+    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body, timeout=waiting)
 
 
 @contextmanager
@@ -68,6 +82,7 @@ def deploy_call(name: str, directory: Path, alias: str | None, dry_run: bool) ->
                 params={"dry_run": "true"} if dry_run else {},
                 data={} if alias is None else {"alias": alias},
                 files={CONFIG_FILE: (CONFIG_FILE, config), WEIGHTS_FILE: (WEIGHTS_FILE, weights)},
+                timeout=_waiting(CALL_SECONDS),
             )
     except OSError as error:
         raise GarnishError(
@@ -88,26 +103,42 @@ def delete_call(name: str, force: bool) -> Call:
     return Call(method="DELETE", url=f"/functions/{quote(name, safe='')}", params={"force": "true"} if force else {})
 
 
-def parse(status: int, content: bytes, kind: type[Reply]) -> Reply:
-    """The reply's typed content. Raises GarnishError for an error reply, or one that is not understood."""
-    if status >= 400:
-        raise error_of(status, content)
+def parse(reply: httpx.Response, kind: type[Reply]) -> Reply:
+    """The typed content of a reply that was read. Raises GarnishError for an error, or what is not understood."""
+    if reply.is_error:
+        raise error_of(reply)
+    return _decode(reply.content, kind)
+
+
+def error_of(reply: httpx.Response) -> GarnishError:
+    """What an error reply says; its content must have been read."""
+    try:
+        told = msgspec.json.decode(reply.content, type=schema.ErrorReply).error
+    except msgspec.DecodeError:
+        message = f"the service answered {reply.status_code} without an explanation"
+        return GarnishError("internal", message, status=reply.status_code)
+    retry_after = reply.headers.get("retry-after", "")
+    return _error(told, reply.status_code, float(retry_after) if retry_after.isdecimal() else None)
+
+
+def _error(told: schema.ErrorContent, status: int, retry_after: float | None = None) -> GarnishError:
+    details = [msgspec.to_builtins(entry) for entry in told.details]
+    return GarnishError(
+        told.type,
+        told.message,
+        param=told.param,
+        details=details,
+        request_id=told.request_id,
+        status=status,
+        retry_after=retry_after,
+    )
+
+
+def _decode(content: bytes, kind: type[Reply]) -> Reply:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as error:
-        raise GarnishError("internal", f"the service's reply is not understood: {error}", status=status) from error
-
-
-def error_of(status: int, content: bytes) -> GarnishError:
-    """An error reply, or the `error` event of a stream (status 0), as an exception."""
-    try:
-        told = msgspec.json.decode(content, type=schema.ErrorReply).error
-    except msgspec.DecodeError:
-        return GarnishError("internal", f"the service answered {status} without an explanation", status=status)
-    details = [msgspec.to_builtins(entry) for entry in told.details]
-    return GarnishError(
-        told.type, told.message, param=told.param, details=details, request_id=told.request_id, status=status
-    )
+        raise GarnishError("internal", f"the service's reply is not understood: {error}") from error
 
 
 class EventReader:
@@ -133,12 +164,12 @@ class EventReader:
         self._name, self._data = "", []
         match name:
             case "token":
-                return parse(200, data, schema.TokenEvent)
+                return _decode(data, schema.TokenEvent)
             case "done":
                 self.finished = True
-                return parse(200, data, schema.DoneEvent)
+                return _decode(data, schema.DoneEvent)
             case "error":
-                raise error_of(0, data)
+                raise _error(_decode(data, schema.ErrorReply).error, status=0)
         return None
 
     def end(self) -> None:

@@ -12,14 +12,16 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
+from garnish.text import printable
+
 
 class Screen:
     """Tables and a spinner on a terminal, plain lines elsewhere; with `as_json`, results are JSON only."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._out = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._err = Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._status: Status | None = None
         self._last = ""
 
@@ -36,11 +38,11 @@ class Screen:
     def line(self, text: str = "") -> None:
         """A line for people; nothing with `as_json`."""
         if not self.as_json:
-            self._out.print(escape(text))
+            self.piece(text + "\n")
 
     def piece(self, text: str) -> None:
-        """Text as it comes, without a line break."""
-        self._out.file.write(text)
+        """Text as it comes, without a line break; a terminal gets no control characters of others."""
+        self._out.file.write(printable(text) if self.is_terminal else text)
         self._out.file.flush()
 
     def result(self, value: Any) -> None:
@@ -59,7 +61,7 @@ class Screen:
             return
         table = Table(*columns, box=None, pad_edge=False, header_style="bold")
         for row in rows:
-            table.add_row(*map(escape, row))
+            table.add_row(*map(printable, row))
         self._out.print(table)
 
     def progress(self, text: str) -> None:
@@ -68,9 +70,9 @@ class Screen:
             if self._status is None:
                 self._status = self._err.status("")
                 self._status.start()
-            self._status.update(escape(text))
+            self._status.update(escape(printable(text)))
         elif text != self._last:
-            self._err.print(escape(text))
+            self._err.print(printable(text))
         self._last = text
 
     def end_progress(self) -> None:
@@ -80,4 +82,4 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Something that happened, on standard error."""
-        self._err.print(escape(text))
+        self._err.print(printable(text))

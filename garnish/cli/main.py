@@ -10,6 +10,7 @@ import typer
 
 from garnish.cli import functions, invoke, serve
 from garnish.errors import FrontDoorError
+from garnish.text import printable
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except FrontDoorError as error:
-        sys.stderr.write(f"garnish: {error}\n")
+        sys.stderr.write(f"garnish: {printable(error.report())}\n")
         sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

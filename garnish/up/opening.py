@@ -71,7 +71,7 @@ class Opening(threading.Thread):
                     return client.deploy(deployment.name, deployment.directory, deployment.alias)
             except GarnishError as error:
                 if error.type not in ("unavailable", "overloaded", "conflict") or attempt == DEPLOY_TRIES:
-                    raise StartError(f"functions.{deployment.name}: {error}{_details(error)}") from error
+                    raise StartError(f"functions.{deployment.name}: {error.report()}") from error
                 self._cancelled.wait(error.retry_after or 1.0)
         raise AssertionError("unreachable")
 
@@ -85,12 +85,7 @@ def _readiness(http: httpx.Client) -> str | None:
     if response.status_code == 200:
         return None
     try:
-        return "waiting: " + str(msgspec.json.decode(response.content)["error"]["message"])
+        message = str(msgspec.json.decode(response.content)["error"]["message"])
+        return f"waiting: {message.removeprefix('not ready: ')}"
     except (msgspec.DecodeError, KeyError, TypeError):
         return f"waiting: /readyz answers {response.status_code}"
-
-
-def _details(error: GarnishError) -> str:
-    told = [f"{entry.get('tensor')}: {entry.get('problem')}" for entry in error.details[:5]]
-    more = len(error.details) - len(told)
-    return "".join(f"\n  {line}" for line in told) + (f"\n  and {more} more" if more > 0 else "")

@@ -223,3 +223,12 @@ def test_command_line(service: Service, stories_adapters: dict[str, Path]) -> No
     gone = service.run("describe", "winter", *here)
     assert (gone.returncode, gone.stdout) == (1, "")
     assert gone.stderr == "garnish: not_found: there is no function 'winter'\n"
+
+
+def test_command_line_tells_every_problem(service: Service, smollm_adapters: dict[str, Path]) -> None:
+    wrong = service.run("deploy", "wrong", str(smollm_adapters["pirate"]), "--state", "state", "--dry-run")
+    first, *details = wrong.stderr.splitlines()[-3:]
+    assert wrong.returncode == 1
+    assert any("garnish: validation_failed" in line for line in wrong.stderr.splitlines())
+    assert "expected" in first
+    assert details[-1].startswith("  and ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,15 +66,28 @@ def test_error_event_and_broken_stream() -> None:
 
 
 def test_error_replies() -> None:
-    error = error_of(429, json.dumps(ERROR).encode())
-    assert (error.status, error.type, str(error)) == (429, "overloaded", "overloaded: full")
-    assert error_of(502, b"<html>").type == "internal"
+    error = error_of(httpx.Response(429, json=ERROR, headers={"retry-after": "3"}))
+    assert (error.status, error.type, error.retry_after, str(error)) == (429, "overloaded", 3.0, "overloaded: full")
+    assert error_of(httpx.Response(502, text="<html>")).type == "internal"
     with pytest.raises(GarnishError, match="not understood"):
-        parse(200, b"{", FunctionList)
+        parse(httpx.Response(200, text="{"), FunctionList)
+
+
+def test_report_lists_the_details() -> None:
+    details = [{"tensor": f"t{n}", "problem": "shape", "expected": "[8, 4]", "found": "[8, 5]"} for n in range(30)]
+    lines = GarnishError("validation_failed", "refused", details=details).report().splitlines()
+    assert lines[:2] == ["validation_failed: refused", "  t0: shape (expected [8, 4], found [8, 5])"]
+    assert lines[-1] == "  and 10 more"
 
 
 def test_fields_of_a_newer_service_are_no_error() -> None:
-    assert parse(200, b'{"text": "a", "index": 0, "token_id": null, "new": 1}', TokenEvent).text == "a"
+    reply = httpx.Response(200, json={"text": "a", "index": 0, "token_id": None, "new": 1})
+    assert parse(reply, TokenEvent).text == "a"
+
+
+def test_the_client_waits_longer_than_the_service() -> None:
+    assert (invoke_call("f", "x", False, {}).timeout.read or 0) > 600
+    assert (invoke_call("f", "x", False, {"timeout": 3600}).timeout.read or 0) > 3600
 
 
 def test_invoke_call() -> None:
