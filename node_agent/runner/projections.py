@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
+from node_agent.runner.linear import Linear
 from node_agent.types import PassLora
 
 
@@ -30,11 +30,10 @@ class FusedProjection(nn.Module):
         super().__init__()
         self.current, self.layer, self.group = current, layer, group
         self.widths = [module.out_features for module in linears]
-        self.weight = nn.Parameter(torch.cat([module.weight.data for module in linears]), requires_grad=False)
-        self.bias: nn.Parameter | None = None
+        bias = None
         if any(module.bias is not None for module in linears):
-            parts = [_bias(module) for module in linears]
-            self.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
+            bias = torch.cat([_bias(module) for module in linears])
+        self.linear = Linear(torch.cat([module.weight.data for module in linears]), bias)
         self.parts: tuple[torch.Tensor, ...] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +41,7 @@ class FusedProjection(nn.Module):
         lora = self.current.lora
         if lora is not None:
             lora.begin(self.layer, self.group, x[0])
-        y = linear(x, self.weight, self.bias)
+        y = self.linear(x)
         self.parts = torch.split(y, self.widths, dim=-1) if len(self.widths) > 1 else (y,)
         if lora is not None:
             lora.finish(self.layer, self.group, [part[0] for part in self.parts])

@@ -15,6 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 from adapters.base_model import SUPPORTED_MODEL_TYPES
 from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.attention import paged_attention, plan_attention
+from node_agent.runner.linear import Linear
 from node_agent.runner.projections import Current, fuse_projections
 from node_agent.runner.sampler import sample
 from node_agent.types import PassLora, StepBatch, StepOutput
@@ -44,6 +45,8 @@ class TransformersRunner:
         self.current = Current()
         for index, layer in enumerate(self.layers):
             fuse_projections(layer, index, self.current)
+        head = self.model.lm_head
+        self.head = Linear(head.weight.data, None if head.bias is None else head.bias.data)
         shape = kv_shape(config)
         slots = num_blocks * block_tokens
         self.keys = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
@@ -96,7 +99,7 @@ class TransformersPass:
         if self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
         hidden = self.hidden[0].index_select(0, self.batch.logit_rows)
-        found: torch.Tensor = self.runner.model.lm_head(self.runner.model.model.norm(hidden))
+        found: torch.Tensor = self.runner.head(self.runner.model.model.norm(hidden))
         return found
 
     def abort(self) -> Event:
