@@ -13,6 +13,10 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+PATIENCE = 1.0
+"""Seconds to wait for the registry while there is an older answer: a registry that hangs must not hold up calls."""
+
+
 class GraceCache(Generic[K, V]):
     """Only answers are kept: what was missing is asked for again each time, so that a deploy is seen at once."""
 
@@ -24,12 +28,14 @@ class GraceCache(Generic[K, V]):
         fresh: float,
         grace: float,
         limit: int = 10_000,
+        patience: float = PATIENCE,
     ) -> None:
         self._load = load
         self._clock = clock
         self._fresh = fresh
         self._grace = grace
         self._limit = limit
+        self._patience = patience
         self._known: OrderedDict[K, tuple[V, float]] = OrderedDict()
         self._loading: dict[K, asyncio.Task[V]] = {}
 
@@ -38,12 +44,13 @@ class GraceCache(Generic[K, V]):
         known = self._known.get(key)
         if known is not None and self._clock() - known[1] < self._fresh:
             return known[0]
-        try:
-            return await asyncio.shield(self._loading.get(key) or self._begin(key))
-        except StoreUnavailable:
-            if known is None or self._clock() - known[1] >= self._grace:
-                raise
+        load = self._loading.get(key) or self._begin(key)
+        if known is None or self._clock() - known[1] >= self._grace:
+            return await asyncio.shield(load)
+        await asyncio.wait({load}, timeout=self._patience)
+        if not load.done() or isinstance(load.exception(), StoreUnavailable):
             return known[0]
+        return load.result()
 
     def forget_where(self, matches: Callable[[K], bool]) -> None:
         """The next `get` of these asks anew, and a load of them that began before does not count."""

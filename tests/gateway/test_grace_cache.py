@@ -78,6 +78,20 @@ def test_the_grace_ends(store: Store) -> None:
     asyncio.run(main())
 
 
+def test_a_registry_that_hangs_holds_up_only_what_is_unknown(store: Store) -> None:
+    async def main() -> None:
+        cache = GraceCache(store.load, clock=lambda: store.now, fresh=1.0, grace=60.0, patience=0.01)
+        assert await cache.get("a") == 1
+        store.now, store.gate = 2.0, asyncio.Event()
+        assert await cache.get("a") == 1
+        unknown = asyncio.ensure_future(cache.get("b"))
+        store.gate.set()
+        assert await unknown == 3
+        assert await cache.get("a") == 2  # the load that hung has come to its end
+
+    asyncio.run(main())
+
+
 def test_what_is_gone_has_no_grace(store: Store) -> None:
     async def main() -> None:
         cache = cache_of(store)
