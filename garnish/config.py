@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from adapters.names import is_alias, is_name
-from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Tenant, Top
+from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
 
@@ -183,6 +183,8 @@ def _type_at(kind: Any, path: FieldPath) -> Any:
 
 def _check_together(document: Document, loaded: ServiceFile) -> None:
     """What no single field can say."""
+    if loaded.node.device == "cuda" and loaded.node.simulate != Simulate():
+        raise document.error(("node", "simulate"), "a simulated link is for a node without a GPU, and device is cuda")
     for name, pool in loaded.node_pools.items():
         if not pool.min <= pool.desired <= pool.max:
             raise document.error(("node_pools", name), "expected min <= desired <= max")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from whole_service import MakeService, Service, can_listen, eventually, is_alive
+from whole_service import MakeService, Service, can_listen, descendants, eventually, is_alive
 
 from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
 
@@ -64,9 +64,13 @@ def test_killed_engine_before_the_reply(service: Service) -> None:
     assert eventually(service.nothing_held), service.node()
 
 
-def test_killed_gateway_worker_comes_back(service: Service) -> None:
-    children = [pid for pid, command in service.processes().items() if "run_gateway" in command]
-    os.kill(max(children), signal.SIGKILL)
+@pytest.mark.parametrize("who", ["master", "worker"])
+def test_killed_gateway_comes_back(service: Service, who: str) -> None:
+    """Whoever of the two is killed, the port is free for the next one."""
+    master = service.pid_of("garnish.run_gateway")
+    worker = next(pid for pid in descendants(master) if pid != master)
+    os.kill({"master": master, "worker": worker}[who], signal.SIGKILL)
+    assert eventually(lambda: worker not in service.processes())
     with service.client("acme") as http:
         assert eventually(lambda: _answers(http, "/invoke/dragon"), 60)
 
@@ -83,7 +87,7 @@ def test_whole_service_killed_mid_deploy(
 ) -> None:
     """One deploy has sent half its body, and others follow each other, when everything is killed."""
     service = make_service(stories_dir).start()
-    _send_half_a_deploy(service, "unfinished", stories_adapters["ocean"])
+    half_sent = _send_half_a_deploy(service, "unfinished", stories_adapters["ocean"])
     processes = service.processes()
     assert len(processes) >= 6  # up, gateway and its worker, node, API, engine
     assert service.process is not None
@@ -94,6 +98,7 @@ def test_whole_service_killed_mid_deploy(
     assert some.wait(30)
     service.process.kill()
     service.process.wait()
+    half_sent.close()
     deploying.join(60)
     assert not deploying.is_alive()
     assert eventually(lambda: gone(processes)), processes
@@ -124,8 +129,8 @@ def _deploy_on(service: Service, directory: Path, acknowledged: list[str], some:
             some.set()
 
 
-def _send_half_a_deploy(service: Service, name: str, directory: Path) -> None:
-    """Leaves the connection open; its upload has begun when this returns."""
+def _send_half_a_deploy(service: Service, name: str, directory: Path) -> socket.socket:
+    """The open connection; its upload has begun when this returns."""
     weights = (directory / WEIGHTS_FILE).read_bytes()
     body = b"".join(
         b'--b\r\ncontent-disposition: form-data; name="%b"; filename="%b"\r\n\r\n%b\r\n'
@@ -137,7 +142,7 @@ def _send_half_a_deploy(service: Service, name: str, directory: Path) -> None:
     head += f"content-type: multipart/form-data; boundary=b\r\ncontent-length: {len(body) + 5}\r\n\r\n"
     raw.sendall(head.encode() + body[: len(body) - len(weights) // 2])
     assert eventually(lambda: any((service.state / "uploads").iterdir()))
-    raw.detach()  # stays open until this process ends
+    return raw
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

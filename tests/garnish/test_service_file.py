@@ -79,6 +79,7 @@ def test_the_least_that_is_needed(tmp_path: Path) -> None:
         (HEAD + "node:\n  adapter_memory: lots\n", 4, "node.adapter_memory", "expected a size such as"),
         (HEAD + "node:\n  simulate:\n    link: 5\n", 5, "node.simulate.link", "expected a rate such as"),
         (HEAD + "node:\n  simulate: {lnk: 1GB/s}\n", 4, "node.simulate.lnk", "did you mean `link`?"),
+        (HEAD + "node:\n  device: cuda\n  simulate: {link: 1GB/s}\n", 5, "node.simulate", "without a GPU"),
         (HEAD + "tenants: {Acme: {}}\n", 3, "tenants.Acme", "expected a name of 1 to 64"),
         (HEAD + "functions:\n  f: {}\n", 4, "functions.f.adapter", "the key is missing"),
         (HEAD + "functions:\n  f:\n    adapter: a\n    aliass: b\n", 6, "functions.f.aliass", "did you mean `alias`?"),

@@ -1,4 +1,4 @@
-"""The prepared linear layer gives torch's own bits."""
+"""The prepared linear layer is as close to the exact product as torch's own."""
 
 from __future__ import annotations
 
