@@ -52,6 +52,7 @@ class LocalStore:
             try:
                 stat = self._path(key).stat()
             except (FileNotFoundError, NotADirectoryError):
+                self._check_root()
                 return None
         if not S_ISREG(stat.st_mode):
             return None
@@ -122,6 +123,7 @@ class LocalStore:
         try:
             stream = self._path(key).open("rb")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            self._check_root()
             raise NotFound(f"there is no object {key}") from None
         with stream:
             yield stream
@@ -182,8 +184,14 @@ class LocalStore:
             with os.scandir(self.root / folder) as entries:
                 names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries if entry.name[0] != "."]
         except (FileNotFoundError, NotADirectoryError):
+            self._check_root()
             return []
         return sorted(names)
+
+    def _check_root(self) -> None:
+        """Raise StoreUnavailable when the whole store is gone (unmounted, say): that is not "no such object"."""
+        if not self._tmp.is_dir():
+            raise StoreUnavailable(f"the registry's directory is gone or is no registry: {self._tmp.name} is missing")
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
         """Keys in `folder` that start with `prefix` and follow `after`, without entering folders that hold none."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -76,20 +75,3 @@ def check_key(key: str) -> None:
     """Raise InvalidRequest unless `key` is well-formed, so that no key can leave the store."""
     if len(key) > MAX_KEY or not all(_SEGMENT.fullmatch(part) for part in key.split("/")):
         raise InvalidRequest("key", f"malformed object key {key[:200]!r}")
-
-
-def open_store(url: str) -> ObjectStore:
-    """The store at `url`: a directory's path or `file://` URL (made if it does not exist).
-
-    Raises InvalidRequest for another scheme.
-    """
-    from adapters.local_store import LocalStore
-
-    parts = urlsplit(url)
-    if parts.scheme == "":
-        return LocalStore(Path(url))
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return LocalStore(Path(parts.path))
-    if parts.scheme == "s3":
-        raise InvalidRequest("registry", "registries on S3 are not built yet; use a directory")
-    raise InvalidRequest("registry", f"unknown registry {url[:200]!r}; expected a directory's path or file:// URL")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from adapters.base_model import load_base_model
+from adapters.open_store import open_store
 from adapters.registry import Registry
-from adapters.store import open_store
 from cluster.messages import Adapter, Sampling
 from node_agent.config import EngineConfig
 from node_agent.engine.setup import build_engine

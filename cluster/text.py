@@ -15,6 +15,9 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What a template's own code may raise over messages that it was not written for."""
+
 
 class TextError(ValueError):
     """The prompt or the messages can't be turned into tokens; the message says why and is fit for the caller."""
@@ -55,7 +58,7 @@ class BaseText:
             text = self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._special
             )
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise TextError(f"the chat template refused the messages: {error}") from error
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids or [self.bos_id]

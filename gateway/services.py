@@ -13,8 +13,8 @@ import anyio
 from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
+from adapters.open_store import open_store
 from adapters.registry import Registry
-from adapters.store import open_store
 from adapters.tenants import Tenants
 from cluster.secret import read_secret
 from cluster.state import ClusterState, MemoryClusterState

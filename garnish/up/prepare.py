@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.store import open_store
+from adapters.open_store import open_store
 from adapters.tenants import Tenants
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of

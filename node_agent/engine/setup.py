@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from adapters.base_model import BaseModel, load_base_model
-from adapters.store import open_store
+from adapters.open_store import open_store
 from cluster.messages import Sampling
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore

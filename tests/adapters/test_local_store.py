@@ -110,3 +110,17 @@ def _await_file(folder: Path) -> Path:
 
 def _age(path: Path) -> None:
     os.utime(path, (time.time() - 3600, time.time() - 3600))
+
+
+def test_a_vanished_store_is_not_an_empty_one(tmp_path: Path) -> None:
+    """An unmounted registry must not look as if every function had been deleted."""
+    store = LocalStore(tmp_path / "root")
+    store.put_if_absent("a/b", b"x")
+    (tmp_path / "root").rename(tmp_path / "elsewhere")
+    (tmp_path / "root").mkdir()  # the mount point remains
+    for call in (lambda: store.get("a/b"), lambda: store.head("a/b"), lambda: store.list("a/")):
+        with pytest.raises(StoreUnavailable, match="gone"):
+            call()
+    (tmp_path / "root").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "root")
+    assert store.get("a/b").data == b"x"

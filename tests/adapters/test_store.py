@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from adapters.errors import Conflict, InvalidRequest, NotFound, PreconditionFailed
 from adapters.local_store import LocalStore
-from adapters.store import ObjectStore, open_store
+from adapters.open_store import open_store
+from adapters.store import ObjectStore
 
 MakeStore = Callable[[], ObjectStore]
 

@@ -93,3 +93,12 @@ def test_named_templates_and_end_tokens(stories_dir: Path, tmp_path: Path) -> No
     text = BaseText(target)
     assert text.encode_chat([{"role": "user", "content": "Once"}]) == text.encode_prompt("Once")[1:]
     assert {2, 7} <= text.eos_ids
+
+
+@pytest.mark.parametrize("expression", ["messages[0].content + 1", "messages['x'].y.z", "1 // 0", "messages[9].a.b"])
+def test_a_template_that_breaks_is_a_refusal(stories_dir: Path, tmp_path: Path, expression: str) -> None:
+    directory = tmp_path / "broken"
+    shutil.copytree(stories_dir, directory)
+    (directory / "chat_template.jinja").write_text("{{ " + expression + " }}")
+    with pytest.raises(TextError, match="chat template refused"):
+        BaseText(directory).encode_chat([{"role": "user", "content": "hello"}])

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from safetensors.torch import load_file
 
 from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
+from adapters.open_store import open_store
 from adapters.registry import Registry
-from adapters.store import ObjectStore, open_store
+from adapters.store import ObjectStore
 from benchmarks.peft_reference import draw_adapter, make_adapter
 from cluster.messages import Adapter
 from kernels.reference import lora_rows
