@@ -184,8 +184,9 @@ class LocalStore:
             with os.scandir(self.root / folder) as entries:
                 names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries if entry.name[0] != "."]
         except (FileNotFoundError, NotADirectoryError):
+            names = []
+        if not names:
             self._check_root()
-            return []
         return sorted(names)
 
     def _check_root(self) -> None:
