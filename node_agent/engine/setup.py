@@ -32,6 +32,8 @@ class WarmUpFailed(RuntimeError):
 def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[Engine, BaseModel]:
     """Load the base model, allocate the pools and warm up. Raises ValueError or OSError on bad settings."""
     device = pick_device(config.device)
+    if device.type == "cuda" and (config.load_link or config.store_link):
+        raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
     torch.set_num_threads(config.threads or default_threads(Path(config.model_dir)))
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
