@@ -120,14 +120,16 @@ def node_config(
     gateway_url: str,
     secret_file: Path | None = None,
     port: int = 0,
+    threads: int | None = None,
 ) -> NodeConfig:
+    """`threads` None: as many as the node finds right for its host."""
     return NodeConfig(
         node_id=node_id,
         port=port,
         gateway_url=gateway_url,
         secret_file=str(secret_file or secret_file_of(service, state)),
         run_dir=str(run_directory(state, node_id)),
-        engine=_engine_config(service, base, state),
+        engine=_engine_config(service, base, state, threads),
     )
 
 
@@ -143,7 +145,7 @@ def run_directory(state: Path, node_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"garnish-{name}"
 
 
-def _engine_config(service: ServiceFile, base: Base, state: Path) -> EngineConfig:
+def _engine_config(service: ServiceFile, base: Base, state: Path, threads: int | None) -> EngineConfig:
     node = service.node
     memory = {"adapter_memory": node.adapter_memory, "host_memory": node.host_memory, "kv_memory": node.kv_memory}
     link, store = node.simulate.link, node.simulate.store
@@ -153,6 +155,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path) -> EngineConfi
         registry=registry_of(service, state),
         device=node.device,
         dtype=node.dtype,
+        threads=threads,
         load_link=LinkConfig(bandwidth=link) if link is not None else None,
         store_link=LinkConfig(bandwidth=store) if store is not None else None,
         **{name: value for name, value in memory.items() if value is not None},

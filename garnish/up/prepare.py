@@ -32,6 +32,7 @@ from garnish.settings import (
 )
 from gateway.config import GatewayConfig
 from node_agent.config import NodeConfig
+from node_agent.cores import usable_cores
 
 MAX_NODES = 64
 
@@ -96,6 +97,8 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     _check_adapters(service)
     check_port(gateway.host, gateway.port)
     credentials, new_keys = make_keys(service, state, url)
+    # Nodes that share this host share its cores; a node alone decides for itself.
+    threads = max(1, usable_cores() // options.nodes) if options.nodes > 1 else None
     return Prepared(
         service=service,
         base=base,
@@ -103,7 +106,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
         url=url,
         gateway=gateway,
         nodes=tuple(
-            node_config(service, base, state, node_id=f"node-{number}", gateway_url=url)
+            node_config(service, base, state, node_id=f"node-{number}", gateway_url=url, threads=threads)
             for number in range(1, options.nodes + 1)
         ),
         credentials=credentials,
