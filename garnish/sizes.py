@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 BYTES = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -22,20 +23,21 @@ def parse_rate(value: object) -> float:
     expected = "a rate such as 200MB/s or 1GB/s"
     if not isinstance(value, str) or not value.endswith("/s"):
         raise ValueError(f"expected {expected}, found {value!r}")
-    return _quantity(value.removesuffix("/s"), BYTES, expected)
+    return float(_quantity(value.removesuffix("/s"), BYTES, expected))
 
 
 def parse_seconds(value: object) -> float:
     """`15m`, `250ms` or a plain number of seconds, above 0. Raises ValueError."""
-    return _quantity(value, SECONDS, "a duration such as 30s, 15m or 2h")
+    return float(_quantity(value, SECONDS, "a duration such as 30s, 15m or 2h"))
 
 
-def _quantity(value: object, units: dict[str, float] | dict[str, int], expected: str) -> float:
+def _quantity(value: object, units: dict[str, float] | dict[str, int], expected: str) -> Fraction:
+    """Exact: a float would move large sizes by some bytes."""
     text = str(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in units:
         raise ValueError(f"expected {expected}, found {value!r}")
-    amount = float(match[1]) * units[match[2]]
+    amount = Fraction(match[1]) * Fraction(str(units[match[2]]))
     if not 0 < amount < 2**62:
         raise ValueError(f"expected {expected}, above 0 and below 4 exbibytes, found {value!r}")
     return amount

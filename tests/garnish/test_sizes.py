@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
@@ -38,6 +38,7 @@ def test_anything_else_is_refused(parse: object, value: object) -> None:
         parse(value)  # type: ignore[operator]
 
 
+@example(576460752305, ("MB", 10**6))
 @given(st.integers(1, 2**40), st.sampled_from([("B", 1), ("KiB", 1 << 10), ("MB", 10**6)]))
 def test_units_multiply(count: int, unit: tuple[str, int]) -> None:
     assert parse_bytes(f"{count}{unit[0]}") == count * unit[1]
