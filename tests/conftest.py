@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # How fast a busy machine draws and runs an example says nothing about the code; pytest's own limit bounds each test.
-settings.register_profile("garnish", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Continuous integration draws the same examples each time; everyone else draws new ones.
+settings.register_profile(
+    "garnish", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+)
 settings.load_profile("garnish")
 
 ROOT = Path(__file__).parents[1]
