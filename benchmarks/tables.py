@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
+from benchmarks.step_profile import KINDS
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -42,6 +43,17 @@ def engine_table(document: dict[str, Any]) -> str:
             f"| {ratio:.2f} ({lowest:.2f}) | {figures[f'{kind}_ttft_ms_{n}']:.0f} ms "
             f"| {figures[f'peft_{kind}_ttft_ms_{n}']:.0f} ms | {figures[f'http_{kind}_tok_s_{n}']:.0f} tok/s |"
         )
+    kinds = [*KINDS, "other operators"]
+    lines += [
+        "",
+        "A decode step of 8 requests, ms (operators' own time by torch's profiler; the step without it):",
+        "",
+        f"| | step | {' | '.join(kinds)} |",
+        "|---" * (len(kinds) + 2) + "|",
+    ]
+    for title, name in (("base", "base_8"), ("eight adapters", "mixed_8")):
+        values = [figures[f"{name}_{kind.replace(' ', '_')}_ms"] for kind in ["step", *kinds]]
+        lines.append(f"| {title} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
     before, after = figures["probe_before_ms"], figures["probe_after_ms"]
     lines += ["", f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."]
     return "\n".join(lines)
