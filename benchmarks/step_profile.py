@@ -22,8 +22,10 @@ STEPS = 8
 
 
 def breakdown(engine: LocalEngine, adapters: list[Adapter | None], prompts: list[list[int]]) -> dict[str, float]:
-    """Milliseconds per decode step of one batch: `step` on the wall without the profiler, and the operators' own time by
-    kind. What the operators do not account for is Python and dispatch."""
+    """Milliseconds per decode step of one batch: `step` on the wall, without the profiler, and the operators' own time.
+
+    What the operators do not account for is Python and dispatch.
+    """
     requests = [
         engine.submit(prompt, 4 * STEPS, adapter, ignore_eos=True)
         for prompt, adapter in zip(prompts, adapters, strict=True)
