@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +17,10 @@ from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, PairRows,
 from node_agent.adapter_memory.link import Link
 from node_agent.device import DTYPES
 
+MEASURE_WORKERS = 2
+"""Headers are small: they must not wait behind the bytes of large adapters."""
 STORE_WORKERS = 4
 COPY_WORKERS = 2
-LAYER_WAIT = 60.0
-"""Seconds a copy to the device waits for its next layer to reach the host before the load counts as failed."""
 
 
 @dataclass
@@ -35,7 +34,6 @@ class HostAdapter:
     data: torch.Tensor | None = None
     ready: int = 0
     failed: str = ""
-    changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def complete(self) -> bool:
@@ -72,24 +70,26 @@ class Loader:
         """`on_change` is called from a worker when something that the engine may wait for has changed."""
         self.store, self.base, self.dtype, self.on_change = store, base, dtype, on_change
         self.store_link, self.device_link = store_link, device_link
+        self._measuring = ThreadPoolExecutor(MEASURE_WORKERS, "measure")
         self._fetching = ThreadPoolExecutor(STORE_WORKERS, "fetch")
         self._copying = ThreadPoolExecutor(COPY_WORKERS, "copy")
         self._closed = threading.Event()
 
     def measure(self, host: HostAdapter) -> None:
         """Start to read the adapter's header; `host.layout` is its outcome."""
-        self._fetching.submit(self._guarded, host, self._measure)
+        self._measuring.submit(self._guarded, host, self._measure)
 
     def fetch(self, host: HostAdapter) -> None:
         """Start to bring a measured adapter's weights to `host.data`, which the caller has made room for."""
         self._fetching.submit(self._guarded, host, self._fetch)
 
     def copy(self, host: HostAdapter, target: torch.Tensor, states: CopyStates) -> None:
-        """Start to copy it to `target` (flat, of the layout's size) as its layers arrive."""
+        """Start to copy an adapter that is wholly in host memory to `target` (flat, of the layout's size)."""
         self._copying.submit(self._copy, host, target, states)
 
     def close(self) -> None:
         self._closed.set()
+        self._measuring.shutdown(cancel_futures=True)
         self._fetching.shutdown(cancel_futures=True)
         self._copying.shutdown(cancel_futures=True)
 
@@ -97,9 +97,7 @@ class Loader:
         try:
             work(host)
         except Exception as error:  # the border of a worker: whatever failed becomes the adapter's state
-            with host.changed:
-                host.failed = f"{type(error).__name__}: {error}"
-                host.changed.notify_all()
+            host.failed = f"{type(error).__name__}: {error}"
         self.on_change()
 
     def _measure(self, host: HostAdapter) -> None:
@@ -114,9 +112,7 @@ class Loader:
             if self._closed.is_set():
                 raise RuntimeError("the node is stopping")
             self._fetch_layer(host, host.header, index, block)
-            with host.changed:
-                host.ready = index + 1
-                host.changed.notify_all()
+            host.ready = index + 1
 
     def _fetch_layer(self, host: HostAdapter, header: ArtifactHeader, index: int, block: LayerBlock) -> None:
         if not block.size:
@@ -142,11 +138,10 @@ class Loader:
 
     def _copy(self, host: HostAdapter, target: torch.Tensor, states: CopyStates) -> None:
         try:
-            assert host.layout is not None and host.data is not None  # placed after its fetch began
+            assert host.layout is not None and host.data is not None  # it is complete
             per_unit = ROW_ALIGN // self.dtype.itemsize
             starts = host.layout.layer_start
             for layer in range(len(host.layout.layers)):
-                self._wait_for(host, partial(_has_layer, host, layer))
                 begin, end = starts[layer] * per_unit, starts[layer + 1] * per_unit
                 self.device_link.carry((end - begin) * self.dtype.itemsize)
                 target[begin:end].copy_(host.data[begin:end])
@@ -156,15 +151,3 @@ class Loader:
         finally:
             states.ended.set()
             self.on_change()
-
-    def _wait_for(self, host: HostAdapter, condition: Callable[[], bool]) -> None:
-        with host.changed:
-            arrived = host.changed.wait_for(lambda: host.failed or condition(), LAYER_WAIT)
-        if host.failed:
-            raise RuntimeError(host.failed)
-        if not arrived:
-            raise TimeoutError(f"no further layer of {host.digest} reached the host within {LAYER_WAIT:.0f} s")
-
-
-def _has_layer(host: HostAdapter, layer: int) -> bool:
-    return host.ready > layer

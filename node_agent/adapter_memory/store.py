@@ -36,6 +36,7 @@ class DeviceAdapter:
     run: int
     copy: CopyStates
     leases: int = 0
+    copying: bool = False
     weights: AdapterWeights | None = None
     """Set when the adapter is wholly there and the table names it."""
 
@@ -66,6 +67,8 @@ class AdapterStore:
         self._unfetched: list[HostAdapter] = []
         self._device: OrderedDict[str, DeviceAdapter] = OrderedDict()
         self._free_slots = list(range(config.adapter_slots - 1, -1, -1))
+        self._loading: list[DeviceAdapter] = []
+        """Those of `_device` that are not switched in yet."""
         self._releasing: list[tuple[str, Sequence[Event]]] = []
 
     # --- what the engine calls for a request
@@ -146,10 +149,8 @@ class AdapterStore:
             else:
                 self._drop_lease(digest)
         self._releasing = still
-        for digest, entry in list(self._device.items()):
-            if entry.weights is None and entry.copy.ended.is_set():
-                self._switch_in(digest, entry)
         self._start_fetches()
+        self._loading = [entry for entry in self._loading if not self._advance_load(entry)]
 
     def close(self) -> None:
         self.loader.close()
@@ -201,8 +202,7 @@ class AdapterStore:
         start, run = room
         entry = DeviceAdapter(host, self._free_slots.pop(), start, run, CopyStates())
         self._device[adapter.digest] = entry
-        units = host.layout.layer_start[-1]
-        self.loader.copy(host, self.pool.elements(start, start + units), entry.copy)
+        self._loading.append(entry)
         return entry
 
     def _make_room(self, host: HostAdapter) -> tuple[int, int] | None:
@@ -240,15 +240,33 @@ class AdapterStore:
         if entry.copy.failed and self._idle(entry):
             self._evict(digest)
 
-    def _switch_in(self, digest: str, entry: DeviceAdapter) -> None:
-        if entry.copy.failed:
-            self._host.pop(digest, None)  # whatever failed, the next request reads the store again
+    def _advance_load(self, entry: DeviceAdapter) -> bool:
+        """Start or end an adapter's copy as is due; True when the load is over, one way or the other.
+
+        A copy starts when the whole adapter is in host memory: a worker that waited for a slow store would hold up
+        the copies of others.
+        """
+        host, copy = entry.host, entry.copy
+        if not entry.copying:
+            if host.failed:
+                copy.failed = host.failed
+                copy.ended.set()
+            elif host.complete:
+                assert host.layout is not None
+                entry.copying = True
+                end = entry.start + host.layout.layer_start[-1]
+                self.loader.copy(host, self.pool.elements(entry.start, end), copy)
+        if not copy.ended.is_set():
+            return False
+        if copy.failed:
+            self._host.pop(host.digest, None)  # whatever failed, the next request reads the store again
             if entry.leases == 0:
-                self._evict(digest)
-            return
-        assert entry.host.layout is not None  # it was copied
-        self.table.set(entry.slot, entry.run, entry.start, entry.host.layout)
-        entry.weights = view_weights(self.pool, entry.start, entry.host.layout, self.base)
+                self._evict(host.digest)
+        else:
+            assert host.layout is not None
+            self.table.set(entry.slot, entry.run, entry.start, host.layout)
+            entry.weights = view_weights(self.pool, entry.start, host.layout, self.base)
+        return True
 
     def _start_fetches(self) -> None:
         """Fetch measured adapters in order of announcement while host memory has room for them."""
