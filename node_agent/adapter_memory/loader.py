@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,17 +24,36 @@ STORE_WORKERS = 4
 COPY_WORKERS = 2
 
 
+class Abandoned(Exception):
+    """A load ended early because nobody wanted it any more."""
+
+
 @dataclass
 class HostAdapter:
-    """One adapter in host memory, in the pool's dtype and row order. `ready` counts layers that have arrived."""
+    """One adapter in host memory, in the pool's dtype and row order. `ready` counts layers that have arrived.
+
+    The engine's thread writes `waiters`, `placed` and `data` (which a worker fills, and drops when it fails); workers
+    write the rest.
+    """
 
     digest: str
     artifact: str
+    waiters: int = 0
+    """queued requests that want it"""
+    placed: bool = False
+    """the device is to copy from it"""
+    began: float = field(default_factory=time.monotonic)
     header: ArtifactHeader | None = None
     layout: AdapterLayout | None = None
     data: torch.Tensor | None = None
     ready: int = 0
     failed: str = ""
+    abandoned: bool = False
+    """`failed` because nobody wanted it any more"""
+
+    @property
+    def unwanted(self) -> bool:
+        return not self.waiters and not self.placed
 
     @property
     def complete(self) -> bool:
@@ -56,7 +76,7 @@ class CopyStates:
 
 
 class Loader:
-    """Two pools of worker threads. Failures end in `failed` of what was being loaded, never in a log alone."""
+    """Three pools of worker threads. Failures end in `failed` of what was being loaded, never in a log alone."""
 
     def __init__(
         self,
@@ -89,14 +109,16 @@ class Loader:
 
     def close(self) -> None:
         self._closed.set()
-        self._measuring.shutdown(cancel_futures=True)
-        self._fetching.shutdown(cancel_futures=True)
-        self._copying.shutdown(cancel_futures=True)
+        self._measuring.shutdown(wait=False, cancel_futures=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
+        self._copying.shutdown(wait=False, cancel_futures=True)
 
     def _guarded(self, host: HostAdapter, work: Callable[[HostAdapter], None]) -> None:
         try:
             work(host)
         except Exception as error:  # the border of a worker: whatever failed becomes the adapter's state
+            host.data = None
+            host.abandoned = isinstance(error, Abandoned)
             host.failed = f"{type(error).__name__}: {error}"
         self.on_change()
 
@@ -111,6 +133,8 @@ class Loader:
         for index, block in enumerate(host.header.layers):
             if self._closed.is_set():
                 raise RuntimeError("the node is stopping")
+            if host.unwanted:
+                raise Abandoned("nobody waits for it any more")
             self._fetch_layer(host, host.header, index, block)
             host.ready = index + 1
 
