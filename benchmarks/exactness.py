@@ -1,8 +1,8 @@
 """Greedy tokens in fp32 against PEFT alone, over drawn adapters, batches, arrivals, chunk borders and cancellations.
 
 Every answer of the engine is held against PEFT run alone with that adapter. A token may differ where PEFT's two best
-logits lie closer than 1e-4 (a tie); after it the comparison goes on from PEFT's token. Adapter memory is far smaller than
-the adapters together (both are in the settings), so that loads and evictions go on all the time.
+logits lie closer than 1e-4 (a tie); after it the comparison goes on from PEFT's token. Adapter memory is far smaller
+than the adapters together (both are in the settings), so that loads and evictions go on all the time.
 """
 
 from __future__ import annotations
