@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
 from cluster.messages import NodeRecord, Resident
-from cluster.state import MemoryClusterState, NodeView
+from cluster.state import MemoryClusterState, NodeView, tiers_of
 from gateway.bodies import convert, field_of
 from gateway.last_hour import Counts, LastHour
 from gateway.logs import JsonFormatter
@@ -48,7 +48,8 @@ REQUEST = PlacementRequest(id="r", prompt_tokens=5, max_tokens=5, digest="d", ad
 
 
 def view(node_id: str, reserved: int = 0, **changed: Any) -> NodeView:
-    return NodeView(msgspec.structs.replace(RECORD, id=node_id, **changed), reserved=reserved, age=0.0)
+    record = msgspec.structs.replace(RECORD, id=node_id, **changed)
+    return NodeView(record, reserved=reserved, age=0.0, tiers=tiers_of(record))
 
 
 def test_least_loaded_prefers_fewer_requests_then_the_adapter_then_memory() -> None:
