@@ -13,8 +13,9 @@ from gateway.bodies import decode_json, read_body, require_json
 from gateway.choices import collect
 from gateway.connected import while_connected
 from gateway.event_stream import EventStream
-from gateway.invocation import Invocation, Options, chat_tokens, prepare, prompt_tokens
+from gateway.invocation import Invocation, Options, prepare
 from gateway.params import known_only
+from gateway.prompts import Conversation, Prompts, Source
 from gateway.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.responses import json_response
 from gateway.services import Services, services_of
@@ -38,10 +39,10 @@ async def invoke(request: Request) -> ASGIApp:
         services,
         tenant=tenant,
         target=target,
-        prompts=[await _tokens(services, call)],
+        source=_source(call),
         options=_options(call),
         watch=watch,
-        prompt_field="messages" if call.prompt is None else "prompt",
+        receive=request.receive,
     )
     if call.stream or "text/event-stream" in request.headers.get("accept", ""):
         return _stream(services, invocation, request.state.request_id)
@@ -77,13 +78,13 @@ def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     return name, asked
 
 
-async def _tokens(services: Services, call: schema.InvokeRequest) -> list[int]:
+def _source(call: schema.InvokeRequest) -> Source:
     if (call.prompt is None) == (call.messages is None):
         raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
     if call.messages is not None:
-        return await chat_tokens(services, msgspec.to_builtins(call.messages))
+        return Conversation(msgspec.to_builtins(call.messages))
     assert call.prompt is not None
-    return await prompt_tokens(services, call.prompt)
+    return Prompts([call.prompt])
 
 
 def _options(call: schema.InvokeRequest) -> Options:

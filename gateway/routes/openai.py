@@ -16,9 +16,10 @@ from gateway.bodies import convert, parse_json, read_body, require_json
 from gateway.choices import collect
 from gateway.connected import while_connected
 from gateway.event_stream import EventStream
-from gateway.invocation import Invocation, Options, chat_tokens, prepare, prompt_tokens
+from gateway.invocation import Invocation, Options, prepare
 from gateway.openai_reply import Head, chunks, failure, whole
 from gateway.params import known_only
+from gateway.prompts import Conversation, Prompts
 from gateway.reply import invocation_headers
 from gateway.responses import json_response
 from gateway.services import Services, services_of
@@ -68,9 +69,10 @@ async def completions(request: Request) -> ASGIApp:
         services,
         tenant=tenant,
         target=target,
-        prompts=[await prompt_tokens(services, prompt) for prompt in prompts],
+        source=Prompts(prompts),
         options=_options(call, max_tokens=call.max_tokens, logprobs=call.logprobs),
         watch=watch,
+        receive=request.receive,
         choices=call.n or 1,
     )
     return await _answer(services, invocation, request, call, _head(invocation, call, False, call.logprobs is not None))
@@ -89,7 +91,7 @@ async def chat_completions(request: Request) -> ASGIApp:
         services,
         tenant=tenant,
         target=target,
-        prompts=[await chat_tokens(services, [message.plain() for message in call.messages])],
+        source=Conversation([message.plain() for message in call.messages]),
         options=_options(
             call,
             max_tokens=call.max_completion_tokens or call.max_tokens,
@@ -97,8 +99,8 @@ async def chat_completions(request: Request) -> ASGIApp:
             max_tokens_field="max_tokens" if call.max_completion_tokens is None else "max_completion_tokens",
         ),
         watch=watch,
+        receive=request.receive,
         choices=call.n or 1,
-        prompt_field="messages",
     )
     return await _answer(services, invocation, request, call, _head(invocation, call, True, bool(call.logprobs)))
 
