@@ -8,10 +8,14 @@ from cluster.errors import ServiceError
 
 
 def known_only(request: Request, *known: str) -> None:
-    """Raises ServiceError `validation_failed` for a parameter that the route has not."""
-    for name in request.query_params:
+    """Raises ServiceError `validation_failed` for a parameter that the route has not, or that is there twice."""
+    seen: set[str] = set()
+    for name, _ in request.query_params.multi_items():
         if name not in known:
             raise ServiceError("validation_failed", f"unknown query parameter {name[:100]!r}", param=name[:100])
+        if name in seen:
+            raise ServiceError("validation_failed", f"the query parameter {name} is there more than once", param=name)
+        seen.add(name)
 
 
 def flag(request: Request, name: str) -> bool:

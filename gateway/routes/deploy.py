@@ -9,7 +9,6 @@ import anyio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from adapters import strict_json
 from adapters.names import is_name
@@ -18,8 +17,9 @@ from cluster.errors import ServiceError
 from gateway import schema
 from gateway.bodies import decode_json, media_type, read_body
 from gateway.multipart import Upload, receive_upload
-from gateway.params import flag
+from gateway.params import flag, known_only
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 
 
@@ -33,6 +33,7 @@ async def deploy(request: Request) -> Response:
             "a function's name has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit",
             param="name",
         )
+    known_only(request, "dry_run")
     dry_run = flag(request, "dry_run")
     given = media_type(request)
     if given == "application/json":
@@ -110,4 +111,4 @@ def _reply(made: Deployment) -> schema.DeployReply:
 
 
 # `:path`, so that a name with slashes is a malformed name and not an unknown route.
-routes = [Route("/deploy/{name:path}", deploy, methods=["POST"])]
+routes = [ExactRoute("/deploy/{name:path}", deploy, methods=["POST"])]

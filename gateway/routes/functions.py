@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from adapters.errors import NotFound
 from adapters.functions import Alias, FunctionRecord, Manifest, VersionEntry
@@ -16,6 +15,7 @@ from cluster.state import NodeView
 from gateway import schema
 from gateway.params import flag, integer, known_only
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 
 MAX_PAGE = 1000
@@ -136,8 +136,8 @@ def _manifest(manifest: Manifest) -> schema.VersionReply:
 
 
 routes = [
-    Route("/functions", list_functions, methods=["GET"]),
-    Route("/functions/{name}", function, methods=["GET", "DELETE"]),
-    Route("/functions/{name}/versions", list_versions, methods=["GET"]),
-    Route("/functions/{name}/versions/{version}", get_version, methods=["GET"]),
+    ExactRoute("/functions", list_functions, methods=["GET"]),
+    ExactRoute("/functions/{name}", function, methods=["GET", "DELETE"]),
+    ExactRoute("/functions/{name}/versions", list_versions, methods=["GET"]),
+    ExactRoute("/functions/{name}/versions/{version}", get_version, methods=["GET"]),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from cluster.errors import ServiceError
@@ -18,6 +17,7 @@ from gateway.params import known_only
 from gateway.prompts import Conversation, Prompts, Source
 from gateway.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.stopwatch import Stopwatch
 
@@ -92,4 +92,4 @@ def _options(call: schema.InvokeRequest) -> Options:
     return Options(**{field: getattr(call, field) for field in shared})
 
 
-routes = [Route("/invoke/{target:path}", invoke, methods=["POST"])]
+routes = [ExactRoute("/invoke/{target:path}", invoke, methods=["POST"])]

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from adapters.functions import FunctionRecord
@@ -22,6 +21,7 @@ from gateway.params import known_only
 from gateway.prompts import Conversation, Prompts
 from gateway.reply import invocation_headers
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.stopwatch import Stopwatch
 
@@ -35,6 +35,7 @@ T = TypeVar("T", bound=openai.Shared)
 async def list_models(request: Request) -> Response:
     services = services_of(request)
     tenant = await services.callers.tenant(request)
+    known_only(request)
     records: list[FunctionRecord] = []
     after: str | None = ""
     for _ in range(MAX_PAGES):
@@ -49,6 +50,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     services = services_of(request)
     tenant = await services.callers.tenant(request)
+    known_only(request)
     asked = request.path_params["id"]
     if asked == services.base.id:
         return json_response(_base(services))
@@ -168,8 +170,8 @@ def _base(services: Services) -> openai.Model:
 
 
 routes = [
-    Route("/v1/models", list_models, methods=["GET"]),
-    Route("/v1/models/{id:path}", get_model, methods=["GET"]),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    ExactRoute("/v1/models", list_models, methods=["GET"]),
+    ExactRoute("/v1/models/{id:path}", get_model, methods=["GET"]),
+    ExactRoute("/v1/completions", completions, methods=["POST"]),
+    ExactRoute("/v1/chat/completions", chat_completions, methods=["POST"]),
 ]
