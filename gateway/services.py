@@ -9,7 +9,6 @@ from pathlib import Path
 from time import monotonic
 
 import aiohttp
-import anyio
 from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
@@ -22,6 +21,7 @@ from cluster.text import BaseText
 from gateway.called import CalledDigests
 from gateway.callers import Callers
 from gateway.config import GatewayConfig
+from gateway.deploy_slots import DeploySlots
 from gateway.dispatch import Dispatcher
 from gateway.functions import Functions
 from gateway.last_hour import LastHour
@@ -51,7 +51,7 @@ class Services:
     metrics: Metrics
     last_hour: LastHour
     called: CalledDigests
-    deploys: anyio.CapacityLimiter
+    deploys: DeploySlots
 
 
 def services_of(request: Request) -> Services:
@@ -91,5 +91,11 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             metrics=metrics,
             last_hour=last_hour,
             called=called,
-            deploys=anyio.CapacityLimiter(config.max_deploys),
+            deploys=DeploySlots(
+                uploads=config.max_uploads,
+                tenant_uploads=config.max_tenant_uploads,
+                stores=config.max_deploys,
+                tenant_stores=config.max_tenant_deploys,
+                wait_seconds=config.deploy_wait,
+            ),
         )

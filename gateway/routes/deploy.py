@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,14 +39,8 @@ async def deploy(request: Request) -> Response:
         await _refuse_source(services, request)
     if given != "multipart/form-data":
         raise ServiceError("unsupported_media_type", "send multipart/form-data with the adapter's two files")
-    try:
-        services.deploys.acquire_on_behalf_of_nowait(request)
-    except anyio.WouldBlock:
-        raise ServiceError("overloaded", "too many deploys at once; try again later", retry_after=2.0) from None
-    try:
+    with services.deploys.deploy(tenant):
         return await _from_upload(services, request, tenant, name, dry_run)
-    finally:
-        services.deploys.release_on_behalf_of(request)
 
 
 async def _from_upload(services: Services, request: Request, tenant: str, name: str, dry_run: bool) -> Response:
@@ -62,18 +55,19 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
     async with upload_to as upload:
         policy = _policy(upload)
         alias = _alias(upload)
-        if dry_run:
-            checked = await services.threads.write(
-                services.registry.check, upload.config, upload.weights, name, alias, policy
-            )
-            return json_response(_reply(checked))
-        try:
-            made = await services.threads.write(
-                services.registry.deploy, tenant, name, upload.config, upload.weights, alias, policy
-            )
-        finally:
-            # Also when the caller has gone or the store failed half-way: the thread may have moved an alias.
-            services.functions.forget(tenant, name)
+        async with services.deploys.store(tenant):
+            if dry_run:
+                checked = await services.threads.write(
+                    services.registry.check, upload.config, upload.weights, name, alias, policy
+                )
+                return json_response(_reply(checked))
+            try:
+                made = await services.threads.write(
+                    services.registry.deploy, tenant, name, upload.config, upload.weights, alias, policy
+                )
+            finally:
+                # Also when the caller has gone or the store failed half-way: the thread may have moved an alias.
+                services.functions.forget(tenant, name)
     return json_response(_reply(made), 201 if made.created else 200)
 
 

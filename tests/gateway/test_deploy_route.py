@@ -216,8 +216,8 @@ def test_two_deploys_of_one_name_at_once(gateway: Running, stories_adapters: dic
     assert sorted(reply.json()["version"] for reply in replies) == [1, 2, 3, 4]
 
 
-def test_deploys_are_bounded(start: Callable[..., Running], pirate: dict) -> None:
-    running = start(max_deploys=1)
+def test_a_tenants_open_uploads_hold_up_only_that_tenant(start: Callable[..., Running], pirate: dict) -> None:
+    running = start(max_tenant_uploads=1, max_deploys=1)
     whole = httpx.Request("POST", running.url, files=pirate)
     data = whole.read()
     host, port = running.url.removeprefix("http://").split(":")
@@ -231,6 +231,8 @@ def test_deploys_are_bounded(start: Callable[..., Running], pirate: dict) -> Non
         assert raw.recv(100).startswith(b"HTTP/1.1 100")  # the first deploy is being received
         reply = running.client().post("/deploy/g", files=pirate)
         assert (reply.status_code, reply.json()["error"]["type"]) == (429, "overloaded")
+        assert reply.headers["retry-after"] == "2"
+        assert running.client("other").post("/deploy/g", files=pirate).status_code == 201
         raw.sendall(data)
         assert raw.recv(100).startswith(b"HTTP/1.1 201")
     assert running.client().post("/deploy/g", files=pirate).status_code == 201
