@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from running_gateway import Running
-from stub_node import flood
+from stub_node import flood, hang_after_first
 
 from gateway.http_protocol import HEAD_BYTES
 
@@ -111,3 +111,19 @@ def test_who_does_not_read_is_cut_off(start: Callable[..., Running], monkeypatch
         raw.sendall(START + key.encode() + body)
         assert node.disconnected.wait(60)
     assert running.client().get("/healthz").status_code == 200
+
+
+def test_garbage_behind_a_request_does_not_show_inside_its_answer(start: Callable[..., Running]) -> None:
+    running = start()
+    running.node(hang_after_first)
+    body = b'{"prompt": "x", "stream": true}'
+    with connected(running) as raw:
+        key = f"x-api-key: {running.keys['acme']}\r\ncontent-length: {len(body)}\r\n\r\n"
+        raw.sendall(START + key.encode() + body)
+        got = b""
+        while b"first" not in got:
+            got += raw.recv(65536)
+        raw.sendall(b"\x16\x03\x01 garbage\r\n\r\n")
+        got += answer(raw)
+    assert got.count(b"HTTP/1.1") == 1
+    assert b"invalid_request" not in got
