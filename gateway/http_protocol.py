@@ -87,8 +87,10 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
 
     def send_400_response(self, msg: str) -> None:
-        """In the contract's shape; there is no route yet that could have another one. Inside an answer that has begun it
-        would be taken for its content, so then the connection only ends."""
+        """In the contract's shape; there is no route yet that could have another one.
+
+        Inside an answer that has begun it would be taken for its content, so then the connection only ends.
+        """
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
             return

@@ -13,7 +13,7 @@ from gateway.choices import collect
 from gateway.connected import while_connected
 from gateway.event_stream import EventStream
 from gateway.invocation import Invocation, Options, prepare
-from gateway.params import known_only
+from gateway.params import asks_for_events, known_only
 from gateway.prompts import Conversation, Prompts, Source
 from gateway.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.responses import json_response
@@ -44,7 +44,7 @@ async def invoke(request: Request) -> ASGIApp:
         watch=watch,
         receive=request.receive,
     )
-    if call.stream or "text/event-stream" in request.headers.get("accept", ""):
+    if call.stream or asks_for_events(request.headers.get("accept", "")):
         return _stream(services, invocation, request.state.request_id)
     return await _whole(services, invocation, request)
 
