@@ -60,7 +60,7 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
                 checked = await services.threads.write(
                     services.registry.check, upload.config, upload.weights, name, alias, policy
                 )
-                return json_response(_reply(checked))
+                return json_response(await _reply(services, checked))
             try:
                 made = await services.threads.write(
                     services.registry.deploy, tenant, name, upload.config, upload.weights, alias, policy
@@ -68,7 +68,7 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
             finally:
                 # Also when the caller has gone or the store failed half-way: the thread may have moved an alias.
                 services.functions.forget(tenant, name)
-    return json_response(_reply(made), 201 if made.created else 200)
+    return json_response(await _reply(services, made), 201 if made.created else 200)
 
 
 async def _refuse_source(services: Services, request: Request) -> None:
@@ -99,9 +99,27 @@ def _alias(upload: Upload) -> str | None:
         raise ServiceError("validation_failed", "an alias is made of a-z, 0-9, '.', '_', '-'", param="alias") from None
 
 
-def _reply(made: Deployment) -> schema.DeployReply:
+async def _reply(services: Services, made: Deployment) -> schema.DeployReply:
     fields = {field: getattr(made, field) for field in schema.DeployReply.__struct_fields__}
+    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made.bytes))
     return msgspec.convert(fields, schema.DeployReply)
+
+
+async def _room_warnings(services: Services, size: int) -> list[str]:
+    """Whether an adapter of `size` bytes, as its file has them, is too large for every node that is known now.
+
+    Nodes keep rows padded, and in a dtype of their own, so this neither notes every case nor is always right.
+    """
+    records = [node.record for node in await services.cluster.nodes()]
+    # A node that is starting tells no room yet.
+    rooms = [record.adapter_bytes for record in records if record.base == services.base.fingerprint]
+    room = max(rooms, default=0)
+    if not room or size <= room:
+        return []
+    return [
+        f"the adapter has {size} bytes, and the roomiest node has {room} bytes for adapters: unless the node's dtype "
+        "makes it smaller, calls will be answered 413 until `adapter_memory` is raised"
+    ]
 
 
 # `:path`, so that a name with slashes is a malformed name and not an unknown route.
