@@ -127,3 +127,16 @@ def test_garbage_behind_a_request_does_not_show_inside_its_answer(start: Callabl
         got += answer(raw)
     assert got.count(b"HTTP/1.1") == 1
     assert b"invalid_request" not in got
+
+
+def test_broken_requests_are_counted_and_not_logged(gateway: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    for _ in range(5):
+        with connected(gateway) as raw:
+            raw.sendall(b"this is no HTTP\r\n\r\n")
+            assert answer(raw).startswith(b"HTTP/1.1 400")
+    upgrade = {"connection": "upgrade", "upgrade": "websocket"}
+    assert gateway.client(None).get("/functions", headers=upgrade).status_code == 401
+    counted = gateway.client("admin").get("/metrics").text
+    assert 'garnish_requests_total{route="unparsable",status="400"} 5.0' in counted
+    assert [record for record in caplog.records if record.name.startswith(("uvicorn", "gateway"))] == []
