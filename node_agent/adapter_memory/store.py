@@ -1,7 +1,7 @@
 """AdapterStore: who may read which adapter on the device, and what is loaded or evicted for it.
 
-Every method is called by the engine's thread alone and none of them blocks; workers only fill memory that was handed
-to them. An adapter that someone leases, or that a worker still writes, is never evicted.
+Every method is called by the engine's thread alone and none of them blocks; workers only fill pages that were handed
+to them. An adapter that someone leases, that is pinned, or that a worker still writes, is never evicted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import torch
 from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
 from cluster.messages import Adapter, Resident
-from node_agent.adapter_memory.layout import row_units
+from node_agent.adapter_memory.host_memory import HostMemory
+from node_agent.adapter_memory.host_tier import HostTier
+from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import CopyStates, HostAdapter, Loader
-from node_agent.adapter_memory.pool import Pool
-from node_agent.adapter_memory.table import AdapterTable
-from node_agent.adapter_memory.weights import AdapterWeights, view_weights
+from node_agent.adapter_memory.pages import choose_page_size
+from node_agent.adapter_memory.pool import device_pool
+from node_agent.adapter_memory.table import AdapterTable, rows_for
+from node_agent.adapter_memory.weights import AdapterWeights
 from node_agent.config import EngineConfig
 from node_agent.device import Event
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
@@ -31,8 +34,9 @@ class DeviceAdapter:
     """One adapter that has room on the device."""
 
     host: HostAdapter
+    layout: AdapterLayout
     slot: int
-    start: int
+    pages: list[int]
     run: int
     copy: CopyStates
     leases: int = 0
@@ -41,11 +45,20 @@ class DeviceAdapter:
 
     @property
     def size(self) -> int:
-        return self.host.size
+        return self.layout.size
+
+    @property
+    def idle(self) -> bool:
+        """Nobody reads or writes it."""
+        return self.leases == 0 and self.copy.ended.is_set()
+
+
+def least_recently_used(candidates: Sequence[str]) -> str:
+    return candidates[0]
 
 
 class AdapterStore:
-    """Two least-recently-used tiers: `host_memory` bytes of host memory, `adapter_memory` bytes on the device."""
+    """Two tiers of pages: `host_memory` bytes of host memory, `adapter_memory` bytes on the device."""
 
     def __init__(
         self,
@@ -55,16 +68,23 @@ class AdapterStore:
         device: torch.device,
         dtype: torch.dtype,
         on_change: Callable[[], None],
+        choose_victim: Callable[[Sequence[str]], str] = least_recently_used,
     ) -> None:
+        """`choose_victim` gets the digests that may be evicted, least recently used first, and returns one of them."""
         self.base = base
-        self.pool = Pool(config.adapter_memory, device, dtype)
-        narrowest = min(row_units(width, dtype.itemsize) for pair in base.widths for width in pair)
-        self.table = AdapterTable(config.adapter_slots, self.pool.units // narrowest, base, device, dtype.itemsize)
-        self.loader = Loader(store, base, dtype, Link(config.store_link), Link(config.load_link), on_change)
-        self.host_memory = config.host_memory
-        self._host: OrderedDict[str, HostAdapter] = OrderedDict()
-        self._unfetched: list[HostAdapter] = []
-        self._device: OrderedDict[str, DeviceAdapter] = OrderedDict()
+        page_size = choose_page_size(base, dtype.itemsize)
+        self.pool = device_pool(config.adapter_memory, page_size, device, dtype)
+        self.host_memory = HostMemory(config.host_memory, page_size, dtype, pinned=device.type == "cuda")
+        rows = rows_for(self.pool.pages.count * self.pool.page_units, base, dtype.itemsize)
+        self.table = AdapterTable(config.adapter_slots, rows, base.num_layers, device)
+        links = Link(config.store_link), Link(config.load_link)
+        self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change)
+        self.host = HostTier(self.host_memory.pool, self.loader)
+        self.limit = min(config.adapter_memory, config.host_memory)
+        self.choose_victim = choose_victim
+        self.device: OrderedDict[str, DeviceAdapter] = OrderedDict()
+        self.pinned: set[str] = set()
+        self._arriving: set[str] = set()
         self._free_slots = list(range(config.adapter_slots - 1, -1, -1))
         self._releasing: list[tuple[str, Sequence[Event]]] = []
 
@@ -72,22 +92,14 @@ class AdapterStore:
 
     def announce(self, adapter: Adapter) -> str:
         """Start to bring the adapter to host memory; returns where it is now: none (device), host or absent."""
-        entry = self._device.get(adapter.digest)
+        entry = self.device.get(adapter.digest)
         if entry is not None and entry.weights is not None:
             return "none"
-        host = self._host.get(adapter.digest)
-        if host is not None and not host.failed:
-            self._host.move_to_end(adapter.digest)
-            return "host" if host.complete else "absent"
-        host = HostAdapter(adapter.digest, adapter.artifact)
-        self._host[adapter.digest] = host
-        self._unfetched.append(host)
-        self.loader.measure(host)
-        return "absent"
+        return "host" if self.host.announce(adapter).complete else "absent"
 
     def acquire(self, adapter: Adapter) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
         """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever)."""
-        entry = self._device.get(adapter.digest)
+        entry = self.device.get(adapter.digest)
         if entry is None:
             found = self._place(adapter)
             if not isinstance(found, DeviceAdapter):
@@ -96,12 +108,12 @@ class AdapterStore:
         elif entry.copy.failed:
             return LoadFailed(entry.copy.failed)
         entry.leases += 1
-        self._device.move_to_end(adapter.digest)
+        self.device.move_to_end(adapter.digest)
         return Lease(adapter.digest, entry.slot, adapter.ranks)
 
     def on_device(self, digest: str) -> bool:
         """The adapter has room on the device: a lease on it needs no more."""
-        return digest in self._device
+        return digest in self.device
 
     def release(self, lease: Lease, after: Sequence[Event]) -> None:
         """The lease ends when every event in `after` has."""
@@ -113,7 +125,7 @@ class AdapterStore:
 
     def state(self, lease: Lease, layer: int) -> int:
         """A LayerState."""
-        entry = self._device[lease.digest]
+        entry = self.device[lease.digest]
         if entry.copy.failed:
             return LayerState.FAILED
         if layer < entry.copy.arrived:
@@ -122,17 +134,32 @@ class AdapterStore:
 
     def loaded(self, lease: Lease) -> bool:
         """The whole adapter is on the device and the table names it."""
-        return self._device[lease.digest].weights is not None
+        return self.device[lease.digest].weights is not None
 
     def failure(self, lease: Lease) -> str:
         """Why the load failed, or an empty string."""
-        return self._device[lease.digest].copy.failed
+        return self.device[lease.digest].copy.failed
 
     def weights(self, slot_lease: Lease) -> AdapterWeights:
-        found = self._device[slot_lease.digest].weights
+        found = self.device[slot_lease.digest].weights
         if found is None:
             raise RuntimeError(f"adapter {slot_lease.digest} is read before it is on the device")
         return found
+
+    def pin(self, digest: str) -> None:
+        """Once on the device, the adapter stays there until it is unpinned."""
+        self.pinned.add(digest)
+
+    def unpin(self, digest: str) -> None:
+        self.pinned.discard(digest)
+
+    def discard(self, digest: str) -> bool:
+        """Take an adapter off the device that nobody uses, pinned or not; False when somebody does."""
+        entry = self.device.get(digest)
+        if entry is None or not entry.idle:
+            return False
+        self._evict(digest)
+        return True
 
     # --- what the engine calls once per iteration
 
@@ -146,131 +173,111 @@ class AdapterStore:
             else:
                 self._drop_lease(digest)
         self._releasing = still
-        for digest, entry in list(self._device.items()):
-            if entry.weights is None and entry.copy.ended.is_set():
-                self._switch_in(digest, entry)
-        self._start_fetches()
+        for digest in list(self._arriving):
+            if self.device[digest].copy.ended.is_set():
+                self._arriving.discard(digest)
+                self._switch_in(digest, self.device[digest])
+        self.host.poll()
 
     def close(self) -> None:
         self.loader.close()
+        self.host_memory.close()
 
     # --- reports
 
     def residents(self) -> list[Resident]:
         on_device = [
             Resident(digest, "device", entry.size, entry.leases)
-            for digest, entry in self._device.items()
+            for digest, entry in self.device.items()
             if entry.weights is not None
         ]
         return on_device + [
-            Resident(digest, "host", host.size, 0)
-            for digest, host in self._host.items()
-            if host.complete and digest not in self._device
+            Resident(host.digest, "host", host.size, 0)
+            for host in self.host
+            if host.complete and host.digest not in self.device
         ]
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that a new adapter could have: free, or held by adapters that nobody leases."""
-        return self.pool.free_bytes + sum(e.size for e in self._device.values() if self._idle(e))
+        """Bytes that a new adapter could have: free, or held by adapters that may be evicted."""
+        return self.pool.free_bytes + sum(self.device[digest].size for digest in self._evictable())
 
     @property
     def leases(self) -> int:
-        return sum(entry.leases for entry in self._device.values())
+        return sum(entry.leases for entry in self.device.values())
 
     # --- inside
 
     def _place(self, adapter: Adapter) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
         """Room on the device for an adapter that has none, and the start of its copy."""
-        host = self._host.get(adapter.digest)
+        host = self.host.find(adapter.digest)
         if host is not None and host.failed:
-            del self._host[adapter.digest]  # the next request tries again
+            self.host.drop(host)  # the next request tries again
             return LoadFailed(host.failed)
         if host is None:
-            self.announce(adapter)
+            self.host.announce(adapter)
             return Pending()
         if host.layout is None:
             return Pending()
-        limit = min(self.pool.size, self.host_memory)
-        if host.size > limit:
-            return TooLarge(host.size, limit)
-        if host in self._unfetched:
+        if host.size > min(self.pool.size, self.host.pool.size):
+            return TooLarge(host.size, self.limit)
+        if self.host.waits(host):
             return Pending()  # host memory is full of loads; this one is next in line
-        room = self._make_room(host)
+        room = self._make_room(adapter.digest, host.layout)
         if room is None:
             return NoRoom()
-        start, run = room
-        entry = DeviceAdapter(host, self._free_slots.pop(), start, run, CopyStates())
-        self._device[adapter.digest] = entry
-        units = host.layout.layer_start[-1]
-        self.loader.copy(host, self.pool.elements(start, start + units), entry.copy)
+        pages, run = room
+        entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), pages, run, CopyStates())
+        self.device[adapter.digest] = entry
+        self._arriving.add(adapter.digest)
+        self.loader.copy(host, pages, entry.copy)
         return entry
 
-    def _make_room(self, host: HostAdapter) -> tuple[int, int] | None:
-        """(pool unit, table entry), evicting idle adapters, least recently used first. None: not even then."""
-        assert host.layout is not None  # measured before it is placed
-        if host.size > self.free_bytes:
+    def _make_room(self, digest: str, layout: AdapterLayout) -> tuple[list[int], int] | None:
+        """(pages, table entry), evicting adapters that nobody uses. None, and nothing evicted: not even then."""
+        candidates = self._evictable()
+        held = sum(len(self.device[d].pages) for d in candidates)
+        if layout.pages > self.pool.pages.free + held or not (self._free_slots or candidates):
             return None
         while True:
-            start = self.pool.allocate(host.size) if self._free_slots else None
-            if start is not None:
-                run = self.table.reserve(max(1, host.layout.rows))
+            if self._free_slots and layout.pages <= self.pool.pages.free:
+                run = self.table.reserve(max(1, layout.rows))
                 if run is not None:
-                    return start, run
-                self.pool.release(start)
-            victim = next((d for d, e in self._device.items() if self._idle(e)), None)
-            if victim is None:
+                    pages = self.pool.pages.take(layout.pages, digest)
+                    assert pages is not None  # so many were free
+                    return pages, run
+            if not candidates:
                 return None
+            victim = self.choose_victim(candidates)
+            candidates.remove(victim)
             self._evict(victim)
 
-    def _idle(self, entry: DeviceAdapter) -> bool:
-        return entry.leases == 0 and entry.copy.ended.is_set()
+    def _evictable(self) -> list[str]:
+        """Least recently used first."""
+        return [d for d, entry in self.device.items() if entry.idle and d not in self.pinned]
 
     def _evict(self, digest: str) -> None:
-        entry = self._device.pop(digest)
-        assert entry.host.layout is not None  # it had room
-        self.table.clear(entry.slot, entry.run, max(1, entry.host.layout.rows))
-        self.pool.release(entry.start)
+        entry = self.device.pop(digest)
+        self._arriving.discard(digest)
+        self.table.clear(entry.slot, entry.run, max(1, entry.layout.rows))
+        self.pool.pages.give(entry.pages, digest)
         self._free_slots.append(entry.slot)
 
     def _drop_lease(self, digest: str) -> None:
-        entry = self._device[digest]
+        entry = self.device[digest]
         if entry.leases <= 0:
             raise RuntimeError(f"a lease on {digest} was released twice")
         entry.leases -= 1
-        if entry.copy.failed and self._idle(entry):
+        if entry.copy.failed and entry.idle:
+            self.host.drop(entry.host)
             self._evict(digest)
 
     def _switch_in(self, digest: str, entry: DeviceAdapter) -> None:
         if entry.copy.failed:
-            self._host.pop(digest, None)  # whatever failed, the next request reads the store again
+            self.host.drop(entry.host)  # whatever failed, the next request reads the store again
             if entry.leases == 0:
                 self._evict(digest)
             return
-        assert entry.host.layout is not None  # it was copied
-        self.table.set(entry.slot, entry.run, entry.start, entry.host.layout)
-        entry.weights = view_weights(self.pool, entry.start, entry.host.layout, self.base)
-
-    def _start_fetches(self) -> None:
-        """Fetch measured adapters in order of announcement while host memory has room for them."""
-        waiting: list[HostAdapter] = []
-        for host in self._unfetched:
-            if host.failed or host.size > self.host_memory:
-                continue
-            if host.layout is None or not self._make_host_room(host.size):
-                waiting.append(host)
-                continue
-            host.data = torch.empty(host.size // self.pool.data.element_size(), dtype=self.pool.data.dtype)
-            self.loader.fetch(host)
-        self._unfetched = waiting
-
-    def _make_host_room(self, size: int) -> bool:
-        used = sum(h.size for h in self._host.values() if h.data is not None)
-        for digest, host in list(self._host.items()):
-            if used + size <= self.host_memory:
-                break
-            entry = self._device.get(digest)
-            if host.complete and (entry is None or entry.copy.ended.is_set()):
-                del self._host[digest]
-                host.data = None  # an adapter on the device keeps its HostAdapter, but not these bytes
-                used -= host.size
-        return used + size <= self.host_memory
+        assert entry.copy.positions is not None  # it was copied
+        self.table.set(entry.slot, entry.run, entry.layout, entry.copy.positions)
+        entry.weights = entry.copy.views
