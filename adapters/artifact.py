@@ -1,8 +1,9 @@
 """The serving artifact: one file per adapter and base, layer-major, checksummed per layer.
 
-Layout: MAGIC, header length (u64 little-endian), the header as JSON, zero padding to ALIGN, then one block per layer in
-order. A block holds, per adapted projection in the order of PROJECTIONS, the rows of lora_A.weight [rank, d_in] and
-then the rows of lora_B.weight transposed [rank, d_out], each part aligned to ALIGN bytes; all in the file's own dtype.
+Layout: MAGIC, header length (u64 little-endian), SHA-256 of the header, the header as JSON, zero padding to ALIGN, then
+one block per layer in order. A block holds, per adapted projection in the order of PROJECTIONS, the rows of
+lora_A.weight [rank, d_in] and then the rows of lora_B.weight transposed [rank, d_out], each part aligned to ALIGN
+bytes; all in the file's own dtype.
 Scaling is stored in the header, not folded into the weights. A layer without adapted projections has a block of size 0.
 """
 
@@ -25,6 +26,8 @@ from adapters.validate import DTYPES, LoraLayout, LoraPair
 MAGIC = b"GARNISH1"
 ALIGN = 64
 FORMAT_VERSION = 1
+PREFIX = len(MAGIC) + 8 + 32
+"""Bytes before the header."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_HEADER_BYTES = 64 << 20
 FIRST_READ = 64 << 10
@@ -84,16 +87,17 @@ def write_artifact(layout: LoraLayout, base: BaseModel, weights: Path, out: Path
 def read_header(store: ObjectStore, key: str) -> ArtifactHeader:
     """Read and check the header with one ranged get, or two when it is long. Raises NotFound or CorruptArtifact."""
     data = store.get_range(key, 0, FIRST_READ)
-    prefix = len(MAGIC) + 8
-    if data[: len(MAGIC)] != MAGIC or len(data) < prefix:
+    if data[: len(MAGIC)] != MAGIC or len(data) < PREFIX:
         raise CorruptArtifact("not a serving artifact")
-    end = prefix + int.from_bytes(data[len(MAGIC) : prefix], "little")
+    end = PREFIX + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
     if end > MAX_HEADER_BYTES:
         raise CorruptArtifact(f"its header has {end} bytes; at most {MAX_HEADER_BYTES} are read")
     if end > len(data):
         data += store.get_range(key, len(data), end - len(data))
+    if hashlib.sha256(data[PREFIX:end]).digest() != data[len(MAGIC) + 8 : PREFIX]:
+        raise CorruptArtifact("its header is not what was written")
     try:
-        header = msgspec.json.decode(data[prefix:end], type=ArtifactHeader)
+        header = msgspec.json.decode(data[PREFIX:end], type=ArtifactHeader)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CorruptArtifact(f"its header can't be read: {error}") from None
     _check_header(header, end)
@@ -115,7 +119,7 @@ def read_layer(store: ObjectStore, key: str, header: ArtifactHeader, layer: int)
 
 
 def _check_header(header: ArtifactHeader, data_start: int) -> None:
-    """Bounds only: the layers' hashes vouch for the content."""
+    """Bounds only: hashes vouch for the content, the header's own (ranks, scales, offsets) and the layers'."""
     if header.version != FORMAT_VERSION or header.dtype not in ITEM_BYTES:
         raise CorruptArtifact(f"unknown version {header.version} or dtype {header.dtype[:20]}")
     end = data_start
@@ -155,7 +159,7 @@ def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, it
 
 def _encode_header(header: ArtifactHeader) -> bytes:
     text = msgspec.json.encode(header)
-    return MAGIC + len(text).to_bytes(8, "little") + text
+    return MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
 
 
 def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...], dtype: str, weights: Path) -> str:

@@ -22,6 +22,7 @@ from benchmarks.http_service import HttpService
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from benchmarks.step_profile import breakdown
 from cluster.messages import Adapter
 from node_agent.cores import usable_cores
 
@@ -139,8 +140,11 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     with HttpService(model_dir, paths, root / "service", options.dtype, threads) as service:
         variants["http"] = lambda w: Measured(*service.run(w.adapters, length, count))
         rows = measure(variants, rounds)
-    engine.close()
     figures = summarise(rows)
+    for name, held in (("base_8", [None] * 8), ("mixed_8", adapters)):
+        spent = breakdown(engine, held, prompts)
+        figures |= {f"{name}_{kind.replace(' ', '_')}_ms": value for kind, value in spent.items()}
+    engine.close()
     figures |= {"probe_before_ms": before, "probe_after_ms": contention_probe()}
     settings = {
         "model": model_dir.name, "dtype": options.dtype, "threads": threads, "rounds": rounds, "prompt_tokens": length,

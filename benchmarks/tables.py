@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
+from benchmarks.step_profile import KINDS
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -42,6 +43,17 @@ def engine_table(document: dict[str, Any]) -> str:
             f"| {ratio:.2f} ({lowest:.2f}) | {figures[f'{kind}_ttft_ms_{n}']:.0f} ms "
             f"| {figures[f'peft_{kind}_ttft_ms_{n}']:.0f} ms | {figures[f'http_{kind}_tok_s_{n}']:.0f} tok/s |"
         )
+    kinds = [*KINDS, "other operators"]
+    lines += [
+        "",
+        "A decode step of 8 requests, ms (operators' own time by torch's profiler; the step without it):",
+        "",
+        f"| | step | {' | '.join(kinds)} |",
+        "|---" * (len(kinds) + 2) + "|",
+    ]
+    for title, name in (("base", "base_8"), ("eight adapters", "mixed_8")):
+        values = [figures[f"{name}_{kind.replace(' ', '_')}_ms"] for kind in ["step", *kinds]]
+        lines.append(f"| {title} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
     before, after = figures["probe_before_ms"], figures["probe_after_ms"]
     lines += ["", f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."]
     return "\n".join(lines)
@@ -58,6 +70,25 @@ def exactness_table(document: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def memory_table(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    names = {"pages": "pages (Garnish)", "slots": "fixed slots", "bestfit": "best fit", "slora": "unified rows"}
+    lines = [
+        f"{settings['calls']} calls of {settings['functions']} functions at most, ranks {settings['ranks']} in equal parts, "
+        f"{settings['running']} requests at once. {_origin(document)}",
+        "",
+        "| base, projections, pool | left out | demand / pool | memory | utilisation | fragmentation | adapters per GiB | hits |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        lines.append(
+            f"| {row['base']}, {row['targets']}, {row['pool_gib']} GiB | top {row['without_top']} | {row['demand']:.1f} "
+            f"| {names[row['allocator']]} | {row['utilisation']:.3f} | {row['fragmentation']:.3f} "
+            f"| {row['adapters_per_gib']:.2f} | {row['hit_rate']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def _origin(document: dict[str, Any]) -> str:
     machine, versions = document["machine"], document["versions"]
     return (
@@ -67,7 +98,7 @@ def _origin(document: dict[str, Any]) -> str:
 
 
 def render(page: str) -> str:
-    for study, table in (("engine", engine_table), ("exactness", exactness_table)):
+    for study, table in (("engine", engine_table), ("exactness", exactness_table), ("memory", memory_table)):
         block = f"<!-- {study} -->\n{table(load(study))}\n<!-- /{study} -->"
         page, found = re.subn(f"<!-- {study} -->.*?<!-- /{study} -->", lambda _, b=block: b, page, flags=re.DOTALL)
         if found != 1:

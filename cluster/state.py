@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -32,6 +32,8 @@ class NodeView(msgspec.Struct, frozen=True):
     """Places given away that the node has not acknowledged yet."""
     age: float
     """Seconds since the record came in, by the receiver's clock."""
+    tiers: Mapping[str, str]
+    """Tier of each resident adapter by its digest: the record's `residents`, indexed once when it came in."""
 
     @property
     def load(self) -> int:
@@ -67,12 +69,23 @@ class ClusterState(Protocol):
         ...
 
 
+def tiers_of(record: NodeRecord) -> dict[str, str]:
+    return {entry.digest: entry.tier for entry in record.residents}
+
+
 class _Node:
     def __init__(self, record: NodeRecord, heard: float) -> None:
-        self.record = record
-        self.heard = heard
+        self.replace(record, heard)
         self.reservations: dict[str, float] = {}
         self.past: OrderedDict[str, None] = OrderedDict()
+
+    def replace(self, record: NodeRecord, heard: float) -> None:
+        self.record = record
+        self.heard = heard
+        self.tiers = tiers_of(record)
+
+    def view(self, reserved: int, now: float) -> NodeView:
+        return NodeView(record=self.record, reserved=reserved, age=now - self.heard, tiers=self.tiers)
 
 
 class MemoryClusterState:
@@ -101,9 +114,10 @@ class MemoryClusterState:
             if len(self._nodes) >= self._max_nodes:
                 raise TooManyNodes(f"{self._max_nodes} nodes are known already; {record.id} was not added")
             node = self._nodes[record.id] = _Node(record, now)
-        elif not self._is_newer(node, record):
+        elif self._is_newer(node, record):
+            node.replace(record, now)
+        else:
             return False
-        node.record, node.heard = record, now
         for request_id in record.acknowledged:
             node.reservations.pop(request_id, None)
         return True
@@ -111,7 +125,7 @@ class MemoryClusterState:
     async def nodes(self) -> list[NodeView]:
         now = self._clock()
         return [
-            NodeView(record=node.record, reserved=self._reserved(node, now), age=now - node.heard)
+            node.view(self._reserved(node, now), now)
             for _, node in sorted(self._nodes.items())
             if now - node.heard < self._expiry
         ]
@@ -121,7 +135,7 @@ class MemoryClusterState:
         node = self._nodes.get(node_id)
         if node is None or now - node.heard >= self._expiry:
             return False
-        if NodeView(record=node.record, reserved=self._reserved(node, now), age=0.0).full:
+        if node.view(self._reserved(node, now), now).full:
             return False
         node.reservations[request_id] = now + self._reservation_seconds
         return True

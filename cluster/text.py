@@ -15,12 +15,18 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from cluster.token_bytes import token_bytes
+
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 """What a template's own code may raise over messages that it was not written for."""
 
 
 class TextError(ValueError):
     """The prompt or the messages can't be turned into tokens; the message says why and is fit for the caller."""
+
+
+class TextTooLong(TextError):
+    """The text certainly has more tokens than were allowed, and was not tokenised."""
 
 
 class BaseText:
@@ -40,18 +46,17 @@ class BaseText:
         self.bos_id = _bos_id(self.tokenizer, self._special.get("bos_token"), config)
         self.eos_ids = end_token_ids(directory)
         self._template = _compile_template(directory, settings)
+        self._token_bytes = token_bytes(self.tokenizer)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
+    def encode_prompt(self, prompt: str, limit: int | None = None) -> list[int]:
+        """Token ids of a raw prompt with the special tokens that the tokenizer adds; BOS alone when it is empty.
 
-    def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a raw prompt with the special tokens that the tokenizer adds; BOS alone when it is empty."""
-        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=True).ids if prompt else []
-        return ids or [self.bos_id]
+        Raises TextTooLong, at once, when there are certainly more than `limit` tokens.
+        """
+        return self._ids(prompt, limit, special=True) if prompt else [self.bos_id]
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn. Raises TextError."""
+    def encode_chat(self, messages: list[dict[str, Any]], limit: int | None = None) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn. Raises TextError, and TextTooLong as above."""
         if self._template is None:
             raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
         try:
@@ -60,7 +65,14 @@ class BaseText:
             )
         except TEMPLATE_ERRORS as error:
             raise TextError(f"the chat template refused the messages: {error}") from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ids(text, limit, special=False)
+
+    def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:
+        if limit is not None and self._token_bytes and self._token_bytes.fewest_tokens(text) > limit:
+            raise TextTooLong(f"the text has more than {limit} tokens")
+        # `encode` would hold up all other threads for its whole time; this lets them run.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids or [self.bos_id]
 
 

@@ -120,9 +120,18 @@ def merge(options: Options, defaults: Defaults) -> Options:
 
 
 async def _context(services: Services) -> int:
-    """Tokens that prompt and output may have together on the roomiest node."""
-    nodes = [node.record.max_context for node in await services.cluster.nodes()]
-    return min(services.base.max_context, max(nodes, default=services.base.max_context))
+    """Tokens that prompt and output may have together on the roomiest node that serves now.
+
+    While none does, the base's own: placement then answers that the call may be tried again.
+    """
+    records = [node.record for node in await services.cluster.nodes()]
+    # A node that is starting tells no context yet: its 0 must not refuse anything.
+    serving = [
+        record.max_context
+        for record in records
+        if record.state == "ready" and record.base == services.base.fingerprint and record.max_context > 0
+    ]
+    return min(services.base.max_context, max(serving, default=services.base.max_context))
 
 
 def _max_tokens(merged: Options, stated: int | None, prompt: int, context: int, prompt_field: str) -> int:

@@ -145,26 +145,38 @@ class Loop:
                 self.engine.submit(command)
             else:
                 self.engine.cancel(command.id)
-        worked = self.engine.step()
+        self.engine.prepare()
+        told = self._tell(channel)  # who was admitted is told before the passes, which may take long
+        worked = self.engine.compute()
+        told |= self._tell(channel)
+        if not worked and not told:
+            self._wait(channel, selector)
+
+    def _tell(self, channel: Channel) -> bool:
+        """Send what has happened, and a picture when one is due; False when nothing has happened."""
         events = self.engine.take_events()
-        now = time.monotonic()
-        if now >= self._stats_at or (events and now >= self._stats_at - STATS_INTERVAL + MIN_STATS_INTERVAL):
+        happened, now = bool(events), time.monotonic()
+        if now >= self._stats_at or (happened and now >= self._stats_at - STATS_INTERVAL + MIN_STATS_INTERVAL):
             events.append(self.engine.stats())
             self._stats_at = now + STATS_INTERVAL
         channel.send(events)
-        if not self.engine.busy and now >= self._check_at:
-            self._check_at = now + CHECK_INTERVAL
-            for line in heal(self.engine.store):
-                log.error("adapter memory is damaged", extra={"reason": line})
-        if not worked and not events:
-            self._wait(channel, selector, now)
+        return happened
 
-    def _wait(self, channel: Channel, selector: selectors.BaseSelector, now: float) -> None:
+    def _check_memory(self) -> None:
+        """Where nothing waits, now and then: it reads the whole table."""
+        if self.engine.busy or time.monotonic() < self._check_at:
+            return
+        for line in heal(self.engine.store):
+            log.error("adapter memory is damaged", extra={"reason": line})
+        self._check_at = time.monotonic() + CHECK_INTERVAL
+
+    def _wait(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         """For a message, a load, a deadline, or the next picture."""
+        self._check_memory()
         until = min(self._stats_at, self.engine.next_deadline() or self._stats_at)
         write = selectors.EVENT_WRITE if channel.wants_write else 0
         selector.modify(channel.socket, selectors.EVENT_READ | write)
-        selector.select(max(0.0, until - now))
+        selector.select(max(0.0, until - time.monotonic()))
         self.wake.clear()
 
 

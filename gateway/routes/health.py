@@ -40,7 +40,9 @@ async def _store(services: Services) -> schema.Check:
 
 async def _nodes(services: Services) -> schema.Check:
     base = services.base
-    states = [node.record.state for node in await services.cluster.nodes() if node.record.base == base.fingerprint]
+    records = [node.record for node in await services.cluster.nodes()]
+    # A node that is starting names its base only once its engine is there.
+    states = [record.state for record in records if record.base in (base.fingerprint, "")]
     if "ready" in states:
         return schema.Check(ok=True)
     seen = ", ".join(sorted(states)) if states else "none has reported"

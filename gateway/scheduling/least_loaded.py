@@ -16,5 +16,5 @@ class LeastLoaded:
 
 
 def _rank(node: NodeView, request: PlacementRequest) -> tuple[int, bool, int, str]:
-    resident = request.digest is None or any(entry.digest == request.digest for entry in node.record.residents)
+    resident = request.digest is None or request.digest in node.tiers
     return node.load, not resident, -node.record.kv_blocks_free, node.record.id

@@ -12,10 +12,10 @@ from node_agent.adapter_memory.store import AdapterStore, DeviceAdapter
 def check_memory(store: AdapterStore) -> list[str]:
     """One line for each thing that is wrong; empty when all is well. Waits for the device to have read the table."""
     found = [f"device: {line}" for line in store.pool.pages.problems()]
-    found += [f"host: {line}" for line in store.host.pool.pages.problems()]
+    found += [f"host: {line}" for line in store.hosts.pool.pages.problems()]
     found += _owners("device", store.pool, {digest: [e.pages] for digest, e in store.device.items()})
-    hosts = store.host.owned().items()
-    found += _owners("host", store.host.pool, {digest: [h.pages or [] for h in list_] for digest, list_ in hosts})
+    hosts = store.hosts.owned().items()
+    found += _owners("host", store.hosts.pool, {digest: [h.pages or [] for h in list_] for digest, list_ in hosts})
     rank = store.table.rank.cpu().numpy()
     loaded = {e.slot: (digest, e) for digest, e in store.device.items() if e.weights is not None}
     for slot in np.flatnonzero(rank.any(axis=(1, 2))).tolist():

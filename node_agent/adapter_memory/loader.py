@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,10 +20,49 @@ from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import AdapterWeights, view_weights
 from node_agent.device import DTYPES
 
+MEASURE_WORKERS = 2
+"""Headers are small: they must not wait behind the bytes of large adapters."""
 STORE_WORKERS = 4
 COPY_WORKERS = 2
-LAYER_WAIT = 60.0
-"""Seconds a copy to the device waits for its next layer to reach the host before the load counts as failed."""
+
+
+class Abandoned(Exception):
+    """A load ended early because nobody wanted it any more."""
+
+
+@dataclass
+class HostAdapter:
+    """One adapter in host memory, in the pool's dtype and row order. `ready` counts layers that have arrived.
+
+    The engine's thread writes `waiters`, `placed` and `pages` (which a worker fills); workers write the rest.
+    """
+
+    digest: str
+    artifact: str
+    waiters: int = 0
+    """queued requests that want it"""
+    placed: bool = False
+    """the device is to copy from it"""
+    began: float = field(default_factory=time.monotonic)
+    header: ArtifactHeader | None = None
+    layout: AdapterLayout | None = None
+    pages: list[int] | None = None
+    ready: int = 0
+    failed: str = ""
+    abandoned: bool = False
+    """`failed` because nobody wanted it any more"""
+
+    @property
+    def unwanted(self) -> bool:
+        return not self.waiters and not self.placed
+
+    @property
+    def complete(self) -> bool:
+        return self.layout is not None and self.ready == len(self.layout.layers)
+
+    @property
+    def size(self) -> int:
+        return self.layout.size if self.layout else 0
 
 
 @dataclass
@@ -37,42 +76,11 @@ class CopyStates:
     """Set with `views` when the whole adapter is there: where its rows are in the device pool."""
     views: AdapterWeights | None = None
     ended: threading.Event = field(default_factory=threading.Event)
-    """The worker touches neither tier any more."""
-
-
-@dataclass
-class HostAdapter:
-    """One adapter in host memory, in the pool's dtype and row order. `ready` counts layers that have arrived."""
-
-    digest: str
-    artifact: str
-    header: ArtifactHeader | None = None
-    layout: AdapterLayout | None = None
-    pages: list[int] | None = None
-    ready: int = 0
-    failed: str = ""
-    fetching: bool = False
-    """A worker writes its pages. Set by the engine, reset by the worker."""
-    copy: CopyStates | None = None
-    """The latest copy that reads its pages."""
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    @property
-    def complete(self) -> bool:
-        return self.layout is not None and self.ready == len(self.layout.layers)
-
-    @property
-    def size(self) -> int:
-        return self.layout.size if self.layout else 0
-
-    @property
-    def touched(self) -> bool:
-        """A worker may read or write its pages."""
-        return self.fetching or (self.copy is not None and not self.copy.ended.is_set())
+    """The worker touches the target no more."""
 
 
 class Loader:
-    """Two pools of worker threads. Failures end in `failed` of what was being loaded, never in a log alone."""
+    """Three pools of worker threads. Failures end in `failed` of what was being loaded, never in a log alone."""
 
     def __init__(
         self,
@@ -88,39 +96,35 @@ class Loader:
         self.store, self.base, self.host, self.device, self.on_change = store, base, host, device, on_change
         self.dtype = host.data.dtype
         self.store_link, self.device_link = store_link, device_link
+        self._measuring = ThreadPoolExecutor(MEASURE_WORKERS, "measure")
         self._fetching = ThreadPoolExecutor(STORE_WORKERS, "fetch")
         self._copying = ThreadPoolExecutor(COPY_WORKERS, "copy")
         self._closed = threading.Event()
 
     def measure(self, host: HostAdapter) -> None:
         """Start to read the adapter's header; `host.layout` is its outcome."""
-        self._fetching.submit(self._guarded, host, self._measure)
+        self._measuring.submit(self._guarded, host, self._measure)
 
     def fetch(self, host: HostAdapter) -> None:
         """Start to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
-        host.fetching = True
-        self._fetching.submit(self._guarded, host, self._fetch).add_done_callback(partial(_note_cancelled, host))
+        self._fetching.submit(self._guarded, host, self._fetch)
 
     def copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
-        """Start to copy it to these pages of the device as its layers arrive."""
-        host.copy = states
+        """Start to copy an adapter that is wholly in host memory to these pages of the device."""
         self._copying.submit(self._copy, host, pages, states)
 
     def close(self) -> None:
-        """Returns when no worker touches either tier any more."""
         self._closed.set()
-        self._fetching.shutdown(cancel_futures=True)
-        self._copying.shutdown(cancel_futures=True)
+        self._measuring.shutdown(wait=False, cancel_futures=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
+        self._copying.shutdown(wait=self.device.data.is_cuda, cancel_futures=True)  # then pinned memory can be given up
 
     def _guarded(self, host: HostAdapter, work: Callable[[HostAdapter], None]) -> None:
         try:
             work(host)
         except Exception as error:  # the border of a worker: whatever failed becomes the adapter's state
-            with host.changed:
-                host.failed = f"{type(error).__name__}: {error}"
-                host.changed.notify_all()
-        finally:
-            host.fetching = False
+            host.abandoned = isinstance(error, Abandoned)
+            host.failed = f"{type(error).__name__}: {error}"
         self.on_change()
 
     def _measure(self, host: HostAdapter) -> None:
@@ -135,10 +139,10 @@ class Loader:
         for index, block in enumerate(host.header.layers):
             if self._closed.is_set():
                 raise RuntimeError("the node is stopping")
+            if host.unwanted:
+                raise Abandoned("nobody waits for it any more")
             self._fetch_layer(host, host.header, positions, index, block)
-            with host.changed:
-                host.ready = index + 1
-                host.changed.notify_all()
+            host.ready = index + 1
 
     def _fetch_layer(
         self, host: HostAdapter, header: ArtifactHeader, positions: np.ndarray, index: int, block: LayerBlock
@@ -163,10 +167,11 @@ class Loader:
 
     def _copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
         try:
-            assert host.layout is not None and host.pages is not None  # placed after its fetch began
+            assert host.layout is not None and host.pages is not None  # it is complete
             stream = _stream(self.device.data)
             for layer, spans in enumerate(host.layout.spans):
-                self._wait_for(host, partial(_has_layer, host, layer))
+                if self._closed.is_set():
+                    raise RuntimeError("the node is stopping")
                 self.device_link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
                 with torch.cuda.stream(stream):
                     for span in spans:
@@ -183,23 +188,6 @@ class Loader:
             states.ended.set()
             self.on_change()
 
-    def _wait_for(self, host: HostAdapter, condition: Callable[[], bool]) -> None:
-        with host.changed:
-            arrived = host.changed.wait_for(lambda: host.failed or condition(), LAYER_WAIT)
-        if host.failed:
-            raise RuntimeError(host.failed)
-        if not arrived:
-            raise TimeoutError(f"no further layer of {host.digest} reached the host within {LAYER_WAIT:.0f} s")
-
-
-def _note_cancelled(host: HostAdapter, future: Future[None]) -> None:
-    """A fetch that never began must not be waited for."""
-    if future.cancelled():
-        with host.changed:
-            host.failed = "the node is stopping"
-            host.fetching = False
-            host.changed.notify_all()
-
 
 def _stream(data: torch.Tensor) -> torch.cuda.Stream | None:
     """A stream of the copy's own, so that it runs beside the engine's; None on a CPU."""
@@ -207,7 +195,3 @@ def _stream(data: torch.Tensor) -> torch.cuda.Stream | None:
         return None
     stream: torch.cuda.Stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
     return stream
-
-
-def _has_layer(host: HostAdapter, layer: int) -> bool:
-    return host.ready > layer

@@ -6,17 +6,19 @@ to them. An adapter that someone leases, that is pinned, or that a worker still 
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
 from cluster.messages import Adapter, Resident
+from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.host_memory import HostMemory
-from node_agent.adapter_memory.host_tier import HostTier
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import CopyStates, HostAdapter, Loader
@@ -38,8 +40,14 @@ class DeviceAdapter:
     slot: int
     pages: list[int]
     run: int
+    began: float
+    """when the load that brings it here began; monotonic seconds"""
     copy: CopyStates
     leases: int = 0
+    copying: bool = False
+    settled: bool = False
+    """Its load is over, one way or the other."""
+    load_seconds: float = 0.0
     weights: AdapterWeights | None = None
     """Set when the adapter is wholly there and the table names it."""
 
@@ -49,8 +57,8 @@ class DeviceAdapter:
 
     @property
     def idle(self) -> bool:
-        """Nobody reads or writes it."""
-        return self.leases == 0 and self.copy.ended.is_set()
+        """Nobody reads or writes it. A copy that has just ended is still to be switched in."""
+        return self.leases == 0 and self.settled
 
 
 def least_recently_used(candidates: Sequence[str]) -> str:
@@ -79,23 +87,32 @@ class AdapterStore:
         self.table = AdapterTable(config.adapter_slots, rows, base.num_layers, device)
         links = Link(config.store_link), Link(config.load_link)
         self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change)
-        self.host = HostTier(self.host_memory.pool, self.loader)
-        self.limit = min(config.adapter_memory, config.host_memory)
+        self.hosts = HostTier(self.loader, self.host_memory.pool, config.host_memory)
+        self.adapter_memory = config.adapter_memory
         self.choose_victim = choose_victim
-        self.device: OrderedDict[str, DeviceAdapter] = OrderedDict()
         self.pinned: set[str] = set()
-        self._arriving: set[str] = set()
+        self.device: OrderedDict[str, DeviceAdapter] = OrderedDict()
+        self._loading: list[DeviceAdapter] = []
+        """Those of `_device` that are not switched in yet."""
         self._free_slots = list(range(config.adapter_slots - 1, -1, -1))
         self._releasing: list[tuple[str, Sequence[Event]]] = []
 
     # --- what the engine calls for a request
 
     def announce(self, adapter: Adapter) -> str:
-        """Start to bring the adapter to host memory; returns where it is now: none (device), host or absent."""
-        entry = self.device.get(adapter.digest)
-        if entry is not None and entry.weights is not None:
+        """A request waits for the adapter: start its load. Returns where it is now: none (device), host or absent.
+
+        Each call is answered by one `retract`, when the request leaves the queue.
+        """
+        self.hosts.announce(adapter.digest)
+        if self.ready(adapter.digest):
             return "none"
-        return "host" if self.host.announce(adapter).complete else "absent"
+        host = self.hosts.load(adapter)
+        return "host" if host.complete and not host.failed else "absent"
+
+    def retract(self, digest: str) -> None:
+        """A request waits no more."""
+        self.hosts.retract(digest)
 
     def acquire(self, adapter: Adapter) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
         """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever)."""
@@ -111,10 +128,6 @@ class AdapterStore:
         self.device.move_to_end(adapter.digest)
         return Lease(adapter.digest, entry.slot, adapter.ranks)
 
-    def on_device(self, digest: str) -> bool:
-        """The adapter has room on the device: a lease on it needs no more."""
-        return digest in self.device
-
     def release(self, lease: Lease, after: Sequence[Event]) -> None:
         """The lease ends when every event in `after` has."""
         waiting = [event for event in after if not event.query()]
@@ -122,6 +135,15 @@ class AdapterStore:
             self._releasing.append((lease.digest, waiting))
         else:
             self._drop_lease(lease.digest)
+
+    def on_device(self, digest: str) -> bool:
+        """The adapter has room on the device: a lease on it needs no more."""
+        return digest in self.device
+
+    def ready(self, digest: str) -> bool:
+        """The whole adapter is on the device and the table names it."""
+        entry = self.device.get(digest)
+        return entry is not None and entry.weights is not None
 
     def state(self, lease: Lease, layer: int) -> int:
         """A LayerState."""
@@ -133,17 +155,25 @@ class AdapterStore:
         return LayerState.HOST if layer < entry.host.ready else LayerState.NO
 
     def loaded(self, lease: Lease) -> bool:
-        """The whole adapter is on the device and the table names it."""
-        return self.device[lease.digest].weights is not None
+        return self.ready(lease.digest)
+
+    def source(self, lease: Lease) -> str:
+        """Where an adapter that is not loaded comes from: host or absent."""
+        entry = self.device[lease.digest]
+        return "host" if entry.host.complete and entry.began > entry.host.began else "absent"
+
+    def load_seconds(self, lease: Lease) -> float:
+        """How long its load took; 0 while it goes on."""
+        return self.device[lease.digest].load_seconds
 
     def failure(self, lease: Lease) -> str:
         """Why the load failed, or an empty string."""
         return self.device[lease.digest].copy.failed
 
-    def weights(self, slot_lease: Lease) -> AdapterWeights:
-        found = self.device[slot_lease.digest].weights
+    def weights(self, lease: Lease) -> AdapterWeights:
+        found = self.device[lease.digest].weights
         if found is None:
-            raise RuntimeError(f"adapter {slot_lease.digest} is read before it is on the device")
+            raise RuntimeError(f"adapter {lease.digest} is read before it is on the device")
         return found
 
     def pin(self, digest: str) -> None:
@@ -164,20 +194,12 @@ class AdapterStore:
     # --- what the engine calls once per iteration
 
     def poll(self) -> None:
-        """Switch in what has arrived, end releases whose events have ended, and start fetches that now have room."""
-        still: list[tuple[str, Sequence[Event]]] = []
-        for digest, events in self._releasing:
-            waiting = [event for event in events if not event.query()]
-            if waiting:
-                still.append((digest, waiting))
-            else:
-                self._drop_lease(digest)
-        self._releasing = still
-        for digest in list(self._arriving):
-            if self.device[digest].copy.ended.is_set():
-                self._arriving.discard(digest)
-                self._switch_in(digest, self.device[digest])
-        self.host.poll()
+        """Switch in what has arrived, end releases whose events have ended, and let the host tier go on."""
+        releasing, self._releasing = self._releasing, []
+        for digest, events in releasing:
+            self.release(Lease(digest, -1, ()), events)
+        self.hosts.poll()
+        self._loading = [entry for entry in self._loading if not self._advance_load(entry)]
 
     def close(self) -> None:
         self.loader.close()
@@ -186,21 +208,14 @@ class AdapterStore:
     # --- reports
 
     def residents(self) -> list[Resident]:
-        on_device = [
-            Resident(digest, "device", entry.size, entry.leases)
-            for digest, entry in self.device.items()
-            if entry.weights is not None
-        ]
-        return on_device + [
-            Resident(host.digest, "host", host.size, 0)
-            for host in self.host
-            if host.complete and host.digest not in self.device
-        ]
+        on_device = [Resident(d, "device", e.size, e.leases) for d, e in self.device.items() if e.weights is not None]
+        on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self.device]
+        return on_device + on_host
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that a new adapter could have: free, or held by adapters that may be evicted."""
-        return self.pool.free_bytes + sum(self.device[digest].size for digest in self._evictable())
+        """Bytes that are free, or held by adapters that nobody leases."""
+        return self.pool.free_bytes + sum(entry.size for entry in self.device.values() if entry.idle)
 
     @property
     def leases(self) -> int:
@@ -209,56 +224,60 @@ class AdapterStore:
     # --- inside
 
     def _place(self, adapter: Adapter) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
-        """Room on the device for an adapter that has none, and the start of its copy."""
-        host = self.host.find(adapter.digest)
-        if host is not None and host.failed:
-            self.host.drop(host)  # the next request tries again
+        """Room on the device for an adapter that has none; its copy starts when it is in host memory."""
+        host = self.hosts.load(adapter)  # it may have been evicted since it was announced
+        if host.failed:
             return LoadFailed(host.failed)
-        if host is None:
-            self.host.announce(adapter)
-            return Pending()
         if host.layout is None:
             return Pending()
-        if host.size > min(self.pool.size, self.host.pool.size):
-            return TooLarge(host.size, self.limit)
-        if self.host.waits(host):
+        limit = min(self.adapter_memory, self.hosts.memory)
+        if host.size > limit:
+            self.hosts.forget(host)
+            return TooLarge(host.size, limit)
+        if host.pages is None:
             return Pending()  # host memory is full of loads; this one is next in line
         room = self._make_room(adapter.digest, host.layout)
         if room is None:
             return NoRoom()
-        pages, run = room
-        entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), pages, run, CopyStates())
+        began = time.monotonic() if host.complete else host.began
+        entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), *room, began, CopyStates())
+        host.placed = True
         self.device[adapter.digest] = entry
-        self._arriving.add(adapter.digest)
-        self.loader.copy(host, pages, entry.copy)
+        self._loading.append(entry)
         return entry
 
     def _make_room(self, digest: str, layout: AdapterLayout) -> tuple[list[int], int] | None:
-        """(pages, table entry), evicting adapters that nobody uses. None, and nothing evicted: not even then."""
-        candidates = self._evictable()
-        held = sum(len(self.device[d].pages) for d in candidates)
-        if layout.pages > self.pool.pages.free + held or not (self._free_slots or candidates):
+        """(pages, table entry), evicting idle adapters only where that makes enough room."""
+        victims = self._victims(layout.pages)
+        if victims is None:
             return None
-        while True:
-            if self._free_slots and layout.pages <= self.pool.pages.free:
-                run = self.table.reserve(max(1, layout.rows))
-                if run is not None:
-                    pages = self.pool.pages.take(layout.pages, digest)
-                    assert pages is not None  # so many were free
-                    return pages, run
-            if not candidates:
-                return None
-            victim = self.choose_victim(candidates)
-            candidates.remove(victim)
-            self._evict(victim)
+        for victim in chain([None], victims):
+            if victim is not None:
+                self._evict(victim)
+            if not self._free_slots or layout.pages > self.pool.pages.free:
+                continue
+            run = self.table.reserve(max(1, layout.rows))
+            if run is not None:
+                pages = self.pool.pages.take(layout.pages, digest)
+                assert pages is not None  # so many were free
+                return pages, run
+        return None
 
-    def _evictable(self) -> list[str]:
-        """Least recently used first."""
-        return [d for d, entry in self.device.items() if entry.idle and d not in self.pinned]
+    def _victims(self, pages: int) -> Iterator[str] | None:
+        """What may be evicted, in the order of `choose_victim`; None if all of it does not make `pages` free."""
+        may_go = [digest for digest, entry in self.device.items() if entry.idle and digest not in self.pinned]
+        if pages > self.pool.pages.free + sum(len(self.device[digest].pages) for digest in may_go):
+            return None
+        return self._in_order(may_go) if may_go or self._free_slots else None
+
+    def _in_order(self, digests: list[str]) -> Iterator[str]:
+        while digests:
+            chosen = self.choose_victim(digests)
+            digests.remove(chosen)
+            yield chosen
 
     def _evict(self, digest: str) -> None:
         entry = self.device.pop(digest)
-        self._arriving.discard(digest)
         self.table.clear(entry.slot, entry.run, max(1, entry.layout.rows))
         self.pool.pages.give(entry.pages, digest)
         self._free_slots.append(entry.slot)
@@ -269,15 +288,33 @@ class AdapterStore:
             raise RuntimeError(f"a lease on {digest} was released twice")
         entry.leases -= 1
         if entry.copy.failed and entry.idle:
-            self.host.drop(entry.host)
             self._evict(digest)
 
-    def _switch_in(self, digest: str, entry: DeviceAdapter) -> None:
-        if entry.copy.failed:
-            self.host.drop(entry.host)  # whatever failed, the next request reads the store again
-            if entry.leases == 0:
-                self._evict(digest)
-            return
-        assert entry.copy.positions is not None  # it was copied
-        self.table.set(entry.slot, entry.run, entry.layout, entry.copy.positions)
-        entry.weights = entry.copy.views
+    def _advance_load(self, entry: DeviceAdapter) -> bool:
+        """Start or end an adapter's copy as is due; True when the load is over, one way or the other.
+
+        A copy starts when the whole adapter is in host memory: a worker that waited for a slow store would hold up
+        the copies of others.
+        """
+        host, copy = entry.host, entry.copy
+        if not entry.copying:
+            if host.failed:
+                copy.failed = host.failed
+                copy.ended.set()
+            elif host.complete:
+                entry.copying = True
+                self.loader.copy(host, entry.pages, copy)
+        if not copy.ended.is_set():
+            return False
+        host.placed, entry.settled = False, True
+        if not copy.failed:
+            assert copy.positions is not None  # it was copied
+            self.table.set(entry.slot, entry.run, entry.layout, copy.positions)
+            entry.weights = copy.views
+            entry.load_seconds = time.monotonic() - entry.began
+            return True
+        if not host.failed:
+            self.hosts.forget(host)  # the copy failed: the next request reads the store again
+        if entry.leases == 0:
+            self._evict(host.digest)
+        return True

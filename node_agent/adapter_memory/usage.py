@@ -56,11 +56,11 @@ def device_usage(store: AdapterStore) -> Usage:
 
 def host_usage(store: AdapterStore) -> Usage:
     pages = dict.fromkeys(("free", "arriving", "ready", "leaving"), 0)
-    pool = store.host.pool
+    pool = store.hosts.pool
     pages["free"] = pool.pages.free
     live = taken = adapters = 0
-    for host in (host for same in store.host.owned().values() for host in same):
-        here = store.host.find(host.digest) is host
+    for host in (host for same in store.hosts.owned().values() for host in same):
+        here = store.hosts.get(host.digest) is host
         state = "leaving" if not here else "ready" if host.complete else "arriving"
         pages[state] += len(host.pages or ())
         assert host.layout is not None  # it has pages

@@ -22,5 +22,5 @@ class WaitForAll:
         return self._num_layers if self._store.loaded(lease) else 0
 
     def observe(self, plan: Plan) -> None:
-        """The plan's first layer is about to run: what it waited until now was exposed."""
+        """The adapter is there: what was waited until now was exposed."""
         plan.exposed = time.monotonic() - plan.begun

@@ -14,10 +14,10 @@ from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
-from node_agent.engine.scheduler import admit, choose_hot
+from node_agent.engine.scheduler import Admission, choose_hot
 from node_agent.ipc import Admitted, EngineEvent, Finished, Generated, Stats, Submit, Top
 from node_agent.lora import SegmentedLora
-from node_agent.types import ModelRunner, Pass, Plan, StepOutput
+from node_agent.types import ModelRunner, Pass, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
@@ -38,7 +38,6 @@ class ColdPass:
 
     row: Row
     run: Pass
-    plan: Plan
 
 
 class Engine:
@@ -91,10 +90,18 @@ class Engine:
 
     def step(self) -> bool:
         """One iteration. False when there was nothing to compute: wait for a message, a load or a deadline."""
+        self.prepare()
+        return self.compute()
+
+    def prepare(self) -> None:
+        """The quick half: book what has arrived or expired, and admit. Its events can be sent before the slow half."""
         self.store.poll()
         self._free_blocks()
         self._expire()
         self._admit()
+
+    def compute(self) -> bool:
+        """The slow half: the passes."""
         self._open_cold_passes()
         worked = self._advance_cold()
         rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, self.limits.chunk_tokens)
@@ -164,21 +171,33 @@ class Engine:
     def _admit(self) -> None:
         if not self.queue:
             return
-        admitted, refused = admit(self.queue, self.limits.max_rows - len(self.running), self.blocks, self.store)
-        for entry in refused:
+        admission = Admission(list(self.running.values()), self.limits.max_rows, self.blocks, self.store)
+        admission.look_at(self.queue)
+        for entry in admission.refused:
             log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
+            self._retract(entry.request)
             self._finish(entry.request, "error", entry.type, entry.message)
-        for request in admitted:
+        for request in admission.admitted:
+            self._retract(request)
             request.admitted = time.monotonic()
+            if request.lease is not None and not self.store.loaded(request.lease):
+                request.plan = self.cold_start.plan(request.lease, len(request.tokens))
+                request.found = self.store.source(request.lease) if request.found == "none" else request.found
             self.running[request.id] = request
             self._events.append(Admitted(request.id, request.found))
+
+    def _retract(self, request: Request) -> None:
+        if request.adapter is not None:
+            self.store.retract(request.adapter.digest)
 
     def _is_loaded(self, request: Request) -> bool:
         if request.lease is None:
             return True
         if not self.store.loaded(request.lease):
             return False
-        request.loaded = request.loaded or time.monotonic()
+        if request.plan is not None and not request.load:
+            self.cold_start.observe(request.plan)
+            request.load = self.store.load_seconds(request.lease)
         return True
 
     def _open_cold_passes(self) -> None:
@@ -191,9 +210,8 @@ class Engine:
             elif len(self.cold) < self.limits.max_cold and not self._is_loaded(request):
                 length = min(len(request.tokens) - request.computed, self.limits.chunk_tokens)
                 row = Row(request, length)
-                request.plan = self.cold_start.plan(request.lease, length)
                 request.in_cold_pass = True
-                self.cold.append(ColdPass(row, self._start([row], 0), request.plan))
+                self.cold.append(ColdPass(row, self._start([row], 0)))
 
     def _advance_cold(self) -> bool:
         """Advance one open cold pass by at most one block of layers, as far as its weights are ready."""
@@ -207,9 +225,7 @@ class Engine:
             ready = self.cold_start.ready_until(lease)
             if ready <= cold.run.layer:
                 continue
-            if cold.run.layer == 0:
-                self.cold_start.observe(cold.plan)
-                self._is_loaded(cold.row.request)
+            self._is_loaded(cold.row.request)
             cold.run.advance(min(ready, cold.run.layer + self._layers_per_turn))
             self.cold.remove(cold)
             if cold.run.layer < self.runner.num_layers:
@@ -246,7 +262,11 @@ class Engine:
                 self._take_token(row.request, token, Top(*logprobs) if logprobs else None)
 
     def _take_token(self, request: Request, token: int, top: Top | None) -> None:
-        request.first_token = request.first_token or time.monotonic()
+        now = time.monotonic()
+        if not request.generated and now >= request.deadline:
+            self._finish(request, "error", "timeout", "no token was ready before the deadline")
+            return
+        request.first_token = request.first_token or now
         request.tokens.append(token)
         if request.penalised:
             request.counts[token] += 1
@@ -281,7 +301,9 @@ class Engine:
             request.blocks = []
         if self.running.get(request.id) is request:
             del self.running[request.id]
-        self.queue[:] = [r for r in self.queue if r is not request]
+        elif request in self.queue:
+            self.queue.remove(request)
+            self._retract(request)
         self._free_blocks()
         self._events.append(_finished(request, reason, error_type, error))
 
@@ -299,18 +321,15 @@ class Engine:
 
 def _finished(request: Request, reason: str, error_type: str, error: str) -> Finished:
     now = time.monotonic()
-    load = request.loaded - request.arrived if request.loaded and request.found != "none" else 0.0
+    plan, exposed = request.plan, 0.0
+    if plan is not None:  # a request that ended before its adapter came was exposed until now
+        exposed = plan.exposed if request.load else now - plan.begun
     return Finished(
         id=request.id,
         reason=reason,
         queue=(request.admitted or now) - request.arrived,
         prefill=(request.first_token or now) - request.admitted if request.admitted else 0.0,
-        cold_start=ColdStart(
-            state=request.found,
-            plan=request.plan.name if request.plan else "none",
-            load=load,
-            exposed=request.plan.exposed if request.plan else 0.0,
-        ),
+        cold_start=ColdStart(request.found, plan.name if plan else "none", request.load, exposed),
         error_type=error_type,
         error=error,
     )

@@ -10,7 +10,7 @@ from cluster.messages import Adapter, Sampling
 from node_agent.types import Lease, Plan
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """`tokens` is the prompt and what was generated; the KV cache holds the first `computed` of them."""
 
@@ -29,11 +29,14 @@ class Request:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     lease: Lease | None = None
+    short_since: float = 0.0
+    """when it first found too little adapter memory"""
     admitted: float = 0.0
     first_token: float = 0.0
-    loaded: float = 0.0
-    """when the adapter was first seen wholly on the device"""
     plan: Plan | None = None
+    """how it gets its adapter, if that was not on the device when it was admitted"""
+    load: float = 0.0
+    """seconds that the adapter's load took, if it waited for one"""
     in_cold_pass: bool = False
     counts: Counter[int] = field(default_factory=Counter)
     """generated tokens, kept only where a penalty needs them"""

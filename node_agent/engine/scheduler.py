@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,41 +24,83 @@ class Refused:
     """for the log"""
 
 
-def admit(
-    queue: list[Request], free_rows: int, blocks: BlockPool, store: AdapterStore
-) -> tuple[list[Request], list[Refused]]:
-    """First come, first served, within free rows, KV blocks and adapter memory. Removes what it takes from `queue`.
+STARVED_AFTER = 1.0
+"""Seconds that a request waits for adapter memory before no later one may take or share any."""
 
-    A request reserves the blocks of its whole length, so an admitted one always ends. A request whose adapter is still
-    being measured is passed over. Behind one that waits for adapter memory, only those pass that need no new room:
-    otherwise small adapters could keep a large one out for ever.
+
+class Admission:
+    """One look at the queue: first come, first served, within free rows, KV blocks and adapter memory.
+
+    A request reserves the blocks of its whole length, so an admitted one always ends. Two exceptions to the order keep
+    one request's wait from becoming everyone's:
+    - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
+      them) half of the KV blocks: the others are passed over and go on loading.
+    - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
+      a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
+      steady use could.
     """
-    admitted: list[Request] = []
-    refused: list[Refused] = []
-    room_is_short = False
-    for request in queue:
-        need = blocks.blocks_for(request.prompt_len + request.max_tokens)
-        if len(admitted) == free_rows or need > blocks.free:
-            break
+
+    def __init__(self, running: list[Request], max_rows: int, blocks: BlockPool, store: AdapterStore) -> None:
+        self.blocks, self.store = blocks, store
+        self.free_rows = max_rows - len(running)
+        loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
+        self._loading_rows_left = max(1, max_rows // 4) - len(loading)
+        self._loading_blocks = sum(len(r.blocks) for r in loading)
+        self._room_is_short = False
+        self._starved = False
+        self.admitted: list[Request] = []
+        self.refused: list[Refused] = []
+
+    def look_at(self, queue: list[Request]) -> None:
+        """Removes from `queue` what it admits or refuses."""
+        left: list[Request] = []
+        for i, request in enumerate(queue):
+            need = self.blocks.blocks_for(request.prompt_len + request.max_tokens)
+            if len(self.admitted) == self.free_rows or need > self.blocks.free:
+                left += queue[i:]
+                break
+            if not self._lease(request, need):
+                left.append(request)
+        queue[:] = left
+
+    def _lease(self, request: Request, need: int) -> bool:
+        """False: it stays in the queue."""
         if request.adapter is not None:
-            if room_is_short and not store.on_device(request.adapter.digest):
-                continue
-            found = store.acquire(request.adapter)
+            digest = request.adapter.digest
+            ready = self.store.ready(digest)
+            if self._starved or (self._room_is_short and not self.store.on_device(digest)):
+                return False
+            if not ready and not self._may_load(need):
+                return False
+            found = self.store.acquire(request.adapter)
             if isinstance(found, (Pending, NoRoom)):
-                room_is_short = room_is_short or isinstance(found, NoRoom)
-                continue
+                self._wait(request, isinstance(found, NoRoom))
+                return False
             if not isinstance(found, Lease):
-                refused.append(_refuse(request, found))
-                continue
+                self.refused.append(_refuse(request, found))
+                return True
             request.lease = found
-        taken = blocks.allocate(need)
+            if not ready:
+                self._loading_rows_left -= 1
+                self._loading_blocks += need
+        taken = self.blocks.allocate(need)
         assert taken is not None
         request.blocks = taken
-        admitted.append(request)
-    gone = {id(request) for request in admitted} | {id(entry.request) for entry in refused}
-    if gone:
-        queue[:] = [request for request in queue if id(request) not in gone]
-    return admitted, refused
+        self.admitted.append(request)
+        return True
+
+    def _may_load(self, need: int) -> bool:
+        if self._loading_rows_left <= 0:
+            return False
+        return not self._loading_blocks or self._loading_blocks + need <= self.blocks.total // 2
+
+    def _wait(self, request: Request, for_room: bool) -> None:
+        if not for_room:
+            return
+        now = time.monotonic()
+        request.short_since = request.short_since or now
+        self._room_is_short = True
+        self._starved = self._starved or now - request.short_since >= STARVED_AFTER
 
 
 def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_store
@@ -18,7 +19,7 @@ from node_agent.cores import usable_cores
 from node_agent.device import DTYPES, free_memory, pick_device
 from node_agent.engine.loop import Engine, Limits
 from node_agent.ipc import Finished, Submit
-from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token
+from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token, load_model
 
 MAX_CPU_KV = 1 << 30
 SMALL_MODEL = 8 << 20
@@ -38,8 +39,8 @@ def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[E
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise ValueError(f"dtype: {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
-    dtype = DTYPES.get(config.dtype)
-    runner = TransformersRunner(Path(config.model_dir), device, dtype, config.block_tokens, _kv_blocks(config, device))
+    model = load_model(Path(config.model_dir), device, DTYPES.get(config.dtype))
+    runner = TransformersRunner(model, config.block_tokens, _kv_blocks(config, model))
     store = AdapterStore(config, open_store(config.registry), base, device, runner.dtype, on_change)
     capacity = (runner.num_blocks - 1) * config.block_tokens
     limits = Limits(
@@ -81,13 +82,14 @@ def warm_up(engine: Engine) -> None:
         raise WarmUpFailed(f"the dummy request ended with {last}")
 
 
-def _kv_blocks(config: EngineConfig, device: torch.device) -> int:
+def _kv_blocks(config: EngineConfig, model: PreTrainedModel) -> int:
+    """Measured after the model was loaded, and less the adapter pool, which is allocated later."""
     size = config.kv_memory
     if size is None:
-        size = free_memory(device) // 4
-        if device.type == "cpu":
+        size = max(0, free_memory(model.device) - config.adapter_memory) // 4
+        if model.device.type == "cpu":
             size = min(size, MAX_CPU_KV)
-    per_block = kv_bytes_per_token(Path(config.model_dir), DTYPES.get(config.dtype)) * config.block_tokens
+    per_block = kv_bytes_per_token(model) * config.block_tokens
     blocks = size // per_block
     if blocks < 2:
         raise ValueError(f"kv_memory: {size} bytes hold {blocks} blocks of {per_block} bytes; at least 2 are needed")

@@ -34,7 +34,7 @@ class FusedProjection(nn.Module):
         if any(module.bias is not None for module in linears):
             bias = torch.cat([_bias(module) for module in linears])
         self.linear = Linear(torch.cat([module.weight.data for module in linears]), bias)
-        self.parts: tuple[torch.Tensor, ...] = ()
+        self.parts: dict[int, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, T, d_in] -> [1, T, widths[0]]"""
@@ -42,10 +42,11 @@ class FusedProjection(nn.Module):
         if lora is not None:
             lora.begin(self.layer, self.group, x[0])
         y = self.linear(x)
-        self.parts = torch.split(y, self.widths, dim=-1) if len(self.widths) > 1 else (y,)
+        parts = torch.split(y, self.widths, dim=-1)
         if lora is not None:
-            lora.finish(self.layer, self.group, [part[0] for part in self.parts])
-        return self.parts[0]
+            lora.finish(self.layer, self.group, [part[0] for part in parts])
+        self.parts = dict(enumerate(parts[1:], start=1))
+        return parts[0]
 
 
 class FusedPart(nn.Module):
@@ -57,7 +58,7 @@ class FusedPart(nn.Module):
         self.index = index
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
-        return self._fused[0].parts[self.index]
+        return self._fused[0].parts.pop(self.index)  # kept no longer: a pass would hold every layer's activations
 
 
 def _bias(module: nn.Linear) -> torch.Tensor:

@@ -8,6 +8,9 @@ from node_agent.types import SamplingBatch
 
 _MASK = (1 << 64) - 1
 
+GREEDY_BELOW = 1e-5
+"""Colder than this only the best token has a chance, and dividing by the temperature would overflow."""
+
 Logprobs = tuple[float, list[tuple[int, float]]]
 """The chosen token's log probability, and (token id, log probability) of the k most likely ones."""
 
@@ -27,7 +30,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, li
     raw = logits.float()
     scores = _penalised(raw, batch) if batch.counts else raw
     tokens = scores.argmax(dim=-1)
-    drawn = [row for row, temperature in enumerate(batch.temperature) if temperature > 0]
+    drawn = [row for row, temperature in enumerate(batch.temperature) if temperature >= GREEDY_BELOW]
     for row in drawn:
         tokens[row] = _draw(
             scores[row] / batch.temperature[row],

@@ -6,9 +6,10 @@ The model's own decoder layers are called one by one, so that a pass can stop be
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -23,21 +24,32 @@ from node_agent.types import PassLora, StepBatch, StepOutput
 ATTENTION = "garnish_paged"
 
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not depend on how long a sequence, or its neighbour in the batch, is."""
+
+
+def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The base model in its own or another dtype, ready for a TransformersRunner. Raises ValueError."""
+    AttentionInterface.register(ATTENTION, paged_attention)
+    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    config = AutoConfig.from_pretrained(model_dir)
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ValueError(f"{model_dir}: model_type {config.model_type!r} is not served")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        raise ValueError(f"{model_dir}: rope_type {rope!r} is not served; served: {', '.join(ROPE_TYPES)}")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype or "auto", attn_implementation=ATTENTION, local_files_only=True
+    )
+    return model.eval().requires_grad_(False).to(device)
+
+
 class TransformersRunner:
     """A ModelRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
 
-    def __init__(
-        self, model_dir: Path, device: torch.device, dtype: torch.dtype | None, block_tokens: int, num_blocks: int
-    ) -> None:
-        AttentionInterface.register(ATTENTION, paged_attention)
-        AttentionMaskInterface.register(ATTENTION, _no_mask)
-        config = AutoConfig.from_pretrained(model_dir)
-        if config.model_type not in SUPPORTED_MODEL_TYPES:
-            raise ValueError(f"{model_dir}: model_type {config.model_type!r} is not served")
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype or "auto", attn_implementation=ATTENTION, local_files_only=True
-        )
-        self.model = model.eval().requires_grad_(False).to(device)
+    def __init__(self, model: PreTrainedModel, block_tokens: int, num_blocks: int) -> None:
+        self.model: Any = model
+        device = model.device
         self.device, self.dtype = device, model.dtype
         self.layers = list(self.model.model.layers)
         self.num_layers = len(self.layers)
@@ -47,7 +59,7 @@ class TransformersRunner:
             fuse_projections(layer, index, self.current)
         head = self.model.lm_head
         self.head = Linear(head.weight.data, None if head.bias is None else head.bias.data)
-        shape = kv_shape(config)
+        shape = kv_shape(model.config)
         slots = num_blocks * block_tokens
         self.keys = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
         self.values = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
@@ -107,19 +119,17 @@ class TransformersPass:
         return record_event(self.runner.device) if self.layer else ENDED
 
 
-def kv_shape(config: AutoConfig) -> tuple[int, int]:
+def kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
     """(kv heads, head dim) of one layer's cache."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
-def kv_bytes_per_token(model_dir: Path, dtype: torch.dtype | None) -> int:
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes that one token takes in the KV cache of all layers."""
-    config = AutoConfig.from_pretrained(model_dir)
-    kv_heads, head_dim = kv_shape(config)
-    itemsize = (dtype or config.dtype or torch.float32).itemsize
-    return int(2 * config.num_hidden_layers * kv_heads * head_dim * itemsize)
+    kv_heads, head_dim = kv_shape(model.config)
+    return int(2 * model.config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize)
 
 
 def _no_mask(*_: object, **__: object) -> None:

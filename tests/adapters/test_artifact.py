@@ -45,7 +45,8 @@ def written(tmp_path: Path, base: BaseModel) -> tuple[LocalStore, ArtifactHeader
 def rewritten(out: Path, header: ArtifactHeader) -> bytes:
     """The artifact's bytes with another header of whatever length."""
     text = msgspec.json.encode(header)
-    return MAGIC + len(text).to_bytes(8, "little") + text + out.read_bytes()[len(MAGIC) + 8 + len(text) :]
+    prefix = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest()
+    return prefix + text + out.read_bytes()[len(prefix) + len(text) :]
 
 
 def test_the_layout_is_the_documented_one(written: tuple[LocalStore, ArtifactHeader, Path], base: BaseModel) -> None:
@@ -53,8 +54,9 @@ def test_the_layout_is_the_documented_one(written: tuple[LocalStore, ArtifactHea
     data = out.read_bytes()
     assert data[:8] == b"GARNISH1"
     length = int.from_bytes(data[8:16], "little")
-    assert msgspec.json.decode(data[16 : 16 + length], type=ArtifactHeader) == header == read_header(store, "key")
-    end = 16 + length
+    assert msgspec.json.decode(data[48 : 48 + length], type=ArtifactHeader) == header == read_header(store, "key")
+    assert data[16:48] == hashlib.sha256(data[48 : 48 + length]).digest()
+    end = 48 + length
     assert [bool(block.pairs) for block in header.layers] == [True, False, True]
     for layer, block in enumerate(header.layers):
         assert block.offset % ALIGN == 0
@@ -97,7 +99,7 @@ def test_a_long_header_takes_two_reads(tmp_path: Path, base: BaseModel, monkeypa
     header = write_artifact(validate(read_peft(config, weights), base), base, weights, tmp_path / "artifact")
     store = LocalStore(tmp_path / "store")
     store.put_if_absent("key", tmp_path / "artifact")
-    for first in (16, 17, 100):
+    for first in (48, 49, 130):
         monkeypatch.setattr("adapters.artifact.FIRST_READ", first)
         assert read_header(store, "key") == header
 
@@ -156,3 +158,16 @@ def test_weights_cut_between_check_and_writing_are_refused(tmp_path: Path, base:
 def test_the_key_names_format_base_and_digest() -> None:
     assert artifact_key("f" * 64, "d" * 64) == f"artifacts/v1/{'f' * 64}/{'d' * 64}"
     assert LAYERS == 3
+
+
+def test_any_changed_byte_of_the_header_is_found(written: tuple[LocalStore, ArtifactHeader, Path]) -> None:
+    """A flipped scale would otherwise be served as wrong tokens."""
+    store, _, out = written
+    data = bytearray(out.read_bytes())
+    at = data.index(b'"scale":') + len(b'"scale":')
+    for position in (at, 16, 47, 8, 50):
+        changed = bytearray(data)
+        changed[position] ^= 1
+        store.put("key", bytes(changed))
+        with pytest.raises(CorruptArtifact):
+            read_header(store, "key")

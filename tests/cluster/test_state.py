@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.messages import NodeRecord, VersionMismatch
+from cluster.messages import NodeRecord, Resident, VersionMismatch
 from cluster.state import FORGET_SECONDS, PAST_EPOCHS, RESERVATION_SECONDS, MemoryClusterState, TooManyNodes
 
 RECORD = NodeRecord(
@@ -64,6 +64,23 @@ def test_newer_records_win(state: MemoryClusterState) -> None:
         assert await state.publish(record(epoch="2", seq=1, running=1))
         assert not await state.publish(record(epoch="1", seq=99))  # late, from the process before
         assert [node.record.running for node in await state.nodes()] == [1]
+
+    asyncio.run(main())
+
+
+def test_residents_are_indexed_once_per_record(state: MemoryClusterState) -> None:
+    def resident(digest: str, tier: str) -> Resident:
+        return Resident(digest=digest, tier=tier, bytes=1, in_use=0)
+
+    async def main() -> None:
+        assert await state.publish(record(seq=1, residents=[resident("x", "host"), resident("y", "device")]))
+        first, again = (await state.nodes())[0], (await state.nodes())[0]
+        assert first.tiers == {"x": "host", "y": "device"}
+        assert again.tiers is first.tiers  # however many requests look at it
+        assert not await state.publish(record(seq=1, residents=[]))
+        assert (await state.nodes())[0].tiers is first.tiers
+        assert await state.publish(record(seq=2, residents=[resident("y", "host")]))
+        assert (await state.nodes())[0].tiers == {"y": "host"}
 
     asyncio.run(main())
 

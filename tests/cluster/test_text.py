@@ -60,7 +60,6 @@ def test_prompts_as_transformers_has_them(both: tuple[BaseText, Any], prompt: st
 def test_empty_prompt_is_bos(stories_dir: Path) -> None:
     text = BaseText(stories_dir)
     assert text.encode_prompt("") == [text.bos_id] == [1]
-    assert not text.has_chat_template
 
 
 def test_refusals(stories_dir: Path, chatty_dir: Path, tmp_path: Path) -> None:

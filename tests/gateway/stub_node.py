@@ -89,6 +89,9 @@ class StubNode:
             residents=[Resident(digest="0" * 64, tier="host", bytes=1, in_use=0)],
             acknowledged=list(self.acknowledged),
         )
+        if state == "warming":  # as a node whose engine has not said yet what it has
+            unknown = {"base": "", "max_context": 0, "kv_blocks": 0, "kv_blocks_free": 0, "residents": []}
+            record = msgspec.structs.replace(record, **unknown)
         return msgspec.structs.replace(record, **changed)
 
     def publish(self, gateway_url: str, state: str = "ready", **changed: object) -> httpx.Response:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
 from cluster.messages import NodeRecord, Resident
-from cluster.state import MemoryClusterState, NodeView
+from cluster.state import MemoryClusterState, NodeView, tiers_of
 from gateway.bodies import convert, field_of
 from gateway.last_hour import Counts, LastHour
 from gateway.logs import JsonFormatter
@@ -26,7 +26,7 @@ from gateway.scheduling.least_loaded import LeastLoaded
 from gateway.scheduling.placement import place
 from gateway.scheduling.policy import UnknownPolicy, make_policy
 from gateway.scheduling.request import PlacementRequest
-from gateway.threads import StoreThreads
+from gateway.threads import READ_THREADS, LeavableThreads, StoreThreads
 
 RECORD = NodeRecord(
     id="n",
@@ -48,7 +48,8 @@ REQUEST = PlacementRequest(id="r", prompt_tokens=5, max_tokens=5, digest="d", ad
 
 
 def view(node_id: str, reserved: int = 0, **changed: Any) -> NodeView:
-    return NodeView(msgspec.structs.replace(RECORD, id=node_id, **changed), reserved=reserved, age=0.0)
+    record = msgspec.structs.replace(RECORD, id=node_id, **changed)
+    return NodeView(record, reserved=reserved, age=0.0, tiers=tiers_of(record))
 
 
 def test_least_loaded_prefers_fewer_requests_then_the_adapter_then_memory() -> None:
@@ -137,6 +138,65 @@ def test_a_store_that_does_not_answer_is_given_up() -> None:
         with pytest.raises(StoreUnavailable):
             await threads.read(answer.wait, 30)
         answer.set()
+
+    asyncio.run(main())
+
+
+def test_reads_that_hang_take_no_more_threads_than_there_are() -> None:
+    hung, answer = [], threading.Event()
+
+    def hang() -> str:
+        hung.append(threading.current_thread())
+        answer.wait(60)
+        return "late"
+
+    async def main() -> None:
+        threads = StoreThreads(0.05)
+        for _ in range(2 * READ_THREADS):
+            with pytest.raises(StoreUnavailable):
+                await threads.read(hang)
+        assert len(hung) == READ_THREADS
+        with pytest.raises(StoreUnavailable, match="still hang"):
+            await threads.read(hang)
+        answer.set()
+        for thread in hung:
+            await asyncio.to_thread(thread.join)
+        assert await StoreThreads(60.0).read(str, 1) == "1"  # its end is told to the loop after theirs
+        assert await threads.read(hang) == "late"
+
+    asyncio.run(main())
+
+
+def test_a_place_is_free_again_whatever_becomes_of_the_call() -> None:
+    async def main() -> None:
+        threads = LeavableThreads(1)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await threads.run(lambda: 1 // 0)
+        held = threading.Event()
+        first = asyncio.ensure_future(threads.run(lambda: held.wait(60)))
+        waiting = asyncio.ensure_future(threads.run(lambda: 2))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        held.set()
+        assert await first is True
+        assert await threads.run(lambda: 3) == 3
+        assert threads.left == 0
+
+    asyncio.run(main())
+
+
+def test_writes_wait_for_a_thread_only_so_long() -> None:
+    async def main() -> None:
+        answer = threading.Event()
+        threads = StoreThreads(0.05)
+        running = [asyncio.ensure_future(threads.write(answer.wait, 60)) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(StoreUnavailable):
+            await threads.write(answer.wait, 60)
+        answer.set()
+        assert await asyncio.gather(*running) == [True] * 4
 
     asyncio.run(main())
 

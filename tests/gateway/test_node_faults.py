@@ -47,6 +47,21 @@ def test_nodes_that_may_not_serve(start: Callable[..., Running], record: dict) -
     assert running.nodes[0].received == []
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+def test_calls_may_be_tried_again_while_a_node_warms(start: Callable[..., Running], path: str) -> None:
+    """Its record tells a context of 0 until the engine is there."""
+    running = start()
+    node = running.node(state="warming")
+    running.node(node_id="other", base="0" * 64, max_context=1)
+    client = running.client()
+    call = CALL | ({"model": "stories260K"} if path != PATH else {})
+    reply = client.post(path, json=call)
+    assert reply.status_code == 503
+    assert int(reply.headers["retry-after"]) >= 1
+    node.publish(running.url)
+    assert client.post(path, json=call).status_code == 200
+
+
 def test_all_queues_full(start: Callable[..., Running]) -> None:
     running = start()
     running.node(queued=64)

@@ -65,12 +65,7 @@ def until(store: AdapterStore, condition: Callable[[], bool]) -> None:
 
 def lease(store: AdapterStore, adapter: Adapter) -> Lease:
     """Acquire, waiting for the measure; the lease need not be loaded yet."""
-    found = store.acquire(adapter)
-    deadline = time.monotonic() + 30
-    while isinstance(found, Pending):
-        assert time.monotonic() < deadline
-        store.poll()
-        found = store.acquire(adapter)
+    found = measured(store, adapter)
     assert isinstance(found, Lease), found
     return found
 
@@ -116,10 +111,13 @@ class LateEvent:
 
 
 def measured(store: AdapterStore, adapter: Adapter) -> object:
+    """What acquire answers when it knows, as a request in the queue sees it."""
+    store.announce(adapter)
     found = store.acquire(adapter)
     deadline = time.monotonic() + 30
     while isinstance(found, Pending):
         store.poll()
         found = store.acquire(adapter)
         assert time.monotonic() < deadline
+    store.retract(adapter.digest)
     return found

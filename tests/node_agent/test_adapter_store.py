@@ -40,18 +40,18 @@ class StoreMachine(RuleBasedStateMachine):
         for held in self.held:
             self.store.release(held, [])
         deadline = time.monotonic() + 30
-        while self.store.leases or any(not e.copy.ended.is_set() for e in self.store.device.values()):
+        while self.store.leases or any(not e.settled for e in self.store.device.values()):
             self.store.poll()
             assert time.monotonic() < deadline
         for digest in list(self.store.device):
             self.store._evict(digest)
         assert self.store.pool.free_bytes == self.store.pool.size
-        for host in list(self.store.host):
-            self.store.host.drop(host)
-        while self.store.host.leaving:
+        while self.store.hosts._fetching or self.store.hosts._unfetched or self.store.hosts._measuring:
             self.store.poll()
             assert time.monotonic() < deadline
-        assert self.store.host.pool.free_bytes == self.store.host.pool.size
+        for host in list(self.store.hosts.complete()):
+            self.store.hosts.forget(host)
+        assert self.store.hosts.used == 0
         assert not self.store.table.rank.any()
         self.store.close()
 
@@ -65,12 +65,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, 5))
     def load_wholly(self, i: int) -> None:
-        found = self.store.acquire(self.world.adapters[i])
-        deadline = time.monotonic() + 30
-        while isinstance(found, Pending):
-            self.store.poll()
-            found = self.store.acquire(self.world.adapters[i])
-            assert time.monotonic() < deadline
+        found = measured(self.store, self.world.adapters[i])
         if isinstance(found, Lease):
             self.held.append(found)
             until(self.store, lambda: self.store.loaded(found))
@@ -119,7 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert not check_memory(self.store)
         device, host = device_usage(self.store), host_usage(self.store)
         assert sum(device.pages.values()) == self.store.pool.pages.count
-        assert sum(host.pages.values()) == self.store.host.pool.pages.count
+        assert sum(host.pages.values()) == self.store.hosts.pool.pages.count
 
     @invariant()
     def readers_and_pins_keep_their_adapters(self) -> None:
@@ -213,6 +208,8 @@ def test_a_broken_read_fails_the_load_and_the_next_try_works(world: World, fault
         else:
             assert isinstance(found, LoadFailed)
         objects.armed = False
+        store.hosts.failure_memory = 0.0
+        store.poll()
         again = loaded_lease(store, adapter)
         assert_contents(store, world, again)
         store.release(again, [])

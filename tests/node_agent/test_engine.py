@@ -193,6 +193,8 @@ def test_a_broken_adapter_fails_its_request_alone(make_engine: MakeEngine, adapt
     assert ended(engine, bad).error_type == "unavailable"
     assert broken_key not in ended(engine, bad).error
     assert len(engine.outcomes[base].tokens) == 4
+    engine.engine.store.hosts.failure_memory = 0.0
+    engine.step()
     good = engine.submit(STORY, 4, adapter)
     engine.run()
     assert len(engine.outcomes[good].tokens) == 4

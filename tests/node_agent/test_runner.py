@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from cluster.messages import Sampling
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
-from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token
+from node_agent.runner.projections import FusedProjection
+from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token, load_model
 
 VOCAB = 97
 SHAPE = {
@@ -51,7 +52,9 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def pair(model_dir: Path) -> tuple[TransformersRunner, torch.nn.Module]:
-    runner = TransformersRunner(model_dir, torch.device("cpu"), torch.float32, block_tokens=4, num_blocks=128)
+    runner = TransformersRunner(
+        load_model(model_dir, torch.device("cpu"), torch.float32), block_tokens=4, num_blocks=128
+    )
     return runner, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
@@ -114,10 +117,10 @@ def test_decode_beside_a_chunk(pair: tuple[TransformersRunner, torch.nn.Module])
             torch.testing.assert_close(got[i], model(torch.tensor([r.tokens])).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_kv_bytes_are_what_is_allocated(model_dir: Path, pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
+def test_kv_bytes_are_what_is_allocated(pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
     runner = pair[0]
     allocated = sum(t.numel() * t.element_size() for t in [*runner.keys, *runner.values])
-    assert allocated == kv_bytes_per_token(model_dir, torch.float32) * runner.block_tokens * runner.num_blocks
+    assert allocated == kv_bytes_per_token(runner.model) * runner.block_tokens * runner.num_blocks
 
 
 def test_finish_before_the_last_layer_is_refused(pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
@@ -131,4 +134,22 @@ def test_finish_before_the_last_layer_is_refused(pair: tuple[TransformersRunner,
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="gpt2"):
-        TransformersRunner(tmp_path, torch.device("cpu"), torch.float32, 4, 8)
+        load_model(tmp_path, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_neighbours_is_refused(tmp_path: Path, rope: str) -> None:
+    """One batch has one set of frequencies: with these, a long request would change what a short one writes."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    parameters = {"rope_type": rope, "factor": 2.0, "rope_theta": 10000.0, **(factors if rope == "longrope" else {})}
+    LlamaConfig(**SHAPE, head_dim=16, rope_parameters=parameters).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rope):
+        load_model(tmp_path, torch.device("cpu"), torch.float32)
+
+
+def test_a_pass_keeps_no_activations(pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
+    runner = pair[0]
+    advance(runner, [Row(request([4, 5, 6], 1), 3)], 0, [])
+    held = [m.parts for layer in runner.layers for m in layer.modules() if isinstance(m, FusedProjection)]
+    assert len(held) == 4 * runner.num_layers
+    assert not any(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,12 @@ def test_a_draw_is_the_inverse_transform(
 
 def test_greedy_takes_the_best_and_ignores_the_filters() -> None:
     assert int(sample(torch.tensor([[1.0, 3.0, 2.0]]), batch(temperature=[0.0], top_p=[0.01]))[0][0]) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-6, 1e-37, 1e-38, 1e-46])
+def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
+    logits = torch.tensor([[-30.0, 80.0, 79.0, -80.0]])
+    assert int(sample(logits, batch(temperature=[temperature], uniform=[0.999999]))[0][0]) == 1
 
 
 def test_frequencies_follow_the_probabilities() -> None:

@@ -1,0 +1,49 @@
+"""Where a decode step's time goes: torch's profiler over a few steps, summed by kind of operator."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.local_engine import LocalEngine
+from cluster.messages import Adapter
+
+KINDS = {
+    "base products": ("mkldnn::_linear_pointwise", "aten::linear", "aten::matmul"),
+    "adapter products": ("aten::mm", "aten::addmm_"),
+    "attention": ("aten::_scaled_dot_product", "aten::scaled_dot_product"),
+    "cache reads and writes": ("aten::index_select", "aten::index_copy_"),
+}
+"""In fp32 the base's products are aten::mm or aten::addmm too, and count as adapter products: profile bf16."""
+
+STEPS = 8
+
+
+def breakdown(engine: LocalEngine, adapters: list[Adapter | None], prompts: list[list[int]]) -> dict[str, float]:
+    """Milliseconds per decode step of one batch: `step` on the wall, without the profiler, and the operators' own time.
+
+    What the operators do not account for is Python and dispatch.
+    """
+    requests = [
+        engine.submit(prompt, 4 * STEPS, adapter, ignore_eos=True)
+        for prompt, adapter in zip(prompts, adapters, strict=True)
+    ]
+    engine.run(until=lambda: all(len(engine.outcomes[r].tokens) >= 2 for r in requests))
+    walls = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        engine.step()
+        walls.append(time.perf_counter() - begin)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(STEPS):
+            engine.step()
+    for request in requests:
+        engine.engine.cancel(request)
+    engine.run()
+    found = {"step": median(walls) * 1e3} | dict.fromkeys([*KINDS, "other operators"], 0.0)
+    for entry in profiler.key_averages():
+        kind = next((k for k, names in KINDS.items() if entry.key.startswith(names)), "other operators")
+        found[kind] += entry.self_cpu_time_total / 1e3 / STEPS
+    return {name: round(value, 2) for name, value in found.items()}

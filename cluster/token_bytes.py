@@ -1,0 +1,84 @@
+"""How much text one token can stand for: what is certainly too long for a context needs no tokenising."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """`longest`: UTF-8 bytes of text that no single token exceeds. `uncounted`: bytes of text that may not show in any
+    token."""
+
+    longest: int
+    uncounted: bytes = b""
+
+    def fewest_tokens(self, text: str) -> int:
+        """`text` certainly has this many tokens or more."""
+        return -(-len(text.encode().translate(None, delete=self.uncounted)) // self.longest)
+
+
+def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
+    """None where nothing is certain: the tokenizer may shorten or drop text, or take any number of unknown characters
+    for one token."""
+    settings = json.loads(tokenizer.to_str())
+    model, added = settings["model"], settings["added_tokens"]
+    if any(token["lstrip"] or token["rstrip"] for token in added):
+        return None  # such a token takes all the spaces around it
+    if not _keeps_length(settings["normalizer"]) or not _keeps_all(settings["pre_tokenizer"]):
+        return None
+    vocabulary = model.get("vocab")
+    if model["type"] != "BPE" or not isinstance(vocabulary, dict):
+        return None
+    own = [_normalized_bytes(tokenizer, token["content"]) for token in added]
+    if _is_byte_level(settings["pre_tokenizer"]):
+        unknown = bytes(byte for byte, letter in enumerate(_byte_letters()) if letter not in vocabulary)
+        return TokenBytes(max([1, *map(len, vocabulary), *own]), unknown)
+    if model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        return TokenBytes(max([1, *(len(token.encode()) for token in vocabulary), *own]))
+    return None
+
+
+def _byte_letters() -> list[str]:
+    """The letter that stands for each byte in a byte-level vocabulary: printable ones for themselves, the others for
+    the letters from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _normalized_bytes(tokenizer: Tokenizer, content: str) -> int:
+    normalized = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
+    return max(len(content.encode()), len(normalized.encode()))
+
+
+def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
+    """Whether text has at least as many bytes behind the normaliser as before."""
+    if normalizer is None or normalizer["type"] == "Prepend":
+        return True
+    if normalizer["type"] == "Sequence":
+        return all(map(_keeps_length, normalizer["normalizers"]))
+    pattern = normalizer.get("pattern", {}).get("String") if normalizer["type"] == "Replace" else None
+    return pattern is not None and len(normalizer["content"].encode()) >= len(pattern.encode())
+
+
+def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether the words that text is cut into hold all of it."""
+    if pre_tokenizer is None or pre_tokenizer["type"] in ("ByteLevel", "Digits", "Metaspace"):
+        return True
+    if pre_tokenizer["type"] == "Sequence":
+        return all(map(_keeps_all, pre_tokenizer["pretokenizers"]))
+    return bool(pre_tokenizer["type"] == "Split" and pre_tokenizer["behavior"] != "Removed")
+
+
+def _is_byte_level(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    if pre_tokenizer is None:
+        return False
+    if pre_tokenizer["type"] == "Sequence":
+        return any(map(_is_byte_level, pre_tokenizer["pretokenizers"]))
+    return bool(pre_tokenizer["type"] == "ByteLevel")

@@ -1,0 +1,163 @@
+"""The host tier: adapters that are being read from the object store, or lie in host memory.
+
+Called by the engine's thread alone; workers fill `pages` and count `ready` up. A load goes on while somebody waits for
+it (`announce` counts one in, `retract` out) or the device is to copy from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+
+from cluster.messages import Adapter
+from node_agent.adapter_memory.loader import HostAdapter, Loader
+from node_agent.adapter_memory.pool import Pool
+
+FAILURE_MEMORY = 1.0
+"""Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
+
+
+class HostTier:
+    """`memory` bytes at most; least recently used first out. What somebody waits for or copies from stays."""
+
+    def __init__(self, loader: Loader, pool: Pool, memory: int) -> None:
+        self.loader, self.pool, self.memory = loader, pool, memory
+        self.failure_memory = FAILURE_MEMORY
+        self._waiters: Counter[str] = Counter()
+        self._all: OrderedDict[str, HostAdapter] = OrderedDict()
+        self._measuring: list[HostAdapter] = []
+        self._unfetched: list[HostAdapter] = []
+        self._fetching: list[HostAdapter] = []
+        self._failed: deque[tuple[float, HostAdapter]] = deque()
+
+    def get(self, digest: str) -> HostAdapter | None:
+        return self._all.get(digest)
+
+    def announce(self, digest: str) -> None:
+        """Count one more who waits; each call is answered by one `retract`."""
+        self._waiters[digest] += 1
+        self._count(digest)
+
+    def retract(self, digest: str) -> None:
+        """One waits no more. What nobody wants any more is dropped before it is whole."""
+        self._waiters[digest] -= 1
+        host = self._count(digest)
+        if not self._waiters[digest]:
+            del self._waiters[digest]
+        if host is not None and host.unwanted and not host.complete and host not in self._fetching:
+            self.forget(host)  # a worker that fetches it sees for itself
+
+    def load(self, adapter: Adapter) -> HostAdapter:
+        """The adapter, whose load starts unless it runs, is done, or has just failed."""
+        host = self._all.get(adapter.digest)
+        if host is None or host.abandoned:
+            host = self._begin(adapter.digest, adapter.artifact)
+        self._all.move_to_end(adapter.digest)
+        return host
+
+    def poll(self) -> None:
+        """Take note of what workers have done, and start fetches that now have room, oldest first."""
+        self._measuring = [host for host in self._measuring if not self._measured(host)]
+        waiting: list[HostAdapter] = []
+        for host in self._unfetched:
+            if self._all.get(host.digest) is not host or host.size > self.memory:
+                continue  # forgotten meanwhile, or will never fit: its request is told when it is placed
+            if not self._start_fetch(host):
+                waiting.append(host)
+        self._unfetched = waiting
+        self._fetching = [host for host in self._fetching if not self._fetched(host)]
+        now = time.monotonic()
+        while self._failed and (self._failed[0][0] <= now or not self.failure_memory):
+            self.forget(self._failed.popleft()[1])
+
+    def complete(self) -> Iterable[HostAdapter]:
+        return (host for host in self._all.values() if host.complete and not host.failed)
+
+    def forget(self, host: HostAdapter) -> None:
+        """Drop the adapter and its bytes. No worker touches them: its fetch has ended, and so has each copy."""
+        if self._all.get(host.digest) is host:
+            del self._all[host.digest]
+        self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
+
+    @property
+    def used(self) -> int:
+        """Bytes."""
+        return (self.pool.pages.count - self.pool.pages.free) * self.pool.page_size
+
+    def owned(self) -> dict[str, list[HostAdapter]]:
+        """Every adapter that has pages, by digest; a load that nobody wants any more may be ending beside a new one."""
+        found: dict[str, list[HostAdapter]] = {}
+        ending = [host for host in self._fetching if self._all.get(host.digest) is not host]
+        for host in [*self._all.values(), *ending]:
+            if host.pages is not None:
+                found.setdefault(host.digest, []).append(host)
+        return found
+
+    # --- inside
+
+    def _count(self, digest: str) -> HostAdapter | None:
+        host = self._all.get(digest)
+        if host is not None:
+            host.waiters = self._waiters[digest]
+        return host
+
+    def _begin(self, digest: str, artifact: str) -> HostAdapter:
+        host = HostAdapter(digest, artifact, waiters=self._waiters[digest])
+        self._all[digest] = host
+        self._measuring.append(host)
+        self.loader.measure(host)
+        return host
+
+    def _measured(self, host: HostAdapter) -> bool:
+        if host.failed:
+            self._note_failure(host)
+        elif host.layout is None:
+            return False
+        else:
+            self._unfetched.append(host)
+        return True
+
+    def _start_fetch(self, host: HostAdapter) -> bool:
+        """False when there is no room yet."""
+        if not self._make_room(host.size):
+            return False
+        assert host.layout is not None  # measured
+        host.pages = self.pool.pages.take(host.layout.pages, host.digest)
+        assert host.pages is not None  # there is room
+        self._fetching.append(host)
+        self.loader.fetch(host)
+        return True
+
+    def _fetched(self, host: HostAdapter) -> bool:
+        if host.failed:
+            self._note_failure(host)
+            return True
+        return host.complete
+
+    def _free(self, host: HostAdapter) -> None:
+        if host.pages is not None:
+            self.pool.pages.give(host.pages, host.digest)
+            host.pages = None
+
+    def _note_failure(self, host: HostAdapter) -> None:
+        self._free(host)  # its worker has ended
+        if not host.abandoned:
+            self._failed.append((time.monotonic() + self.failure_memory, host))
+        elif host.waiters and self._all.get(host.digest) is host:
+            self._begin(host.digest, host.artifact)  # wanted again meanwhile
+        else:
+            self.forget(host)
+
+    def _make_room(self, size: int) -> bool:
+        """Evict only if that is enough."""
+        used = self.used
+        idle = [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
+        if used - sum(host.size for host in idle) + size > self.memory:
+            return False
+        for host in idle:
+            if used + size <= self.memory:
+                break
+            used -= host.size
+            self.forget(host)
+        return True
