@@ -74,15 +74,18 @@ def memory_table(document: dict[str, Any]) -> str:
     settings = document["settings"]
     names = {"pages": "pages (Garnish)", "slots": "fixed slots", "bestfit": "best fit", "slora": "unified rows"}
     lines = [
-        f"{settings['calls']} calls of {settings['functions']} functions at most, ranks {settings['ranks']} in equal parts, "
+        f"{settings['calls']} calls of {settings['functions']} functions at most, "
+        f"ranks {settings['ranks']} in equal parts, "
         f"{settings['running']} requests at once. {_origin(document)}",
         "",
-        "| base, projections, pool | left out | demand / pool | memory | utilisation | fragmentation | adapters per GiB | hits |",
+        "| base, projections, pool | left out | demand / pool | memory | utilisation | fragmentation "
+        "| adapters per GiB | hits |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in document["rows"]:
         lines.append(
-            f"| {row['base']}, {row['targets']}, {row['pool_gib']} GiB | top {row['without_top']} | {row['demand']:.1f} "
+            f"| {row['base']}, {row['targets']}, {row['pool_gib']} GiB "
+            f"| top {row['without_top']} | {row['demand']:.1f} "
             f"| {names[row['allocator']]} | {row['utilisation']:.3f} | {row['fragmentation']:.3f} "
             f"| {row['adapters_per_gib']:.2f} | {row['hit_rate']:.3f} |"
         )
