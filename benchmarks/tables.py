@@ -70,6 +70,28 @@ def exactness_table(document: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def memory_table(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    names = {"pages": "pages (Garnish)", "slots": "fixed slots", "bestfit": "best fit", "slora": "unified rows"}
+    lines = [
+        f"{settings['calls']} calls of {settings['functions']} functions at most, "
+        f"ranks {settings['ranks']} in equal parts, "
+        f"{settings['running']} requests at once. {_origin(document)}",
+        "",
+        "| base, projections, pool | left out | demand / pool | memory | utilisation | fragmentation "
+        "| adapters per GiB | hits |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        lines.append(
+            f"| {row['base']}, {row['targets']}, {row['pool_gib']} GiB "
+            f"| top {row['without_top']} | {row['demand']:.1f} "
+            f"| {names[row['allocator']]} | {row['utilisation']:.3f} | {row['fragmentation']:.3f} "
+            f"| {row['adapters_per_gib']:.2f} | {row['hit_rate']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def _origin(document: dict[str, Any]) -> str:
     machine, versions = document["machine"], document["versions"]
     return (
@@ -79,7 +101,7 @@ def _origin(document: dict[str, Any]) -> str:
 
 
 def render(page: str) -> str:
-    for study, table in (("engine", engine_table), ("exactness", exactness_table)):
+    for study, table in (("engine", engine_table), ("exactness", exactness_table), ("memory", memory_table)):
         block = f"<!-- {study} -->\n{table(load(study))}\n<!-- /{study} -->"
         page, found = re.subn(f"<!-- {study} -->.*?<!-- /{study} -->", lambda _, b=block: b, page, flags=re.DOTALL)
         if found != 1:

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from adapters.base_model import BaseModel
 from cluster.frames import FrameError, Frames
+from node_agent.adapter_memory.integrity import heal
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import EngineProcessConfig
 from node_agent.engine.loop import Engine
@@ -26,6 +27,8 @@ from node_agent.log import set_up_logging
 STATS_INTERVAL = 0.2
 """Seconds between two pictures of an idle engine; a working one sends them at most every MIN_STATS_INTERVAL."""
 MIN_STATS_INTERVAL = 0.05
+CHECK_INTERVAL = 60.0
+"""Seconds between two checks of the adapter memory of an engine that has nothing to do."""
 RECONNECT_INTERVAL = 0.1
 MAX_UNSENT = 64 << 20
 """Bytes that may wait for an API process that does not read."""
@@ -114,6 +117,7 @@ class Loop:
     def __init__(self, engine: Engine, ready: Ready, wake: WakeUp, stopping: Callable[[], bool]) -> None:
         self.engine, self.ready, self.wake, self.stopping = engine, ready, wake, stopping
         self._stats_at = 0.0
+        self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def serve(self, channel: Channel) -> None:
         """Until the connection ends. What was in flight is cancelled then: nobody is left to read it."""
@@ -158,8 +162,17 @@ class Loop:
         channel.send(events)
         return happened
 
+    def _check_memory(self) -> None:
+        """Where nothing waits, now and then: it reads the whole table."""
+        if self.engine.busy or time.monotonic() < self._check_at:
+            return
+        for line in heal(self.engine.store):
+            log.error("adapter memory is damaged", extra={"reason": line})
+        self._check_at = time.monotonic() + CHECK_INTERVAL
+
     def _wait(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         """For a message, a load, a deadline, or the next picture."""
+        self._check_memory()
         until = min(self._stats_at, self.engine.next_deadline() or self._stats_at)
         write = selectors.EVENT_WRITE if channel.wants_write else 0
         selector.modify(channel.socket, selectors.EVENT_READ | write)

@@ -35,7 +35,6 @@ class SegmentedLora:
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert self._x is not None and self._segments is not None
         for start, end, weights in self._segments:
-            adapted = weights[layer].get(group)
-            if adapted is not None:
-                add_segment(ys, self._x, start, end, adapted.a, adapted.parts)
+            for piece in weights[layer].get(group, ()):
+                add_segment(ys, self._x, start, end, piece.a, piece.parts)
         self._x = None

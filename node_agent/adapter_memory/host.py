@@ -1,6 +1,6 @@
 """The host tier: adapters that are being read from the object store, or lie in host memory.
 
-Called by the engine's thread alone; workers fill `data` and count `ready` up. A load goes on while somebody waits for
+Called by the engine's thread alone; workers fill `pages` and count `ready` up. A load goes on while somebody waits for
 it (`announce` counts one in, `retract` out) or the device is to copy from it.
 """
 
@@ -10,10 +10,9 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
-import torch
-
 from cluster.messages import Adapter
 from node_agent.adapter_memory.loader import HostAdapter, Loader
+from node_agent.adapter_memory.pool import Pool
 
 FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
@@ -22,8 +21,8 @@ FAILURE_MEMORY = 1.0
 class HostTier:
     """`memory` bytes at most; least recently used first out. What somebody waits for or copies from stays."""
 
-    def __init__(self, loader: Loader, memory: int, dtype: torch.dtype) -> None:
-        self.loader, self.memory, self.dtype = loader, memory, dtype
+    def __init__(self, loader: Loader, pool: Pool, memory: int) -> None:
+        self.loader, self.pool, self.memory = loader, pool, memory
         self.failure_memory = FAILURE_MEMORY
         self._waiters: Counter[str] = Counter()
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
@@ -76,15 +75,24 @@ class HostTier:
         return (host for host in self._all.values() if host.complete and not host.failed)
 
     def forget(self, host: HostAdapter) -> None:
-        """Drop the adapter and its bytes."""
+        """Drop the adapter and its bytes. No worker touches them: its fetch has ended, and so has each copy."""
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
-        host.data = None  # an adapter on the device keeps its HostAdapter, but not these bytes
+        self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
 
     @property
     def used(self) -> int:
         """Bytes."""
-        return sum(host.size for host in self._all.values() if host.data is not None)
+        return (self.pool.pages.count - self.pool.pages.free) * self.pool.page_size
+
+    def owned(self) -> dict[str, list[HostAdapter]]:
+        """Every adapter that has pages, by digest; a load that nobody wants any more may be ending beside a new one."""
+        found: dict[str, list[HostAdapter]] = {}
+        ending = [host for host in self._fetching if self._all.get(host.digest) is not host]
+        for host in [*self._all.values(), *ending]:
+            if host.pages is not None:
+                found.setdefault(host.digest, []).append(host)
+        return found
 
     # --- inside
 
@@ -114,12 +122,9 @@ class HostTier:
         """False when there is no room yet."""
         if not self._make_room(host.size):
             return False
-        try:
-            host.data = torch.empty(host.size // self.dtype.itemsize, dtype=self.dtype)
-        except (RuntimeError, MemoryError) as error:
-            host.failed = f"no host memory for {host.size} bytes: {error}"
-            self._note_failure(host)
-            return True
+        assert host.layout is not None  # measured
+        host.pages = self.pool.pages.take(host.layout.pages, host.digest)
+        assert host.pages is not None  # there is room
         self._fetching.append(host)
         self.loader.fetch(host)
         return True
@@ -130,7 +135,13 @@ class HostTier:
             return True
         return host.complete
 
+    def _free(self, host: HostAdapter) -> None:
+        if host.pages is not None:
+            self.pool.pages.give(host.pages, host.digest)
+            host.pages = None
+
     def _note_failure(self, host: HostAdapter) -> None:
+        self._free(host)  # its worker has ended
         if not host.abandoned:
             self._failed.append((time.monotonic() + self.failure_memory, host))
         elif host.waiters and self._all.get(host.digest) is host:
@@ -141,7 +152,7 @@ class HostTier:
     def _make_room(self, size: int) -> bool:
         """Evict only if that is enough."""
         used = self.used
-        idle = [host for host in self._all.values() if host.complete and host.unwanted and host.data is not None]
+        idle = [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
         if used - sum(host.size for host in idle) + size > self.memory:
             return False
         for host in idle:

@@ -1,16 +1,22 @@
-"""How an adapter lies in memory: rows in layer-major order, each at a multiple of ROW_ALIGN bytes.
+"""How an adapter lies in pages: rows in layer-major order, each at a multiple of ROW_ALIGN bytes, none across a page
+border.
 
 Within a layer, the A rows of a projection group (q, k, v; o; gate, up; down) follow each other and then its B rows do,
-so that one product serves the whole group's A. A row is a row of lora_A.weight [d_in] or a column of lora_B.weight
-[d_out].
+so that one product serves the whole group's A wherever they share a page. A row is a row of lora_A.weight [d_in] or a
+column of lora_B.weight [d_out]. The layout counts the adapter's own pages 0, 1, ...; which pages of a pool these are is
+decided when it gets room, and differs between the tiers, but within each page both tiers hold the same bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from adapters.artifact import ArtifactHeader
-from adapters.base_model import BaseModel
+from adapters.base_model import PROJECTIONS, BaseModel
 from node_agent.types import GROUPS
 
 ROW_ALIGN = 64
@@ -19,12 +25,13 @@ ROW_ALIGN = 64
 
 @dataclass(frozen=True)
 class PairRows:
-    """One adapted projection of one layer. Offsets in ROW_ALIGN units from the adapter's start."""
+    """One adapted projection of one layer."""
 
     projection: int
     rank: int
     scale: float
     a: int
+    """Its first A row and its first B row, among the adapter's rows."""
     b: int
     a_source: int
     """Byte offsets in the artifact's layer block."""
@@ -32,17 +39,45 @@ class PairRows:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A stretch of one of the adapter's pages, in ROW_ALIGN units from the page's start."""
+
+    page: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
 class AdapterLayout:
     layers: tuple[tuple[PairRows, ...], ...]
-    layer_start: tuple[int, ...]
-    """ROW_ALIGN units; one entry more than there are layers"""
-    rows: int
-    max_rank: int
+    spans: tuple[tuple[Span, ...], ...]
+    """Per layer: what a copy of that layer moves."""
+    place: np.ndarray
+    """i64[rows]: each row's unit, counted through the adapter's own pages"""
+    rank: np.ndarray
+    """i32[layers, 7]; with scale f32[same] and first i32[layers, 7, 2], the adapter's part of the AdapterTable, `first`
+    counted from its own first row"""
+    scale: np.ndarray
+    first: np.ndarray
+    page_units: int
+    pages: int
+    live: int
+    """Bytes of weights, without padding."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.place)
 
     @property
     def size(self) -> int:
-        """Bytes."""
-        return self.layer_start[-1] * ROW_ALIGN
+        """Bytes of the pages it takes."""
+        return self.pages * self.page_units * ROW_ALIGN
+
+    def positions(self, pages: Sequence[int]) -> np.ndarray:
+        """i64[rows]: each row's unit from the start of a pool in which the adapter has these pages."""
+        starts = np.asarray(pages, dtype=np.int64) * self.page_units
+        found: np.ndarray = starts[self.place // self.page_units] + self.place % self.page_units
+        return found
 
 
 def row_units(width: int, itemsize: int) -> int:
@@ -50,27 +85,75 @@ def row_units(width: int, itemsize: int) -> int:
     return -(-width * itemsize // ROW_ALIGN)
 
 
-def lay_out(header: ArtifactHeader, base: BaseModel, itemsize: int) -> AdapterLayout:
+def contiguous_runs(positions: np.ndarray, units: int) -> list[tuple[int, int]]:
+    """(low, end) of each maximal run of rows that lie `units` apart."""
+    cuts = np.flatnonzero(np.diff(positions) != units) + 1
+    borders = [0, *cuts.tolist(), len(positions)]
+    return [(low, end) for low, end in pairwise(borders) if end > low]
+
+
+class _Cursor:
+    """Places rows one after another; a row that no longer fits in the page begins the next one."""
+
+    def __init__(self, page_units: int) -> None:
+        self.page_units, self.at, self.rows = page_units, 0, 0
+        self.placed: list[np.ndarray] = []
+
+    def put(self, count: int, units: int) -> int:
+        """Index of the first of `count` rows of `units` each."""
+        first = self.rows
+        while count:
+            left = self.page_units - self.at % self.page_units
+            n = min(count, left // units)
+            if not n:
+                self.at += left
+                continue
+            self.placed.append(self.at + np.arange(n, dtype=np.int64) * units)
+            self.at += n * units
+            self.rows += n
+            count -= n
+        return first
+
+
+def lay_out(header: ArtifactHeader, base: BaseModel, itemsize: int, page_units: int) -> AdapterLayout:
     """Where every row goes for weights of `itemsize` bytes. Raises ValueError when the header is not of this base."""
     if len(header.layers) != base.num_layers:
         raise ValueError(f"artifact has {len(header.layers)} layers, the base has {base.num_layers}")
+    cursor, live = _Cursor(page_units), 0
+    units = [[row_units(width, itemsize) for width in pair] for pair in base.widths]
     layers: list[tuple[PairRows, ...]] = []
-    starts = [0]
-    at = rows = max_rank = 0
+    spans: list[tuple[Span, ...]] = []
     for block in header.layers:
         by_projection = {pair.projection: pair for pair in block.pairs}
         placed: list[PairRows] = []
+        begin = cursor.at
         for members in GROUPS.values():
             pairs = [by_projection[p] for p in members if p in by_projection]
-            a_at: list[int] = []
-            for pair in pairs:
-                a_at.append(at)
-                at += pair.rank * row_units(base.widths[pair.projection][0], itemsize)
-            for pair, a in zip(pairs, a_at, strict=True):
-                placed.append(PairRows(pair.projection, pair.rank, pair.scale, a, at, pair.a_offset, pair.b_offset))
-                at += pair.rank * row_units(base.widths[pair.projection][1], itemsize)
-                rows += 2 * pair.rank
-                max_rank = max(max_rank, pair.rank)
+            a_rows = [cursor.put(pair.rank, units[pair.projection][0]) for pair in pairs]
+            for pair, a in zip(pairs, a_rows, strict=True):
+                b = cursor.put(pair.rank, units[pair.projection][1])
+                placed.append(PairRows(pair.projection, pair.rank, pair.scale, a, b, pair.a_offset, pair.b_offset))
+                live += pair.rank * sum(base.widths[pair.projection]) * itemsize
         layers.append(tuple(placed))
-        starts.append(at)
-    return AdapterLayout(tuple(layers), tuple(starts), rows, max_rank)
+        spans.append(_spans(begin, cursor.at, page_units))
+    place = np.concatenate(cursor.placed) if cursor.placed else np.zeros(0, dtype=np.int64)
+    rank, scale, first = _table_part(layers)
+    pages = -(-cursor.at // page_units)
+    return AdapterLayout(tuple(layers), tuple(spans), place, rank, scale, first, page_units, pages, live)
+
+
+def _spans(begin: int, end: int, page_units: int) -> tuple[Span, ...]:
+    pages = range(begin // page_units, -(-end // page_units))
+    starts = [(page, page * page_units) for page in pages]
+    return tuple(Span(p, max(begin - at, 0), min(end - at, page_units)) for p, at in starts if end > begin)
+
+
+def _table_part(layers: Sequence[Sequence[PairRows]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    shape = (len(layers), len(PROJECTIONS))
+    rank, scale = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.float32)
+    first = np.zeros((*shape, 2), dtype=np.int32)
+    for layer, pairs in enumerate(layers):
+        for pair in pairs:
+            where = (layer, pair.projection)
+            rank[where], scale[where], first[where] = pair.rank, pair.scale, (pair.a, pair.b)
+    return rank, scale, first

@@ -1,4 +1,4 @@
-"""Moves adapters: object store -> host memory, and host memory -> device pool, layer by layer, in bounded workers."""
+"""Moves adapters: object store -> host pages, and host pages -> device pages, layer by layer, in bounded workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import torch
 from adapters.artifact import ArtifactHeader, LayerBlock, read_header, read_layer
 from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
-from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, PairRows, lay_out, row_units
+from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, contiguous_runs, lay_out, row_units
 from node_agent.adapter_memory.link import Link
+from node_agent.adapter_memory.pool import Pool
+from node_agent.adapter_memory.weights import AdapterWeights, view_weights
 from node_agent.device import DTYPES
 
 MEASURE_WORKERS = 2
@@ -32,8 +34,7 @@ class Abandoned(Exception):
 class HostAdapter:
     """One adapter in host memory, in the pool's dtype and row order. `ready` counts layers that have arrived.
 
-    The engine's thread writes `waiters`, `placed` and `data` (which a worker fills, and drops when it fails); workers
-    write the rest.
+    The engine's thread writes `waiters`, `placed` and `pages` (which a worker fills); workers write the rest.
     """
 
     digest: str
@@ -45,7 +46,7 @@ class HostAdapter:
     began: float = field(default_factory=time.monotonic)
     header: ArtifactHeader | None = None
     layout: AdapterLayout | None = None
-    data: torch.Tensor | None = None
+    pages: list[int] | None = None
     ready: int = 0
     failed: str = ""
     abandoned: bool = False
@@ -71,6 +72,9 @@ class CopyStates:
     arrived: int = 0
     """Layers wholly on the device."""
     failed: str = ""
+    positions: np.ndarray | None = None
+    """Set with `views` when the whole adapter is there: where its rows are in the device pool."""
+    views: AdapterWeights | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     """The worker touches the target no more."""
 
@@ -82,13 +86,15 @@ class Loader:
         self,
         store: ObjectStore,
         base: BaseModel,
-        dtype: torch.dtype,
+        host: Pool,
+        device: Pool,
         store_link: Link,
         device_link: Link,
         on_change: Callable[[], None],
     ) -> None:
         """`on_change` is called from a worker when something that the engine may wait for has changed."""
-        self.store, self.base, self.dtype, self.on_change = store, base, dtype, on_change
+        self.store, self.base, self.host, self.device, self.on_change = store, base, host, device, on_change
+        self.dtype = host.data.dtype
         self.store_link, self.device_link = store_link, device_link
         self._measuring = ThreadPoolExecutor(MEASURE_WORKERS, "measure")
         self._fetching = ThreadPoolExecutor(STORE_WORKERS, "fetch")
@@ -100,24 +106,23 @@ class Loader:
         self._measuring.submit(self._guarded, host, self._measure)
 
     def fetch(self, host: HostAdapter) -> None:
-        """Start to bring a measured adapter's weights to `host.data`, which the caller has made room for."""
+        """Start to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
         self._fetching.submit(self._guarded, host, self._fetch)
 
-    def copy(self, host: HostAdapter, target: torch.Tensor, states: CopyStates) -> None:
-        """Start to copy an adapter that is wholly in host memory to `target` (flat, of the layout's size)."""
-        self._copying.submit(self._copy, host, target, states)
+    def copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
+        """Start to copy an adapter that is wholly in host memory to these pages of the device."""
+        self._copying.submit(self._copy, host, pages, states)
 
     def close(self) -> None:
         self._closed.set()
         self._measuring.shutdown(wait=False, cancel_futures=True)
         self._fetching.shutdown(wait=False, cancel_futures=True)
-        self._copying.shutdown(wait=False, cancel_futures=True)
+        self._copying.shutdown(wait=self.device.data.is_cuda, cancel_futures=True)  # then pinned memory can be given up
 
     def _guarded(self, host: HostAdapter, work: Callable[[HostAdapter], None]) -> None:
         try:
             work(host)
         except Exception as error:  # the border of a worker: whatever failed becomes the adapter's state
-            host.data = None
             host.abandoned = isinstance(error, Abandoned)
             host.failed = f"{type(error).__name__}: {error}"
         self.on_change()
@@ -126,52 +131,67 @@ class Loader:
         header = read_header(self.store, host.artifact)
         if header.digest != host.digest or header.base != self.base.fingerprint:
             raise ValueError(f"{host.artifact} holds another adapter than {host.digest}")
-        host.header, host.layout = header, lay_out(header, self.base, self.dtype.itemsize)
+        host.header, host.layout = header, lay_out(header, self.base, self.dtype.itemsize, self.host.page_units)
 
     def _fetch(self, host: HostAdapter) -> None:
-        assert host.header is not None  # measured before
+        assert host.header is not None and host.layout is not None and host.pages is not None  # measured before
+        positions = host.layout.positions(host.pages)
         for index, block in enumerate(host.header.layers):
             if self._closed.is_set():
                 raise RuntimeError("the node is stopping")
             if host.unwanted:
                 raise Abandoned("nobody waits for it any more")
-            self._fetch_layer(host, host.header, index, block)
+            self._fetch_layer(host, host.header, positions, index, block)
             host.ready = index + 1
 
-    def _fetch_layer(self, host: HostAdapter, header: ArtifactHeader, index: int, block: LayerBlock) -> None:
+    def _fetch_layer(
+        self, host: HostAdapter, header: ArtifactHeader, positions: np.ndarray, index: int, block: LayerBlock
+    ) -> None:
         if not block.size:
             return
         raw = np.frombuffer(read_layer(self.store, host.artifact, header, index), dtype=np.uint8)
         self.store_link.carry(block.size)
-        assert host.layout is not None and host.data is not None  # set before the first layer
+        assert host.layout is not None  # measured before
         source = DTYPES[header.dtype]
         for pair in host.layout.layers[index]:
             d_in, d_out = self.base.widths[pair.projection]
-            self._place(host.data, raw, source, pair, pair.a, pair.a_source, d_in)
-            self._place(host.data, raw, source, pair, pair.b, pair.b_source, d_out)
+            self._place(positions[pair.a : pair.a + pair.rank], raw, source, pair.a_source, d_in)
+            self._place(positions[pair.b : pair.b + pair.rank], raw, source, pair.b_source, d_out)
 
-    def _place(
-        self, data: torch.Tensor, raw: np.ndarray, source: torch.dtype, pair: PairRows, at: int, offset: int, width: int
-    ) -> None:
-        """Rows [rank, width] at byte `offset` of the block go to unit `at`, converted to the pool's dtype."""
-        size = pair.rank * width * source.itemsize
-        rows = torch.from_numpy(raw[offset : offset + size].copy()).view(source).view(pair.rank, width)
-        per_unit = ROW_ALIGN // self.dtype.itemsize
-        stride = row_units(width, self.dtype.itemsize) * per_unit
-        data.as_strided((pair.rank, width), (stride, 1), at * per_unit).copy_(rows)
+    def _place(self, positions: np.ndarray, raw: np.ndarray, source: torch.dtype, offset: int, width: int) -> None:
+        """Rows of `width` from byte `offset` of the block go to `positions`, converted to the pool's dtype."""
+        size = len(positions) * width * source.itemsize
+        rows = torch.from_numpy(raw[offset : offset + size].copy()).view(source).view(len(positions), width)
+        for low, end in contiguous_runs(positions, row_units(width, self.dtype.itemsize)):
+            self.host.matrix(int(positions[low]), end - low, width).copy_(rows[low:end])
 
-    def _copy(self, host: HostAdapter, target: torch.Tensor, states: CopyStates) -> None:
+    def _copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
         try:
-            assert host.layout is not None and host.data is not None  # it is complete
-            per_unit = ROW_ALIGN // self.dtype.itemsize
-            starts = host.layout.layer_start
-            for layer in range(len(host.layout.layers)):
-                begin, end = starts[layer] * per_unit, starts[layer + 1] * per_unit
-                self.device_link.carry((end - begin) * self.dtype.itemsize)
-                target[begin:end].copy_(host.data[begin:end])
+            assert host.layout is not None and host.pages is not None  # it is complete
+            stream = _stream(self.device.data)
+            for layer, spans in enumerate(host.layout.spans):
+                if self._closed.is_set():
+                    raise RuntimeError("the node is stopping")
+                self.device_link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
+                with torch.cuda.stream(stream):
+                    for span in spans:
+                        source = self.host.span(host.pages[span.page], span)
+                        self.device.span(pages[span.page], span).copy_(source, non_blocking=True)
+                if stream is not None:
+                    stream.synchronize()
                 states.arrived = layer + 1
+            states.positions = host.layout.positions(pages)
+            states.views = view_weights(self.device, states.positions, host.layout, self.base)
         except Exception as error:  # the border of a worker: whatever failed becomes the adapter's state
             states.failed = str(error) or type(error).__name__
         finally:
             states.ended.set()
             self.on_change()
+
+
+def _stream(data: torch.Tensor) -> torch.cuda.Stream | None:
+    """A stream of the copy's own, so that it runs beside the engine's; None on a CPU."""
+    if not data.is_cuda:
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
+    return stream

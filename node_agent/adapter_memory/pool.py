@@ -1,48 +1,49 @@
-"""The device's adapter pool: one allocation, cut into contiguous runs."""
+"""One tier's adapter memory: a single allocation, cut into pages."""
 
 from __future__ import annotations
 
 import torch
 
-from node_agent.adapter_memory.layout import ROW_ALIGN
-from node_agent.adapter_memory.runs import FreeRuns
+from node_agent.adapter_memory.layout import ROW_ALIGN, Span, row_units
+from node_agent.adapter_memory.pages import PageMap
 
 
 class Pool:
-    """Runs are counted in ROW_ALIGN units. `data` is flat, of the pool's dtype."""
+    """`data` is flat, of the pool's dtype; positions in it are counted in ROW_ALIGN units.
 
-    def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.units = size // ROW_ALIGN
-        self.data = torch.zeros(self.units * ROW_ALIGN // dtype.itemsize, dtype=dtype, device=device)
-        self._runs = FreeRuns(self.units)
-        self._used: dict[int, int] = {}
+    Only the engine's thread takes and gives pages; workers touch the bytes of pages that were handed to them.
+    """
 
-    @property
-    def free_bytes(self) -> int:
-        return self._runs.free * ROW_ALIGN
+    def __init__(self, data: torch.Tensor, page_size: int) -> None:
+        self.data, self.page_size = data, page_size
+        self.page_units = page_size // ROW_ALIGN
+        self.pages = PageMap(data.nbytes // page_size)
+        self._per_unit = ROW_ALIGN // data.element_size()
 
     @property
     def size(self) -> int:
-        return self.units * ROW_ALIGN
+        return self.pages.count * self.page_size
 
-    def allocate(self, size: int) -> int | None:
-        """Start (in units) of a run of `size` bytes, or None when no free run is long enough."""
-        need = max(1, -(-size // ROW_ALIGN))
-        start = self._runs.take(need)
-        if start is not None:
-            self._used[start] = need
-        return start
+    @property
+    def free_bytes(self) -> int:
+        return self.pages.free * self.page_size
 
-    def release(self, start: int) -> None:
-        self._runs.give(start, self._used.pop(start))
-
-    def elements(self, start: int, end: int) -> torch.Tensor:
-        """The flat elements of units start..end."""
-        per_unit = ROW_ALIGN // self.data.element_size()
-        return self.data[start * per_unit : end * per_unit]
+    def span(self, page: int, span: Span) -> torch.Tensor:
+        """The flat elements of a stretch of one page."""
+        at = page * self.page_units
+        return self.data[(at + span.begin) * self._per_unit : (at + span.end) * self._per_unit]
 
     def matrix(self, start: int, rows: int, width: int) -> torch.Tensor:
-        """A view [rows, width] of rows that begin at unit `start`, each at a multiple of ROW_ALIGN bytes."""
-        per_unit = ROW_ALIGN // self.data.element_size()
-        stride = -(-width // per_unit) * per_unit
-        return self.data.as_strided((rows, width), (stride, 1), start * per_unit)
+        """A view [rows, width] of rows that follow each other from unit `start` on."""
+        stride = row_units(width, self.data.element_size()) * self._per_unit
+        return self.data.as_strided((rows, width), (stride, 1), start * self._per_unit)
+
+
+def device_pool(size: int, page_size: int, device: torch.device, dtype: torch.dtype) -> Pool:
+    """As many whole pages as `size` bytes hold. Raises ValueError when the AdapterTable's offsets do not reach them."""
+    if size // ROW_ALIGN >= 1 << 31:
+        raise ValueError(
+            f"adapter_memory: {size} bytes are more than the {(1 << 31) * ROW_ALIGN} that can be addressed"
+        )
+    whole = size // page_size * page_size
+    return Pool(torch.zeros(whole // dtype.itemsize, dtype=dtype, device=device), page_size)

@@ -1,15 +1,16 @@
 """AdapterStore: who may read which adapter on the device, and what is loaded or evicted for it.
 
-Every method is called by the engine's thread alone and none of them blocks; workers only fill memory that was handed
-to them. An adapter that someone leases, or that a worker still writes, is never evicted.
+Every method is called by the engine's thread alone and none of them blocks; workers only fill pages that were handed
+to them. An adapter that someone leases, that is pinned, or that a worker still writes, is never evicted.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -17,12 +18,14 @@ from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
 from cluster.messages import Adapter, Resident
 from node_agent.adapter_memory.host import HostTier
-from node_agent.adapter_memory.layout import ROW_ALIGN, row_units
+from node_agent.adapter_memory.host_memory import HostMemory
+from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import CopyStates, HostAdapter, Loader
-from node_agent.adapter_memory.pool import Pool
-from node_agent.adapter_memory.table import AdapterTable
-from node_agent.adapter_memory.weights import AdapterWeights, view_weights
+from node_agent.adapter_memory.pages import choose_page_size
+from node_agent.adapter_memory.pool import device_pool
+from node_agent.adapter_memory.table import AdapterTable, rows_for
+from node_agent.adapter_memory.weights import AdapterWeights
 from node_agent.config import EngineConfig
 from node_agent.device import Event
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
@@ -33,29 +36,37 @@ class DeviceAdapter:
     """One adapter that has room on the device."""
 
     host: HostAdapter
+    layout: AdapterLayout
     slot: int
-    start: int
+    pages: list[int]
     run: int
     began: float
     """when the load that brings it here began; monotonic seconds"""
     copy: CopyStates
     leases: int = 0
     copying: bool = False
+    settled: bool = False
+    """Its load is over, one way or the other."""
     load_seconds: float = 0.0
     weights: AdapterWeights | None = None
     """Set when the adapter is wholly there and the table names it."""
 
     @property
     def size(self) -> int:
-        return self.host.size
+        return self.layout.size
 
     @property
     def idle(self) -> bool:
-        return self.leases == 0 and self.copy.ended.is_set()
+        """Nobody reads or writes it. A copy that has just ended is still to be switched in."""
+        return self.leases == 0 and self.settled
+
+
+def least_recently_used(candidates: Sequence[str]) -> str:
+    return candidates[0]
 
 
 class AdapterStore:
-    """Two least-recently-used tiers: `host_memory` bytes of host memory, `adapter_memory` bytes on the device."""
+    """Two tiers of pages: `host_memory` bytes of host memory, `adapter_memory` bytes on the device."""
 
     def __init__(
         self,
@@ -65,14 +76,22 @@ class AdapterStore:
         device: torch.device,
         dtype: torch.dtype,
         on_change: Callable[[], None],
+        choose_victim: Callable[[Sequence[str]], str] = least_recently_used,
     ) -> None:
+        """`choose_victim` gets the digests that may be evicted, least recently used first, and returns one of them."""
         self.base = base
-        self.pool = Pool(config.adapter_memory, device, dtype)
-        narrowest = min(row_units(width, dtype.itemsize) for pair in base.widths for width in pair)
-        self.table = AdapterTable(config.adapter_slots, self.pool.units // narrowest, base, device, dtype.itemsize)
-        self.loader = Loader(store, base, dtype, Link(config.store_link), Link(config.load_link), on_change)
-        self.hosts = HostTier(self.loader, config.host_memory, dtype)
-        self._device: OrderedDict[str, DeviceAdapter] = OrderedDict()
+        page_size = choose_page_size(base, dtype.itemsize)
+        self.pool = device_pool(config.adapter_memory, page_size, device, dtype)
+        self.host_memory = HostMemory(config.host_memory, page_size, dtype, pinned=device.type == "cuda")
+        rows = rows_for(self.pool.pages.count * self.pool.page_units, base, dtype.itemsize)
+        self.table = AdapterTable(config.adapter_slots, rows, base.num_layers, device)
+        links = Link(config.store_link), Link(config.load_link)
+        self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change)
+        self.hosts = HostTier(self.loader, self.host_memory.pool, config.host_memory)
+        self.adapter_memory = config.adapter_memory
+        self.choose_victim = choose_victim
+        self.pinned: set[str] = set()
+        self.device: OrderedDict[str, DeviceAdapter] = OrderedDict()
         self._loading: list[DeviceAdapter] = []
         """Those of `_device` that are not switched in yet."""
         self._free_slots = list(range(config.adapter_slots - 1, -1, -1))
@@ -97,7 +116,7 @@ class AdapterStore:
 
     def acquire(self, adapter: Adapter) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
         """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever)."""
-        entry = self._device.get(adapter.digest)
+        entry = self.device.get(adapter.digest)
         if entry is None:
             found = self._place(adapter)
             if not isinstance(found, DeviceAdapter):
@@ -106,7 +125,7 @@ class AdapterStore:
         elif entry.copy.failed:
             return LoadFailed(entry.copy.failed)
         entry.leases += 1
-        self._device.move_to_end(adapter.digest)
+        self.device.move_to_end(adapter.digest)
         return Lease(adapter.digest, entry.slot, adapter.ranks)
 
     def release(self, lease: Lease, after: Sequence[Event]) -> None:
@@ -119,16 +138,16 @@ class AdapterStore:
 
     def on_device(self, digest: str) -> bool:
         """The adapter has room on the device: a lease on it needs no more."""
-        return digest in self._device
+        return digest in self.device
 
     def ready(self, digest: str) -> bool:
         """The whole adapter is on the device and the table names it."""
-        entry = self._device.get(digest)
+        entry = self.device.get(digest)
         return entry is not None and entry.weights is not None
 
     def state(self, lease: Lease, layer: int) -> int:
         """A LayerState."""
-        entry = self._device[lease.digest]
+        entry = self.device[lease.digest]
         if entry.copy.failed:
             return LayerState.FAILED
         if layer < entry.copy.arrived:
@@ -140,22 +159,37 @@ class AdapterStore:
 
     def source(self, lease: Lease) -> str:
         """Where an adapter that is not loaded comes from: host or absent."""
-        entry = self._device[lease.digest]
+        entry = self.device[lease.digest]
         return "host" if entry.host.complete and entry.began > entry.host.began else "absent"
 
     def load_seconds(self, lease: Lease) -> float:
         """How long its load took; 0 while it goes on."""
-        return self._device[lease.digest].load_seconds
+        return self.device[lease.digest].load_seconds
 
     def failure(self, lease: Lease) -> str:
         """Why the load failed, or an empty string."""
-        return self._device[lease.digest].copy.failed
+        return self.device[lease.digest].copy.failed
 
     def weights(self, lease: Lease) -> AdapterWeights:
-        found = self._device[lease.digest].weights
+        found = self.device[lease.digest].weights
         if found is None:
             raise RuntimeError(f"adapter {lease.digest} is read before it is on the device")
         return found
+
+    def pin(self, digest: str) -> None:
+        """Once on the device, the adapter stays there until it is unpinned."""
+        self.pinned.add(digest)
+
+    def unpin(self, digest: str) -> None:
+        self.pinned.discard(digest)
+
+    def discard(self, digest: str) -> bool:
+        """Take an adapter off the device that nobody uses, pinned or not; False when somebody does."""
+        entry = self.device.get(digest)
+        if entry is None or not entry.idle:
+            return False
+        self._evict(digest)
+        return True
 
     # --- what the engine calls once per iteration
 
@@ -169,22 +203,23 @@ class AdapterStore:
 
     def close(self) -> None:
         self.loader.close()
+        self.host_memory.close()
 
     # --- reports
 
     def residents(self) -> list[Resident]:
-        on_device = [Resident(d, "device", e.size, e.leases) for d, e in self._device.items() if e.weights is not None]
-        on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self._device]
+        on_device = [Resident(d, "device", e.size, e.leases) for d, e in self.device.items() if e.weights is not None]
+        on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self.device]
         return on_device + on_host
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are free, or held by adapters that nobody leases."""
-        return self.pool.free_bytes + sum(entry.size for entry in self._device.values() if entry.idle)
+        return self.pool.free_bytes + sum(entry.size for entry in self.device.values() if entry.idle)
 
     @property
     def leases(self) -> int:
-        return sum(entry.leases for entry in self._device.values())
+        return sum(entry.leases for entry in self.device.values())
 
     # --- inside
 
@@ -195,76 +230,60 @@ class AdapterStore:
             return LoadFailed(host.failed)
         if host.layout is None:
             return Pending()
-        limit = min(self.pool.size, self.hosts.memory)
+        limit = min(self.adapter_memory, self.hosts.memory)
         if host.size > limit:
             self.hosts.forget(host)
             return TooLarge(host.size, limit)
-        if host.data is None:
+        if host.pages is None:
             return Pending()  # host memory is full of loads; this one is next in line
-        room = self._make_room(host)
+        room = self._make_room(adapter.digest, host.layout)
         if room is None:
             return NoRoom()
         began = time.monotonic() if host.complete else host.began
-        entry = DeviceAdapter(host, self._free_slots.pop(), *room, began, CopyStates())
+        entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), *room, began, CopyStates())
         host.placed = True
-        self._device[adapter.digest] = entry
+        self.device[adapter.digest] = entry
         self._loading.append(entry)
         return entry
 
-    def _make_room(self, host: HostAdapter) -> tuple[int, int] | None:
-        """(pool unit, table entry), evicting idle adapters only where that makes enough room."""
-        assert host.layout is not None  # measured before it is placed
-        rows = max(1, host.layout.rows)
-        victims = self._victims(-(-host.size // ROW_ALIGN))
+    def _make_room(self, digest: str, layout: AdapterLayout) -> tuple[list[int], int] | None:
+        """(pages, table entry), evicting idle adapters only where that makes enough room."""
+        victims = self._victims(layout.pages)
         if victims is None:
             return None
-        for victim in [None, *victims]:
+        for victim in chain([None], victims):
             if victim is not None:
                 self._evict(victim)
-            start = self.pool.allocate(host.size) if self._free_slots else None
-            if start is None:
+            if not self._free_slots or layout.pages > self.pool.pages.free:
                 continue
-            run = self.table.reserve(rows)
+            run = self.table.reserve(max(1, layout.rows))
             if run is not None:
-                return start, run
-            self.pool.release(start)
+                pages = self.pool.pages.take(layout.pages, digest)
+                assert pages is not None  # so many were free
+                return pages, run
         return None
 
-    def _victims(self, need: int) -> list[str] | None:
-        """Idle adapters whose eviction makes a run of `need` units, least recently used first; None if none can.
-
-        Between two neighbouring adapters in use lies a stretch of free units and idle adapters. Of the stretches that
-        are long enough, the one whose youngest adapter was used longest ago is taken.
-        """
-        age = {digest: i for i, digest in enumerate(self._device)}
-        stretches: list[list[str]] = []
-        begin, idle = 0, list[str]()
-        placed = sorted((entry.start, digest) for digest, entry in self._device.items())
-        for start, digest in [*placed, (self.pool.units, "")]:
-            entry = self._device.get(digest)
-            if entry is not None and entry.idle:
-                idle.append(digest)
-                continue
-            if start - begin >= need:
-                stretches.append(sorted(idle, key=age.__getitem__))
-            if entry is not None:
-                begin, idle = start + max(1, -(-entry.size // ROW_ALIGN)), []
-        if not stretches:
+    def _victims(self, pages: int) -> Iterator[str] | None:
+        """What may be evicted, in the order of `choose_victim`; None if all of it does not make `pages` free."""
+        may_go = [digest for digest, entry in self.device.items() if entry.idle and digest not in self.pinned]
+        if pages > self.pool.pages.free + sum(len(self.device[digest].pages) for digest in may_go):
             return None
-        best = min(stretches, key=lambda stretch: age[stretch[-1]] if stretch else -1)
-        if not self._free_slots and not best:
-            best = [digest for digest, entry in self._device.items() if entry.idle][:1]
-        return best if best or self._free_slots else None
+        return self._in_order(may_go) if may_go or self._free_slots else None
+
+    def _in_order(self, digests: list[str]) -> Iterator[str]:
+        while digests:
+            chosen = self.choose_victim(digests)
+            digests.remove(chosen)
+            yield chosen
 
     def _evict(self, digest: str) -> None:
-        entry = self._device.pop(digest)
-        assert entry.host.layout is not None  # it had room
-        self.table.clear(entry.slot, entry.run, max(1, entry.host.layout.rows))
-        self.pool.release(entry.start)
+        entry = self.device.pop(digest)
+        self.table.clear(entry.slot, entry.run, max(1, entry.layout.rows))
+        self.pool.pages.give(entry.pages, digest)
         self._free_slots.append(entry.slot)
 
     def _drop_lease(self, digest: str) -> None:
-        entry = self._device[digest]
+        entry = self.device[digest]
         if entry.leases <= 0:
             raise RuntimeError(f"a lease on {digest} was released twice")
         entry.leases -= 1
@@ -283,17 +302,15 @@ class AdapterStore:
                 copy.failed = host.failed
                 copy.ended.set()
             elif host.complete:
-                assert host.layout is not None
                 entry.copying = True
-                end = entry.start + host.layout.layer_start[-1]
-                self.loader.copy(host, self.pool.elements(entry.start, end), copy)
+                self.loader.copy(host, entry.pages, copy)
         if not copy.ended.is_set():
             return False
-        host.placed = False
+        host.placed, entry.settled = False, True
         if not copy.failed:
-            assert host.layout is not None
-            self.table.set(entry.slot, entry.run, entry.start, host.layout)
-            entry.weights = view_weights(self.pool, entry.start, host.layout, self.base)
+            assert copy.positions is not None  # it was copied
+            self.table.set(entry.slot, entry.run, entry.layout, copy.positions)
+            entry.weights = copy.views
             entry.load_seconds = time.monotonic() - entry.began
             return True
         if not host.failed:

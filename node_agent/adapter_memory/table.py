@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from adapters.base_model import PROJECTIONS, BaseModel
@@ -17,9 +18,8 @@ class AdapterTable:
     adapter.
     """
 
-    def __init__(self, slots: int, rows: int, base: BaseModel, device: torch.device, itemsize: int) -> None:
-        shape = (slots, base.num_layers, len(PROJECTIONS))
-        self.base, self.itemsize = base, itemsize
+    def __init__(self, slots: int, rows: int, num_layers: int, device: torch.device) -> None:
+        shape = (slots, num_layers, len(PROJECTIONS))
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.first = torch.zeros((*shape, 2), dtype=torch.int32, device=device)
@@ -30,29 +30,20 @@ class AdapterTable:
         """Start of a run of `rows` entries of row_offset, or None."""
         return self._runs.take(rows)
 
-    def set(self, slot: int, run: int, start: int, layout: AdapterLayout) -> None:
-        """Switch an adapter in: its bytes begin at unit `start`, its rows at entry `run`."""
-        shape = self.rank.shape[1:]
-        rank = torch.zeros(shape, dtype=torch.int32)
-        scale = torch.zeros(shape, dtype=torch.float32)
-        first = torch.zeros((*shape, 2), dtype=torch.int32)
-        offsets: list[torch.Tensor] = []
-        at = run
-        for layer, pairs in enumerate(layout.layers):
-            for pair in pairs:
-                where = (layer, pair.projection)
-                rank[where], scale[where] = pair.rank, pair.scale
-                for side, begin in enumerate((pair.a, pair.b)):
-                    units = row_units(self.base.widths[pair.projection][side], self.itemsize)
-                    first[layer, pair.projection, side] = at
-                    offsets.append(start + begin + torch.arange(pair.rank, dtype=torch.int32) * units)
-                    at += pair.rank
-        self.rank[slot].copy_(rank)
-        self.scale[slot].copy_(scale)
-        self.first[slot].copy_(first)
-        self.row_offset[run : run + layout.rows].copy_(torch.cat(offsets))
+    def set(self, slot: int, run: int, layout: AdapterLayout, positions: np.ndarray) -> None:
+        """Switch an adapter in: its rows are at `positions` (i64[rows], pool units), their entries begin at `run`."""
+        self.scale[slot].copy_(torch.from_numpy(layout.scale))
+        self.first[slot].copy_(torch.from_numpy(layout.first + np.int32(run)))
+        self.row_offset[run : run + layout.rows].copy_(torch.from_numpy(positions.astype(np.int32)))
+        self.rank[slot].copy_(torch.from_numpy(layout.rank))
 
     def clear(self, slot: int, run: int, rows: int) -> None:
         """Switch the slot's adapter out and give its run back."""
         self.rank[slot].zero_()
         self._runs.give(run, rows)
+
+
+def rows_for(pool_units: int, base: BaseModel, itemsize: int) -> int:
+    """Entries of row_offset for a full pool: twice what the narrowest projection needs, since runs fragment."""
+    pairs = [row_units(d_in, itemsize) + row_units(d_out, itemsize) for d_in, d_out in base.widths]
+    return 2 * (2 * pool_units // min(pairs))

@@ -1,46 +1,71 @@
-"""An adapter's weights on the device as ready-made views, so that a step makes none."""
+"""An adapter's weights on the device as ready-made views, so that a step makes none.
+
+A group's A rows may lie in several pages, and so may a projection's B rows. Each run of A rows that follow each other
+is a piece of its own, with as much of B as belongs to it: the sum over the pieces is the group's whole product.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from adapters.base_model import BaseModel
-from node_agent.adapter_memory.layout import AdapterLayout
+from node_agent.adapter_memory.layout import AdapterLayout, PairRows, contiguous_runs, row_units
 from node_agent.adapter_memory.pool import Pool
 from node_agent.types import GROUPS
+
+Part = tuple[int, int, int, torch.Tensor, float]
 
 
 @dataclass(frozen=True)
 class GroupWeights:
+    """One piece of a group."""
+
     a: torch.Tensor
-    """[d_in, sum of the group's ranks]"""
-    parts: tuple[tuple[int, int, int, torch.Tensor, float], ...]
-    """Per projection of the group: index of its output, its columns in xA (low, high), b [rank, d_out], scale."""
+    """[d_in, ranks of the piece]"""
+    parts: tuple[Part, ...]
+    """Index of the output in the group, its columns in xA (low, high), b [high - low, d_out], scale."""
 
 
-AdapterWeights = list[dict[str, GroupWeights]]
-"""Per layer, per group that is adapted."""
+AdapterWeights = list[dict[str, tuple[GroupWeights, ...]]]
+"""Per layer, per group that is adapted: its pieces."""
 
 
-def view_weights(pool: Pool, start: int, layout: AdapterLayout, base: BaseModel) -> AdapterWeights:
+def view_weights(pool: Pool, positions: np.ndarray, layout: AdapterLayout, base: BaseModel) -> AdapterWeights:
+    """Views of an adapter whose rows are at `positions` (i64[rows], pool units)."""
     layers: AdapterWeights = []
     for pairs in layout.layers:
-        groups: dict[str, GroupWeights] = {}
+        groups: dict[str, tuple[GroupWeights, ...]] = {}
         for group, members in GROUPS.items():
             chosen = [pair for pair in pairs if pair.projection in members]
-            if not chosen:
-                continue
-            total = sum(pair.rank for pair in chosen)
-            # the A rows of a group follow each other (layout.py): one matrix
-            a = pool.matrix(start + chosen[0].a, total, base.widths[members[0]][0])
-            parts: list[tuple[int, int, int, torch.Tensor, float]] = []
-            at = 0
-            for pair in chosen:
-                b = pool.matrix(start + pair.b, pair.rank, base.widths[pair.projection][1])
-                parts.append((members.index(pair.projection), at, at + pair.rank, b, pair.scale))
-                at += pair.rank
-            groups[group] = GroupWeights(a.t(), tuple(parts))
+            if chosen:
+                groups[group] = _pieces(pool, positions, chosen, members, base)
         layers.append(groups)
     return layers
+
+
+def _pieces(
+    pool: Pool, positions: np.ndarray, pairs: list[PairRows], members: tuple[int, ...], base: BaseModel
+) -> tuple[GroupWeights, ...]:
+    d_in = base.widths[members[0]][0]
+    itemsize = pool.data.element_size()
+    a_rows = positions[pairs[0].a : pairs[0].a + sum(pair.rank for pair in pairs)]
+    pieces: list[GroupWeights] = []
+    for low, end in contiguous_runs(a_rows, row_units(d_in, itemsize)):
+        parts: list[Part] = []
+        for pair in pairs:
+            begin = pair.a - pairs[0].a  # the pair's first row among the group's A rows
+            first, last = max(low, begin), min(end, begin + pair.rank)
+            if first >= last:
+                continue
+            d_out = base.widths[pair.projection][1]
+            b_rows = positions[pair.b + first - begin : pair.b + last - begin]
+            for b_low, b_end in contiguous_runs(b_rows, row_units(d_out, itemsize)):
+                b = pool.matrix(int(b_rows[b_low]), b_end - b_low, d_out)
+                at = first - low
+                parts.append((members.index(pair.projection), at + b_low, at + b_end, b, pair.scale))
+        a = pool.matrix(int(a_rows[low]), end - low, d_in)
+        pieces.append(GroupWeights(a.t(), tuple(parts)))
+    return tuple(pieces)

@@ -131,7 +131,13 @@ def service_file(model: Path, functions: dict[str, Any], tenants: tuple[str, ...
         {
             "service": "e2e",
             "base_model": str(model),
-            "node": {"device": "cpu", "dtype": dtype, "adapter_memory": "64MiB", "kv_memory": "64MiB"},
+            "node": {
+                "device": "cpu",
+                "dtype": dtype,
+                "adapter_memory": "64MiB",
+                "host_memory": "64MiB",
+                "kv_memory": "64MiB",
+            },
             "tenants": {name: {} for name in tenants},
             "functions": functions,
         },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
+from node_agent.adapter_memory.store import AdapterStore
+from tests.node_agent.adapter_world import World
 
 
 @pytest.fixture
@@ -23,6 +25,7 @@ def make_engine(stories_dir: Path, tmp_path: Path) -> Iterator[MakeEngine]:
         settings.setdefault("dtype", "float32")
         settings.setdefault("threads", 1)  # more only get in each other's way on so small a model
         settings.setdefault("adapter_memory", 8 << 20)
+        settings.setdefault("host_memory", 32 << 20)
         settings.setdefault("kv_memory", 32 << 20)
         engine = LocalEngine(model_dir or stories_dir, tmp_path / f"registry{len(engines)}", **settings)
         engines.append(engine)
@@ -49,3 +52,21 @@ def drawn_adapters(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
     root = tmp_path_factory.mktemp("drawn")
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     return [make_adapter(stories_dir, root / f"drawn{i}", i, dtypes[i % 3], **draw_adapter(rng, 5)) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def world(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(stories_dir, tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def make_store(world: World) -> Iterator[Callable[..., AdapterStore]]:
+    made: list[AdapterStore] = []
+
+    def make(**settings: object) -> AdapterStore:
+        made.append(world.store(**settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()

@@ -2,126 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from safetensors.torch import load_file
 
-from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
-from adapters.open_store import open_store
-from adapters.registry import Registry
 from adapters.store import ObjectStore
-from benchmarks.peft_reference import draw_adapter, make_adapter
 from cluster.messages import Adapter
-from kernels.reference import lora_rows
-from node_agent.adapter_memory.layout import ROW_ALIGN
+from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.runs import FreeRuns
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.config import EngineConfig, LinkConfig
+from node_agent.adapter_memory.usage import device_usage, host_usage
+from node_agent.config import LinkConfig
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
-
-MODULES = {name: f"{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj" for name in PROJECTIONS}
-
-
-class World:
-    """Six deployed adapters and a way to make stores over them."""
-
-    def __init__(self, stories_dir: Path, root: Path) -> None:
-        self.model_dir = stories_dir
-        self.base: BaseModel = load_base_model(stories_dir)
-        self.objects: ObjectStore = open_store(str(root / "registry"))
-        registry = Registry(self.objects, self.base)
-        rng = random.Random(5)
-        self.adapters: list[Adapter] = []
-        self.files: dict[str, Path] = {}
-        for i in range(6):
-            path = make_adapter(stories_dir, root / f"a{i}", i, **draw_adapter(rng, 5))
-            config = (path / "adapter_config.json").read_bytes()
-            registry.deploy("t", f"a{i}", config, path / "adapter_model.safetensors")
-            found = registry.resolve("t", f"a{i}")
-            self.adapters.append(Adapter(found.digest, found.artifact_key, found.bytes, tuple(found.ranks)))
-            self.files[found.digest] = path / "adapter_model.safetensors"
-
-    def store(self, objects: ObjectStore | None = None, **settings: object) -> AdapterStore:
-        config = EngineConfig(
-            model_dir=str(self.model_dir),
-            base_id="stories",
-            registry="",
-            **{"adapter_memory": 600 << 10, "host_memory": 4 << 20, "adapter_slots": 3, **settings},  # type: ignore[arg-type]
-        )
-        device = torch.device("cpu")
-        return AdapterStore(config, objects or self.objects, self.base, device, torch.float32, lambda: None)
-
-
-@pytest.fixture(scope="module")
-def world(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(stories_dir, tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture
-def make_store(world: World) -> Iterator[Callable[..., AdapterStore]]:
-    made: list[AdapterStore] = []
-
-    def make(**settings: object) -> AdapterStore:
-        made.append(world.store(**settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for store in made:
-        store.close()
-
-
-def until(store: AdapterStore, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        store.poll()
-        assert time.monotonic() < deadline, "the load never ended"
-        time.sleep(0.0005)
-    store.poll()
-
-
-def lease(store: AdapterStore, adapter: Adapter) -> Lease:
-    """Acquire, waiting for the measure; the lease need not be loaded yet."""
-    found = _measured(store, adapter)
-    assert isinstance(found, Lease), found
-    return found
-
-
-def loaded_lease(store: AdapterStore, adapter: Adapter) -> Lease:
-    found = lease(store, adapter)
-    until(store, lambda: store.loaded(found))
-    return found
-
-
-def assert_contents(store: AdapterStore, world: World, held: Lease) -> None:
-    """Every row that the table names is the row of the PEFT file."""
-    tensors = load_file(world.files[held.digest])
-    table = store.table
-    seen = 0
-    for layer in range(world.base.num_layers):
-        for p, name in enumerate(PROJECTIONS):
-            key = f"base_model.model.model.layers.{layer}.{MODULES[name]}.lora_{{}}.weight"
-            rank = int(table.rank[held.slot, layer, p])
-            if key.format("A") not in tensors:
-                assert rank == 0
-                continue
-            a, b = tensors[key.format("A")], tensors[key.format("B")]
-            assert rank == a.shape[0]
-            first_a, first_b = table.first[held.slot, layer, p].tolist()
-            got_a = lora_rows(store.pool.data, table.row_offset[first_a : first_a + rank], a.shape[1])
-            got_b = lora_rows(store.pool.data, table.row_offset[first_b : first_b + rank], b.shape[0])
-            assert torch.equal(got_a, a)
-            assert torch.equal(got_b, b.T)
-            seen += 2
-    assert seen == len(tensors)
+from tests.node_agent.adapter_world import LateEvent, World, assert_contents, lease, loaded_lease, measured, until
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -134,6 +31,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = self.world.store()
         self.held: list[Lease] = []
         self.late: list[LateEvent] = []
+        self.reading: list[tuple[LateEvent, str, list[int]]] = []
+        self.pinned_here: set[str] = set()
 
     def teardown(self) -> None:
         for event in self.late:
@@ -141,12 +40,19 @@ class StoreMachine(RuleBasedStateMachine):
         for held in self.held:
             self.store.release(held, [])
         deadline = time.monotonic() + 30
-        while self.store.leases or any(not e.copy.ended.is_set() for e in self.store._device.values()):
+        while self.store.leases or any(not e.settled for e in self.store.device.values()):
             self.store.poll()
             assert time.monotonic() < deadline
-        for digest in list(self.store._device):
+        for digest in list(self.store.device):
             self.store._evict(digest)
         assert self.store.pool.free_bytes == self.store.pool.size
+        while self.store.hosts._fetching or self.store.hosts._unfetched or self.store.hosts._measuring:
+            self.store.poll()
+            assert time.monotonic() < deadline
+        for host in list(self.store.hosts.complete()):
+            self.store.hosts.forget(host)
+        assert self.store.hosts.used == 0
+        assert not self.store.table.rank.any()
         self.store.close()
 
     @rule(i=st.integers(0, 5))
@@ -159,7 +65,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, 5))
     def load_wholly(self, i: int) -> None:
-        found = _measured(self.store, self.world.adapters[i])
+        found = measured(self.store, self.world.adapters[i])
         if isinstance(found, Lease):
             self.held.append(found)
             until(self.store, lambda: self.store.loaded(found))
@@ -175,7 +81,16 @@ class StoreMachine(RuleBasedStateMachine):
         if late:
             events = [LateEvent()]
             self.late += events
+            self.reading.append((events[0], held.digest, list(self.store.device[held.digest].pages)))
         self.store.release(held, events)
+
+    @rule(i=st.integers(0, 5), pinned=st.booleans())
+    def pin(self, i: int, pinned: bool) -> None:
+        digest = self.world.adapters[i].digest
+        if pinned and len(self.store.pinned) < 2:  # all of a slot's adapters pinned would stop every load
+            self.store.pin(digest)
+        elif not pinned:
+            self.store.unpin(digest)
 
     @rule()
     def end_late_reader(self) -> None:
@@ -192,22 +107,24 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_has_two_owners(self) -> None:
-        runs = sorted((e.start, e.start + -(-e.size // ROW_ALIGN)) for e in self.store._device.values())
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(runs))
-        slots = [e.slot for e in self.store._device.values()]
+        owned = [page for entry in self.store.device.values() for page in entry.pages]
+        assert len(owned) == len(set(owned)) == self.store.pool.pages.count - self.store.pool.pages.free
+        slots = [e.slot for e in self.store.device.values()]
         assert len(slots) == len(set(slots))
-        assert self.store.hosts.used <= self.store.hosts.memory
+        assert not check_memory(self.store)
+        device, host = device_usage(self.store), host_usage(self.store)
+        assert sum(device.pages.values()) == self.store.pool.pages.count
+        assert sum(host.pages.values()) == self.store.hosts.pool.pages.count
 
-
-class LateEvent:
-    def __init__(self) -> None:
-        self.ended = False
-
-    def query(self) -> bool:
-        return self.ended
-
-    def synchronize(self) -> None:
-        raise AssertionError("the store must never wait for a reader")
+    @invariant()
+    def readers_and_pins_keep_their_adapters(self) -> None:
+        """A late reader's adapter has not moved since it was released."""
+        for event, digest, pages in self.reading:
+            if not event.ended:
+                assert self.store.device[digest].pages == pages
+        here = {d for d in self.store.pinned if d in self.store.device}
+        assert self.pinned_here & self.store.pinned <= here
+        self.pinned_here = here
 
 
 def test_store_state_machine(world: World) -> None:
@@ -226,7 +143,7 @@ def test_late_reader_keeps_its_adapter(world: World, make_store: Callable[..., A
     held = loaded_lease(store, world.adapters[0])
     reader = LateEvent()
     store.release(held, [reader])
-    assert isinstance(_measured(store, world.adapters[1]), NoRoom)
+    assert isinstance(measured(store, world.adapters[1]), NoRoom)
     assert_contents(store, world, held)
     reader.ended = True
     store.poll()
@@ -235,21 +152,8 @@ def test_late_reader_keeps_its_adapter(world: World, make_store: Callable[..., A
     store.release(other, [])
 
 
-def _measured(store: AdapterStore, adapter: Adapter) -> object:
-    """What acquire answers when it knows, as a request in the queue sees it."""
-    store.announce(adapter)
-    found = store.acquire(adapter)
-    deadline = time.monotonic() + 30
-    while isinstance(found, Pending):
-        store.poll()
-        found = store.acquire(adapter)
-        assert time.monotonic() < deadline
-    store.retract(adapter.digest)
-    return found
-
-
 def test_too_large_names_both_sizes(world: World, make_store: Callable[..., AdapterStore]) -> None:
-    found = _measured(make_store(adapter_memory=4096), world.adapters[0])
+    found = measured(make_store(adapter_memory=4096), world.adapters[0])
     assert isinstance(found, TooLarge)
     assert found.have == 4096 < found.need
 
@@ -295,7 +199,7 @@ def test_a_broken_read_fails_the_load_and_the_next_try_works(world: World, fault
     store = world.store(objects)  # type: ignore[arg-type]
     adapter = max(world.adapters, key=lambda a: a.bytes)
     try:
-        found = _measured(store, adapter)
+        found = measured(store, adapter)
         if isinstance(found, Lease):
             until(store, lambda: bool(store.failure(found)))
             assert store.state(found, 0) == LayerState.FAILED
@@ -314,14 +218,14 @@ def test_a_broken_read_fails_the_load_and_the_next_try_works(world: World, fault
 
 
 def test_missing_artifact_is_a_load_failure(world: World, make_store: Callable[..., AdapterStore]) -> None:
-    found = _measured(make_store(), Adapter("0" * 64, "artifacts/v1/none/none", 1, (8,)))
+    found = measured(make_store(), Adapter("0" * 64, "artifacts/v1/none/none", 1, (8,)))
     assert isinstance(found, LoadFailed)
 
 
 def test_another_adapters_artifact_is_refused(world: World, make_store: Callable[..., AdapterStore]) -> None:
     """Two digests never mix, whatever a message says."""
     first, second = world.adapters[:2]
-    found = _measured(make_store(), Adapter(first.digest, second.artifact, second.bytes, second.ranks))
+    found = measured(make_store(), Adapter(first.digest, second.artifact, second.bytes, second.ranks))
     assert isinstance(found, LoadFailed)
 
 

@@ -148,8 +148,8 @@ def test_small_adapters_do_not_pass_a_large_one_that_waits_for_room(
         engine.run()
     for adapter in (large, small):
         store._evict(adapter.digest)  # both stay in host memory
-    room = store.pool.free_bytes
-    taken = store.pool.allocate(room - 2 * (64 << 10))  # the small one fits beside it, the large one does not
+    small_pages = -(-(128 << 10) // store.pool.page_size)
+    taken = store.pool.pages.take(store.pool.pages.free - small_pages, "test")  # the large one does not fit beside it
     assert taken is not None
     running = engine.submit(STORY, 40, held, ignore_eos=True)
     engine.run(until=lambda: bool(engine.engine.running))
@@ -157,7 +157,7 @@ def test_small_adapters_do_not_pass_a_large_one_that_waits_for_room(
     step_until(engine, lambda: len(engine.outcomes[running].tokens) > 20)
     assert not engine.outcomes[first].admitted
     assert not engine.outcomes[second].admitted
-    store.pool.release(taken)
+    store.pool.pages.give(taken, "test")
     engine.run()
     assert all(ended(engine, r).reason in ("length", "stop") for r in (first, second))
 
@@ -260,7 +260,7 @@ def test_nothing_is_evicted_in_vain(make_engine: MakeEngine, by_size: list[Path]
     for adapter in small:
         engine.submit(STORY, 1, adapter)
         engine.run()
-    assert store._victims(store.pool.units + 1) is None
+    assert store._victims(store.pool.pages.count + 1) is None
     assert not store.hosts._make_room(store.hosts.memory + 1)
     assert all(store.ready(adapter.digest) and store.hosts.get(adapter.digest) for adapter in small)
 
