@@ -45,7 +45,8 @@ class Case:
         """Bytes of the distinct adapters' rows in this group: what a call has to read at least."""
         slots = {slot for slot in self.seg_slot.tolist() if slot >= 0}
         per_rank = sum(self.x.shape[1] + y.shape[1] for y in self.ys)
-        return sum(self.ranks[slot] for slot in slots) * per_rank * self.x.dtype.itemsize
+        size: int = sum(self.ranks[slot] for slot in slots) * per_rank * self.x.dtype.itemsize
+        return size
 
 
 def draw_slots(popularity: str, requests: int, adapters: int, generator: torch.Generator) -> list[int]:
