@@ -2,39 +2,114 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
+from adapters.base_model import BaseModel
+from kernels.build import CompileError
+from kernels.compiled import DTYPES, CompiledGroup, load_operators
 from kernels.grouped import add_segment
+from kernels.view import group_view
+from node_agent.adapter_memory.table import AdapterTable
 from node_agent.adapter_memory.weights import AdapterWeights
-from node_agent.types import Lease, LoraBatch
+from node_agent.types import GROUPS, Lease, LoraBatch
+
+log = logging.getLogger(__name__)
+
+LONG_SEGMENT = 32
+"""Tokens from which on torch's matrix products are faster than the compiled operator."""
+
+
+class CompiledLora:
+    """The compiled operator for every projection group of a table. Raises CompileError."""
+
+    def __init__(self, table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> None:
+        operators = load_operators()
+        widths = base.widths
+        self.groups = [
+            {
+                group: CompiledGroup(
+                    operators,
+                    group_view(pool, table.rank, table.scale, table.first, table.row_offset, layer, members),
+                    widths[members[0]][0],
+                    [widths[p][1] for p in members],
+                )
+                for group, members in GROUPS.items()
+            }
+            for layer in range(base.num_layers)
+        ]
+
+
+def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> CompiledLora | None:
+    """None where the operator can't be used; why is logged."""
+    if pool.device.type != "cpu" or pool.dtype not in DTYPES:
+        return None
+    try:
+        return CompiledLora(table, pool, base)
+    except CompileError as error:
+        log.warning("LoRA runs without the compiled operator, more slowly", extra={"reason": str(error)})
+        return None
 
 
 class SegmentedLora:
     """A PassLora for adapters that are wholly on the device when their first layer runs.
 
     `weights` is asked once per segment, at the pass's first layer: a cold pass is made before its adapter has arrived.
+    Where the compiled operator is, it computes all short segments of a group in one call.
     """
 
-    def __init__(self, batch: LoraBatch, weights: Callable[[Lease], AdapterWeights]) -> None:
+    def __init__(
+        self, batch: LoraBatch, weights: Callable[[Lease], AdapterWeights], compiled: CompiledLora | None = None
+    ) -> None:
         self._batch = batch
         self._weights = weights
-        self._segments: list[tuple[int, int, AdapterWeights]] | None = None
+        self._compiled = compiled
+        self._begun = False
+        self._long: list[tuple[int, int, AdapterWeights]] = []
+        self._short: list[AdapterWeights] = []
+        self._short_slot = batch.seg_slot
+        self._scratch: dict[tuple[int, ...], torch.Tensor] = {}
         self._x: torch.Tensor | None = None
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> None:  # noqa: ARG002 - the seam's signature
         self._x = x
-        if self._segments is None:
-            self._segments = [
-                (start, end, self._weights(lease))
-                for (start, end), lease in zip(self._batch.bounds, self._batch.leases, strict=True)
-                if lease is not None
-            ]
+        if not self._begun:
+            self._choose_ways()
+            self._begun = True
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        assert self._x is not None and self._segments is not None
-        for start, end, weights in self._segments:
+        assert self._x is not None and self._begun
+        if self._compiled is not None and any(group in weights[layer] for weights in self._short):
+            self._add_short(self._compiled.groups[layer][group], ys, self._x)
+        for start, end, weights in self._long:
             for piece in weights[layer].get(group, ()):
                 add_segment(ys, self._x, start, end, piece.a, piece.parts)
         self._x = None
+
+    def _choose_ways(self) -> None:
+        by_torch: list[int] = []
+        for index, ((start, end), lease) in enumerate(zip(self._batch.bounds, self._batch.leases, strict=True)):
+            if lease is None:
+                continue
+            weights = self._weights(lease)
+            if self._compiled is None or end - start >= LONG_SEGMENT:
+                self._long.append((start, end, weights))
+                by_torch.append(index)
+            else:
+                self._short.append(weights)
+        if by_torch and self._short:
+            self._short_slot = self._batch.seg_slot.clone()
+            self._short_slot[by_torch] = -1
+
+    def _add_short(self, group: CompiledGroup, ys: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+        xa = self._scratch_of(x.shape[0], len(ys), self._batch.max_rank)
+        wide = self._scratch_of(x.shape[0], x.shape[1])
+        group.add(ys, x, self._batch.seg_start, self._short_slot, xa, wide, torch.get_num_threads())
+
+    def _scratch_of(self, *shape: int) -> torch.Tensor:
+        found = self._scratch.get(shape)
+        if found is None:
+            found = self._scratch[shape] = torch.empty(shape)
+        return found

@@ -1,0 +1,115 @@
+"""What every LoRA operation is given: one projection group of one layer as the AdapterTable describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.reference import ROW_ALIGN, add_lora
+
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_PROJECTIONS = 3
+"""q, k and v share their input; no group is larger."""
+
+
+class KernelArgumentError(ValueError):
+    """An operation was called with tensors that it can't take; nothing was launched."""
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """P projections that share their input. Views of the table, at fixed addresses: make them once.
+
+    pool       flat, the weights' dtype; rows begin at multiples of ROW_ALIGN bytes
+    rank       i32[slots, P], 0 = not adapted
+    scale      f32[slots, P]
+    first      i32[slots, P, 2]: where in row_offset the rows of A and of B begin
+    row_offset i32[rows], in ROW_ALIGN units from the pool's start
+    """
+
+    pool: torch.Tensor
+    rank: torch.Tensor
+    scale: torch.Tensor
+    first: torch.Tensor
+    row_offset: torch.Tensor
+
+    @property
+    def projections(self) -> int:
+        return self.rank.shape[1]
+
+    @property
+    def unit(self) -> int:
+        """Elements in ROW_ALIGN bytes."""
+        return ROW_ALIGN // self.pool.element_size()
+
+
+def group_view(
+    pool: torch.Tensor,
+    rank: torch.Tensor,
+    scale: torch.Tensor,
+    first: torch.Tensor,
+    row_offset: torch.Tensor,
+    layer: int,
+    members: Sequence[int],
+) -> GroupView:
+    """The view of projections `members` (neighbours) of `layer`. Raises KernelArgumentError.
+
+    rank i32[slots, layers, projections], scale f32[same], first i32[same, 2] are the whole table's.
+    """
+    low, high = members[0], members[-1] + 1
+    if list(members) != list(range(low, high)) or len(members) > MAX_PROJECTIONS:
+        raise KernelArgumentError(f"a group is one to {MAX_PROJECTIONS} neighbouring projections, not {list(members)}")
+    for name, tensor, dtype in (
+        ("rank", rank, torch.int32),
+        ("scale", scale, torch.float32),
+        ("first", first, torch.int32),
+        ("row_offset", row_offset, torch.int32),
+    ):
+        if tensor.dtype is not dtype or tensor.device != pool.device or not tensor.is_contiguous():
+            raise KernelArgumentError(f"{name} must be contiguous {dtype} on {pool.device}")
+    if pool.dtype not in WEIGHT_DTYPES or pool.dim() != 1 or not pool.is_contiguous() or pool.data_ptr() % ROW_ALIGN:
+        raise KernelArgumentError(f"the pool must be flat, one of {WEIGHT_DTYPES}, {ROW_ALIGN}-byte aligned")
+    where = (slice(None), layer, slice(low, high))
+    return GroupView(pool, rank[where], scale[where], first[where], row_offset)
+
+
+def check_call(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    seg_start: torch.Tensor,
+    seg_slot: torch.Tensor,
+    view: GroupView,
+    xa: torch.Tensor,
+    splits: int,
+) -> None:
+    """Everything about a call that can be seen without reading a device. Raises KernelArgumentError."""
+    device, tokens = view.pool.device, x.shape[0]
+    if len(ys) != view.projections:
+        raise KernelArgumentError(f"{len(ys)} outputs for {view.projections} projections")
+    for name, tensor in (("x", x), *((f"ys[{i}]", y) for i, y in enumerate(ys))):
+        if tensor.dtype is not view.pool.dtype or tensor.device != device:
+            raise KernelArgumentError(
+                f"{name} is {tensor.dtype} on {tensor.device}, weights {view.pool.dtype}, {device}"
+            )
+        if tensor.dim() != 2 or tensor.shape[0] != tokens or tensor.stride(1) != 1:
+            raise KernelArgumentError(
+                f"{name} must be [{tokens}, width] with rows of stride 1, not {tuple(tensor.shape)}"
+            )
+    segments = seg_slot.shape[0]
+    for name, tensor, size in (("seg_start", seg_start, segments + 1), ("seg_slot", seg_slot, segments)):
+        if tensor.dtype is not torch.int32 or tensor.device != device or tensor.shape != (size,):
+            raise KernelArgumentError(f"{name} must be i32[{size}] on {device}")
+        if not tensor.is_contiguous():
+            raise KernelArgumentError(f"{name} must be contiguous")
+    if xa.dtype is not torch.float32 or xa.device != device or not xa.is_contiguous() or xa.dim() != 4:
+        raise KernelArgumentError(f"the scratch xa must be contiguous f32[splits, P, T, capacity] on {device}")
+    if xa.shape[0] < splits or xa.shape[1] < view.projections or xa.shape[2] < tokens:
+        raise KernelArgumentError(f"xa is {tuple(xa.shape)}; [{splits}, {view.projections}, {tokens}, ...] is needed")
+
+
+def add_group(ys: Sequence[torch.Tensor], x: torch.Tensor, token_slot: torch.Tensor, view: GroupView) -> None:
+    """The reference of every group operation: `add_lora` for each projection. token_slot i32[T], -1 = base."""
+    for p, y in enumerate(ys):
+        add_lora(y, x, token_slot, view.pool, view.rank[:, p], view.scale[:, p], view.first[:, p], view.row_offset)

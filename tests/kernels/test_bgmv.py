@@ -1,0 +1,64 @@
+"""`bgmv` against float64, on Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kernels.bgmv import bgmv, rank_bucket
+from kernels.cases import POPULARITY, Case, draw_case
+from kernels.mbgmv import mbgmv
+from kernels.view import KernelArgumentError
+from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case
+
+
+def run(ys: list[torch.Tensor], case: Case) -> None:
+    pad = rank_bucket(max(1, *case.ranks, 1))
+    scratch = torch.nn.functional.pad(case.xa, (0, max(0, pad - case.xa.shape[-1])), value=torch.nan)
+    bgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, scratch, pad, SMALL)
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+def test_popularity(popularity: str) -> None:
+    check(run, popular_case(popularity, torch.float32, 4, 1, 40, [33, 20]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_dtypes(dtype: torch.dtype) -> None:
+    check(run, popular_case("skewed", dtype, 3, 1, 40, [33, 20, 1]))
+
+
+@settings(max_examples=6)
+@given(case=cases(largest_rank=30, longest=3, widest=60))
+def test_drawn(case: Case) -> None:
+    check(run, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(case=cases(largest_rank=130, longest=20, widest=300))
+def test_drawn_long(case: Case) -> None:
+    check(run, case)
+
+
+def test_padding_changes_no_bit() -> None:
+    """Zero rows add nothing: the padded result is the one of each adapter's own rank."""
+    case = draw_case([3, 40], [(0, 1), (1, 1)], 40, [24], torch.bfloat16, device=DEVICE)
+    padded, own = case.fresh(), case.fresh()
+    run(padded, case)
+    mbgmv(own, case.x, case.seg_start, case.seg_slot, case.view, case.xa, SMALL)
+    assert torch.equal(padded[0], own[0])
+
+
+def test_buckets() -> None:
+    assert [rank_bucket(rank) for rank in (1, 16, 17, 64, 65, 512)] == [16, 16, 32, 64, 128, 512]
+
+
+def test_refuses_a_rank_without_room() -> None:
+    case = draw_case([5], [(0, 2)], 40, [24], torch.float32, device=DEVICE)
+    arguments = (case.fresh(), case.x, case.seg_start, case.seg_slot, case.view, case.xa)
+    with pytest.raises(KernelArgumentError, match="room for rank 16, pad_rank is 32"):
+        bgmv(*arguments, 32, SMALL)
+    with pytest.raises(KernelArgumentError, match="power of two, not 12"):
+        bgmv(*arguments, 12, SMALL)

@@ -1,0 +1,146 @@
+"""The compiled CPU operator against float64; equal bits whatever threads and neighbours a token has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.build import CompileError, load_library
+from kernels.cases import POPULARITY, Case, draw_case, draw_slots, relative_error
+from kernels.compiled import CompiledGroup, load_operators
+from kernels.view import KernelArgumentError
+
+OPERATORS = load_operators()
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def run(case: Case, threads: int = 1, poison: float = torch.nan) -> list[torch.Tensor]:
+    tokens, d_in = case.x.shape
+    widths = [y.shape[1] for y in case.ys]
+    xa = torch.full((tokens, len(widths), max(1, *case.ranks, 1)), poison)
+    ys = case.fresh()
+    group = CompiledGroup(OPERATORS, case.view, d_in, widths)
+    group.add(ys, case.x, case.seg_start, case.seg_slot, xa, torch.full((tokens, d_in), poison), threads)
+    return ys
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, second, strict=True))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_drawn(data: st.DataObject) -> None:
+    ranks = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))
+    slot = st.integers(-1, len(ranks) - 1)
+    case = draw_case(
+        ranks,
+        data.draw(st.lists(st.tuples(slot, st.integers(0, 9)), min_size=1, max_size=6)),
+        data.draw(st.integers(1, 200)),
+        data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3)),
+        data.draw(st.sampled_from(list(TOLERANCE))),
+        seed=data.draw(st.integers(0, 1000)),
+        scattered=data.draw(st.booleans()),
+    )
+    ys = run(case)
+    assert relative_error(ys, case) <= TOLERANCE[case.x.dtype]
+    assert same(ys, run(case, threads=2, poison=torch.inf))
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_popularity(popularity: str, dtype: torch.dtype) -> None:
+    """At SmolLM2's widths: large enough that several threads share the work."""
+    ranks = [8, 16, 32, 64, 128]
+    slots = draw_slots(popularity, 8, len(ranks), torch.Generator().manual_seed(3))
+    case = draw_case(ranks, [(-1, 2), *((slot, 1) for slot in slots)], 576, [576, 192, 192], dtype)
+    ys = run(case)
+    assert relative_error(ys, case) <= TOLERANCE[dtype]
+    for threads in (2, 3, 7):
+        assert same(ys, run(case, threads))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    case = draw_case([24, 9], [(1, 3), (0, 7), (-1, 1)], 130, [130, 70], dtype)
+    together = run(case)
+    for token in range(10):
+        alone = [y[token : token + 1] for y in case.fresh()]
+        group = CompiledGroup(OPERATORS, case.view, 130, [130, 70])
+        seg_start = torch.tensor([0, 1], dtype=torch.int32)
+        scratch = torch.empty(1, 2, 24), torch.empty(1, 130)
+        group.add(alone, case.x[token : token + 1], seg_start, case.token_slot[token : token + 1], *scratch, 1)
+        assert same(alone, [y[token : token + 1] for y in together])
+
+
+@pytest.mark.parametrize("rank", [1, 511, 512])
+def test_extreme_ranks(rank: int) -> None:
+    case = draw_case([rank], [(0, 1)], 40, [24], torch.float32)
+    assert relative_error(run(case), case) <= 1e-5
+
+
+def test_nan_in_one_adapter_stays_in_its_rows() -> None:
+    case = draw_case([5, 20], [(0, 2), (1, 2)], 64, [96], torch.float32)
+    clean = run(case)[0]
+    case.view.pool[int(case.view.row_offset[case.view.first[1, 0, 0]]) * case.view.unit] = torch.nan
+    found = run(case)[0]
+    assert bool(found[2:].isnan().all())
+    assert torch.equal(found[:2], clean[:2])
+
+
+def test_refuses_what_it_cannot_take() -> None:
+    case = draw_case([5], [(0, 2)], 40, [24], torch.float32)
+    group = CompiledGroup(OPERATORS, case.view, 40, [24])
+    scratch = torch.empty(2, 1, 8), torch.empty(2, 40)
+    ys = case.fresh()
+    with pytest.raises(KernelArgumentError, match=r"x is torch\.bfloat16"):
+        group.add(ys, case.x.bfloat16(), case.seg_start, case.seg_slot, *scratch, 1)
+    with pytest.raises(KernelArgumentError, match=r"ys\[0\] is torch\.float32 \(2, 25\)"):
+        group.add([torch.zeros(2, 25)], case.x, case.seg_start, case.seg_slot, *scratch, 1)
+    with pytest.raises(KernelArgumentError, match=r"seg_start and seg_slot must be i32\[2\]"):
+        group.add(ys, case.x, case.seg_start.long(), case.seg_slot, *scratch, 1)
+    with pytest.raises(KernelArgumentError, match="scratch is"):
+        group.add(ys, case.x, case.seg_start, case.seg_slot, scratch[0][:1], scratch[1], 1)
+    half = draw_case([5], [(0, 2)], 40, [24], torch.float16)
+    with pytest.raises(KernelArgumentError, match="takes fp32 and bf16"):
+        CompiledGroup(OPERATORS, half.view, 40, [24])
+    assert torch.equal(ys[0], case.ys[0])
+
+
+def test_built_once_by_processes_that_come_together(tmp_path: Path) -> None:
+    command = "import sys, torch, pathlib, kernels.build as b; b.load_library(pathlib.Path(sys.argv[1]))"
+    root = Path(__file__).parents[2]
+    arguments = [sys.executable, "-c", command, str(tmp_path / "cache")]
+    started = [subprocess.Popen(arguments, cwd=root, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in started:
+        assert process.wait(timeout=120) == 0, process.communicate()[1]
+    built = list((tmp_path / "cache").iterdir())
+    assert [file.suffix for file in built] == [".so"]
+    before = built[0].stat().st_mtime_ns
+    load_library(tmp_path / "cache")
+    assert built[0].stat().st_mtime_ns == before
+
+
+def test_says_why_it_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_folder = tmp_path / "open"
+    open_folder.mkdir()
+    open_folder.chmod(0o777)
+    with pytest.raises(CompileError, match="writable by nobody else"):
+        load_library(open_folder)
+    broken = tmp_path / "bin" / "g++"
+    broken.parent.mkdir()
+    broken.write_text('#!/bin/sh\necho no room >&2\n[ "$1" = --version ]\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(broken.parent) + os.pathsep + "/bin")
+    with pytest.raises(CompileError, match="no room"):
+        load_library(tmp_path / "cache")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompileError, match="no C"):
+        load_library(tmp_path / "cache")

@@ -1,0 +1,74 @@
+"""`mbgmv` against float64, on Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kernels.cases import POPULARITY, Case, draw_case
+from kernels.mbgmv import mbgmv
+from kernels.view import KernelArgumentError
+from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case
+
+
+def run(ys: list[torch.Tensor], case: Case) -> None:
+    mbgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, SMALL)
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_popularity(popularity: str, dtype: torch.dtype) -> None:
+    check(run, popular_case(popularity, dtype, 5, 1, 40, [33, 20, 1]))
+
+
+@settings(max_examples=12)
+@given(case=cases(largest_rank=40, longest=4, widest=80))
+def test_drawn(case: Case) -> None:
+    check(run, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(case=cases(largest_rank=130, longest=20, widest=300))
+def test_drawn_long(case: Case) -> None:
+    check(run, case)
+
+
+@pytest.mark.parametrize("rank", [1, 511, 512])
+def test_extreme_ranks(rank: int) -> None:
+    check(run, draw_case([rank], [(0, 1)], 40, [24], torch.float32, device=DEVICE))
+
+
+def test_device_default_tiles() -> None:
+    case = draw_case([17, 8], [(0, 1), (-1, 1), (1, 18)], 200, [150, 60], torch.bfloat16, device=DEVICE)
+    check(lambda ys, c: mbgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa), case)
+
+
+def test_nan_in_one_adapter_stays_in_its_rows() -> None:
+    case = draw_case([5, 20], [(0, 2), (1, 2)], 40, [24, 30], torch.float32, device=DEVICE)
+    clean = case.fresh()
+    run(clean, case)
+    row = int(case.view.row_offset[case.view.first[1, 0, 0]]) * case.view.unit
+    case.view.pool[row] = torch.nan
+    ys = case.fresh()
+    run(ys, case)
+    assert bool(ys[0][2:].isnan().all())
+    assert torch.equal(ys[0][:2], clean[0][:2])
+    assert torch.equal(ys[1], clean[1])
+
+
+def test_refuses_what_it_cannot_take() -> None:
+    case = draw_case([5], [(0, 2)], 40, [24], torch.float32, device=DEVICE)
+    ys = case.fresh()
+    with pytest.raises(KernelArgumentError, match=r"x is torch\.bfloat16"):
+        mbgmv(ys, case.x.bfloat16(), case.seg_start, case.seg_slot, case.view, case.xa, SMALL)
+    with pytest.raises(KernelArgumentError, match="2 outputs for 1 projections"):
+        mbgmv([*ys, *ys], case.x, case.seg_start, case.seg_slot, case.view, case.xa, SMALL)
+    with pytest.raises(KernelArgumentError, match=r"seg_start must be i32\[2\]"):
+        mbgmv(ys, case.x, case.seg_start.long(), case.seg_slot, case.view, case.xa, SMALL)
+    with pytest.raises(KernelArgumentError, match=r"xa is \(1, 1, 2, 16\)"):
+        mbgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa[:1], SMALL)
+    with pytest.raises(KernelArgumentError, match="rows of stride 1"):
+        mbgmv([ys[0].t().contiguous().t()], case.x, case.seg_start, case.seg_slot, case.view, case.xa, SMALL)
+    assert torch.equal(ys[0], case.ys[0])

@@ -1,0 +1,58 @@
+"""`sgmv` against float64, on Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kernels.cases import POPULARITY, Case, draw_case
+from kernels.launch import launch_for
+from kernels.sgmv import sgmv
+from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case
+
+
+def run(ys: list[torch.Tensor], case: Case) -> None:
+    sgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, SMALL)
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+def test_popularity(popularity: str) -> None:
+    check(run, popular_case(popularity, torch.bfloat16, 3, 9, 40, [33, 20]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_dtypes(dtype: torch.dtype) -> None:
+    check(run, popular_case("skewed", dtype, 3, 9, 40, [33, 20, 1]))
+
+
+@settings(max_examples=5)
+@given(case=cases(largest_rank=40, longest=40, widest=80))
+def test_drawn(case: Case) -> None:
+    check(run, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(case=cases(largest_rank=130, longest=300, widest=300))
+def test_drawn_long(case: Case) -> None:
+    check(run, case)
+
+
+def test_empty_and_one_token_segments() -> None:
+    segments = [(0, 0), (1, 1), (-1, 0), (0, 33), (1, 0), (2, 1), (1, 0)]
+    check(run, draw_case([5, 20, 7], segments, 40, [24, 24], torch.float32, device=DEVICE))
+
+
+def test_more_tiles_than_segments_and_the_reverse() -> None:
+    check(run, draw_case([5], [(0, 40)], 40, [24], torch.float32, device=DEVICE))
+    check(run, draw_case([5, 6], [(i % 2, 1) for i in range(9)], 40, [24], torch.float32, device=DEVICE))
+
+
+def test_device_default_tiles() -> None:
+    case = draw_case([33, 8], [(0, 66), (-1, 3), (1, 5)], 100, [150, 60], torch.bfloat16, device=DEVICE)
+    how = launch_for("sgmv", case.x.device)
+    check(lambda ys, c: sgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa, replace(how, splits=2)), case)
+    check(lambda ys, c: sgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa), case)
