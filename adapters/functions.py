@@ -120,7 +120,9 @@ def parse_policy(policy: dict[str, Any], current: Policy) -> Policy:
     try:
         stated = msgspec.convert(policy, Policy)
     except msgspec.ValidationError as error:
-        raise InvalidRequest("policy", f"policy: {error}") from None
+        told, _, path = str(error).partition(" - at `$")
+        field = f"policy{path.rstrip('`')}"
+        raise InvalidRequest(field, f"{field}: {told}") from None
     return msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})
 
 

@@ -32,8 +32,12 @@ def loads(data: bytes) -> Any:
         raise InvalidJson("it is not UTF-8") from None
     except UnicodeEncodeError:
         raise InvalidJson("a string holds half of a surrogate pair") from None
-    except ValueError as error:
+    except InvalidJson:
+        raise
+    except json.JSONDecodeError as error:
         raise InvalidJson(str(error)) from None
+    except ValueError:  # the interpreter's own words name its settings
+        raise InvalidJson("a whole number has too many digits") from None
     return value
 
 

@@ -14,6 +14,7 @@ from adapters.tenants import Tenants, parse_key
 from cluster.errors import ServiceError
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
+from gateway.local_only import check_local
 from gateway.threads import StoreThreads
 
 OPEN_TENANT = "default"
@@ -34,6 +35,7 @@ class Callers:
         self, config: GatewayConfig, tenants: Tenants, threads: StoreThreads, clock: Callable[[], float]
     ) -> None:
         self._open = config.auth == "none"
+        self._host = config.host
         self._tenants = tenants
         self._threads = threads
         self._keys: GraceCache[_Key, Caller] = GraceCache(
@@ -44,8 +46,10 @@ class Callers:
         )
 
     async def caller(self, request: Request) -> Caller:
-        """Raises ServiceError `unauthenticated` without a valid key."""
+        """Raises ServiceError: `unauthenticated` without a valid key; `forbidden` for another site's page while there
+        are no keys."""
         if self._open:
+            check_local(request, self._host)
             return Caller(tenant=OPEN_TENANT, admin=True)
         text = _key_text(request)
         if parse_key(text) is None:

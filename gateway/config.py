@@ -9,6 +9,20 @@ import msgspec
 
 from cluster.messages import RECORD_EXPIRY
 
+POSITIVE = (
+    "call_body",
+    "deploy_body",
+    "max_concurrent",
+    "max_uploads",
+    "max_tenant_uploads",
+    "max_deploys",
+    "max_tenant_deploys",
+    "deploy_wait",
+    "request_timeout",
+    "shutdown_seconds",
+)
+"""Settings that must be above 0."""
+
 
 class ConfigError(ValueError):
     """A setting, or two settings together, that the gateway can't serve with; names the field."""
@@ -43,8 +57,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest pause inside any body."""
     max_concurrent: int = 1024
     """Requests in the gateway at once; more are answered 429."""
+    max_uploads: int = 16
+    """Deploys at once, each of which may fill `deploy_body` bytes of disk; more are answered 429."""
+    max_tenant_uploads: int = 4
     max_deploys: int = 4
-    """Uploads at once; each may fill `deploy_body` bytes of disk."""
+    """Uploads that are checked and stored at once; more wait, at most `deploy_wait`."""
+    max_tenant_deploys: int = 2
+    deploy_wait: float = 60.0
 
     request_timeout: float = 600.0
     """Deadline of a call that states no `timeout`."""
@@ -73,7 +92,7 @@ def check_config(config: GatewayConfig) -> None:
         raise ConfigError(f"workers: {config.workers} is not served, only 1: the cluster state is in memory")
     if config.auth == "none" and not is_loopback(config.host):
         raise ConfigError(f"auth: `none` is accepted on a loopback address only, and host is {config.host!r}")
-    for name in ("call_body", "deploy_body", "max_concurrent", "max_deploys", "request_timeout", "shutdown_seconds"):
+    for name in POSITIVE:
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")
     if config.request_timeout > config.max_timeout:

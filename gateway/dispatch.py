@@ -13,6 +13,7 @@ import msgspec
 from cluster.errors import ServiceError
 from cluster.messages import Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
+from gateway.called import CalledDigests
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
 from gateway.node_client import NodeClient, NodeFailure
@@ -38,6 +39,7 @@ class Dispatcher:
         running: Running,
         metrics: Metrics,
         last_hour: LastHour,
+        called: CalledDigests,
     ) -> None:
         self.state = state
         self.policy = policy
@@ -46,6 +48,7 @@ class Dispatcher:
         self.running = running
         self.metrics = metrics
         self.last_hour = last_hour
+        self.called = called
 
     def generation(self, request: GenerateRequest, function: str, received: float) -> Generation:
         """`received`: monotonic seconds at which the call came in."""
@@ -133,6 +136,8 @@ class Generation:
             async for event in events:
                 if isinstance(event, Started):
                     self.cold_start, self.started_at = event.cold_start, time.monotonic()
+                    if request.adapter is not None:
+                        self._dispatcher.called.note(request.tenant, request.adapter.digest)
                 elif isinstance(event, Failed):
                     error = ServiceError(event.type, event.message, retry_after=event.retry_after)
                     raise NodeFailure(error, retryable=event.retryable)

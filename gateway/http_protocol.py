@@ -6,6 +6,7 @@ Without them a caller without any key could fill the memory with one endless hea
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from typing import Any
 
@@ -22,11 +23,18 @@ HEAD_SECONDS = 30.0
 the end of the body that it did not wait for."""
 WRITE_SECONDS = 60.0
 """For which a full write buffer may stand still: then the peer has stopped reading, and its request ends."""
+UNPARSABLE = "unparsable"
+"""Stands for the route, in metrics, of what is no HTTP request."""
+
+log = logging.getLogger("gateway.http")
+log.setLevel(logging.ERROR)
 
 
 class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # uvicorn warns of each broken request. Anyone may send those, and fill the disk: they are counted instead.
+        self.logger = log
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._progress = False
@@ -87,7 +95,15 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
 
     def send_400_response(self, msg: str) -> None:
-        """In the contract's shape; there is no route yet that could have another one."""
+        """In the contract's shape; there is no route yet that could have another one.
+
+        Inside an answer that has begun it would be taken for its content, so then the connection only ends.
+        """
+        if "services" in self.app_state:
+            self.app_state["services"].metrics.count_request(UNPARSABLE, 400)
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
+            return
         request_id = f"req_{secrets.token_hex(12)}"
         body = msgspec.json.encode(native_body(ServiceError("invalid_request", msg), request_id))
         head = (

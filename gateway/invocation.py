@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
 
-import anyio.to_thread
 import msgspec
+from starlette.types import Receive
 
 from adapters.functions import Defaults
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, Sampling
-from cluster.text import TextError
 from gateway.functions import Target
+from gateway.prompts import Source, tokens_of
 from gateway.services import Services
 from gateway.stopwatch import Stopwatch
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-4
 """A temperature under this divides logits into infinities; it means greedy."""
-INLINE_CHARACTERS = 4096
-"""A longer prompt is tokenised in a thread, for it would hold up other requests."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,38 +57,25 @@ def new_id() -> str:
     return f"inv_{secrets.token_hex(12)}"
 
 
-async def prompt_tokens(services: Services, prompt: str) -> list[int]:
-    if len(prompt) <= INLINE_CHARACTERS:
-        return services.text.encode_prompt(prompt)
-    return await anyio.to_thread.run_sync(services.text.encode_prompt, prompt, limiter=services.text_threads)
-
-
-async def chat_tokens(services: Services, messages: list[dict[str, Any]]) -> list[int]:
-    """Raises ServiceError when the base has no chat template, or it refuses these messages."""
-    try:
-        if sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS:
-            return services.text.encode_chat(messages)
-        return await anyio.to_thread.run_sync(services.text.encode_chat, messages, limiter=services.text_threads)
-    except TextError as error:
-        raise ServiceError("validation_failed", str(error), param="messages") from error
-
-
 async def prepare(
     services: Services,
     *,
     tenant: str,
     target: Target,
-    prompts: list[list[int]],
+    source: Source,
     options: Options,
     watch: Stopwatch,
+    receive: Receive,
     choices: int = 1,
-    prompt_field: str = "prompt",
 ) -> Invocation:
-    """Raises ServiceError `validation_failed` when prompt and `max_tokens` don't fit the context."""
+    """`receive` must have given the whole body. Raises ServiceError (`validation_failed` when prompt and `max_tokens`
+    don't fit the context), ClientGone."""
     invocation_id = new_id()
     merged = merge(options, target.defaults)
     context = await _context(services)
-    timeout = _timeout(services, options, target) - (time.monotonic() - watch.received)
+    deadline = watch.received + _timeout(services, options, target)
+    prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, receive)
+    timeout = deadline - time.monotonic()
     seed = secrets.randbits(63) if merged.seed is None else merged.seed
     requests = [
         GenerateRequest(
@@ -99,7 +83,7 @@ async def prepare(
             base=services.base.fingerprint,
             tenant=tenant,
             token_ids=tokens,
-            max_tokens=_max_tokens(merged, options.max_tokens, len(tokens), context, prompt_field),
+            max_tokens=_max_tokens(merged, options.max_tokens, len(tokens), context, source.field),
             sampling=_sampling(merged, seed, choice),
             timeout=max(timeout, 0.001),
             adapter=target.adapter,

@@ -20,7 +20,7 @@ class JsonFormatter(logging.Formatter):
         }
         line |= {name: getattr(record, name) for name in EXTRA if hasattr(record, name)}
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 

@@ -63,11 +63,12 @@ async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerato
                 yield _chat_chunk(head, openai.ChunkChoice(index, openai.Delta(role="assistant", content="")))
             if isinstance(event, Token):
                 yield _token_chunk(head, index, event, offsets[index])
+                # By the tokens, as in a whole reply: text may be held back for what comes after it.
+                offsets[index] += sum(len(entry.token) for entry in event.logprobs)
             else:
                 if event.text:
                     yield _token_chunk(head, index, Token(event.text, [], event.completion_tokens), offsets[index])
                 yield _last_chunk(head, index, event)
-            offsets[index] += len(event.text)
     if head.include_usage:
         usage = usage_of(head, [generation.done for generation in generations if generation.done])
         kind = openai.ChatChunk if head.chat else openai.Completion
@@ -122,12 +123,17 @@ def _chat_logprobs(head: Head, entries: Sequence[TokenLogprob]) -> openai.ChatLo
             openai.ChatLogprob(
                 entry.token,
                 entry.logprob,
-                list(entry.token.encode()),
-                [openai.ChatTop(top.token, top.logprob, list(top.token.encode())) for top in entry.top],
+                _bytes(entry.token),
+                [openai.ChatTop(top.token, top.logprob, _bytes(top.token)) for top in entry.top],
             )
             for entry in entries
         ]
     )
+
+
+def _bytes(token: str) -> list[int] | None:
+    """None for a part of a character: its text stands for other bytes than the token's."""
+    return None if "\ufffd" in token else list(token.encode())
 
 
 def _completion_logprobs(head: Head, entries: Sequence[TokenLogprob], offset: int) -> openai.CompletionLogprobs | None:

@@ -167,13 +167,13 @@ class Completion(msgspec.Struct, frozen=True):
 class ChatTop(msgspec.Struct, frozen=True):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChatLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[ChatTop]
 
 

@@ -168,7 +168,7 @@ OPERATIONS = (
         id="healthz",
         summary="Whether the process lives",
         replies={200: schema.HealthReply},
-        errors=(),
+        errors=(422,),
         key=False,
     ),
     Operation(
@@ -177,7 +177,7 @@ OPERATIONS = (
         id="readyz",
         summary="Whether registry, cluster state and at least one node can serve now",
         replies={200: schema.ReadyReply},
-        errors=(503,),
+        errors=(422, 503),
         key=False,
     ),
     Operation(
@@ -186,7 +186,7 @@ OPERATIONS = (
         id="metrics",
         summary="Prometheus text; admin key",
         replies={200: str},
-        errors=(401, 403, 429, 500, 503),
+        errors=(401, 403, 422, 429, 500, 503),
     ),
     Operation(
         method="get",

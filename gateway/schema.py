@@ -174,12 +174,12 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class Residency(msgspec.Struct, frozen=True):
-    """Where a version is: on which node, in which tier, used by how many requests."""
+    """Where a version is: on which node, in which tier. Known of versions that the tenant has called since the gateway
+    started."""
 
     version: int
     node: str
     tier: str
-    in_use: int
 
 
 class FunctionItem(msgspec.Struct, frozen=True):

@@ -9,7 +9,6 @@ from pathlib import Path
 from time import monotonic
 
 import aiohttp
-import anyio
 from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
@@ -19,8 +18,10 @@ from adapters.tenants import Tenants
 from cluster.secret import read_secret
 from cluster.state import ClusterState, MemoryClusterState
 from cluster.text import BaseText
+from gateway.called import CalledDigests
 from gateway.callers import Callers
 from gateway.config import GatewayConfig
+from gateway.deploy_slots import DeploySlots
 from gateway.dispatch import Dispatcher
 from gateway.functions import Functions
 from gateway.last_hour import LastHour
@@ -28,7 +29,7 @@ from gateway.metrics import Metrics
 from gateway.node_client import NodeClient
 from gateway.running import Running
 from gateway.scheduling.policy import make_policy
-from gateway.threads import StoreThreads
+from gateway.threads import LeavableThreads, StoreThreads
 
 TEXT_THREADS = 2
 
@@ -38,7 +39,7 @@ class Services:
     config: GatewayConfig
     base: BaseModel
     text: BaseText
-    text_threads: anyio.CapacityLimiter
+    text_threads: LeavableThreads
     registry: Registry
     threads: StoreThreads
     callers: Callers
@@ -49,7 +50,8 @@ class Services:
     running: Running
     metrics: Metrics
     last_hour: LastHour
-    deploys: anyio.CapacityLimiter
+    called: CalledDigests
+    deploys: DeploySlots
 
 
 def services_of(request: Request) -> Services:
@@ -67,7 +69,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     threads = StoreThreads(config.store_seconds)
     cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
     secret = read_secret(Path(config.secret_file))
-    running, last_hour = Running(), LastHour(monotonic)
+    running, last_hour, called = Running(), LastHour(monotonic), CalledDigests()
     # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
@@ -77,16 +79,23 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             config=config,
             base=base,
             text=BaseText(Path(config.model_dir)),
-            text_threads=anyio.CapacityLimiter(TEXT_THREADS),
+            text_threads=LeavableThreads(TEXT_THREADS),
             registry=registry,
             threads=threads,
             callers=Callers(config, tenants, threads, monotonic),
             functions=Functions(config, registry, threads, monotonic),
             cluster=cluster,
             secret=secret,
-            dispatcher=Dispatcher(cluster, policy, client, base.fingerprint, running, metrics, last_hour),
+            dispatcher=Dispatcher(cluster, policy, client, base.fingerprint, running, metrics, last_hour, called),
             running=running,
             metrics=metrics,
             last_hour=last_hour,
-            deploys=anyio.CapacityLimiter(config.max_deploys),
+            called=called,
+            deploys=DeploySlots(
+                uploads=config.max_uploads,
+                tenant_uploads=config.max_tenant_uploads,
+                stores=config.max_deploys,
+                tenant_stores=config.max_tenant_deploys,
+                wait_seconds=config.deploy_wait,
+            ),
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 TAIL = 256 << 10
 """Bytes at a log's end that are looked at."""
+UNKNOWN = ""
+"""The process of a line that does not say whose it is."""
 
 
 def log_of(state: Path, name: str) -> Path:
@@ -30,18 +32,55 @@ def times_ended(log: Path) -> int:
     return sum(entry.get("message") == "child ended" for entry in _entries(log))
 
 
-def last_problem(log: Path) -> str | None:
-    """The last error that a process logged, in one line: a record's message or the end of a stack trace."""
-    problem: str | None = None
-    for line in _tail(log):
+def last_problem(log: Path, start: int = 0) -> str | None:
+    """The last error that a process logged, in one line: a record's message or the end of a stack trace.
+
+    Counts what stands after the byte `start`, where a process that began later wrote its first line.
+    """
+    return _read(_tail(log, start)).last
+
+
+def end_reason(log: Path) -> str | None:
+    """The last error of that process of a node which ended last, as its supervisor tells in the node's log."""
+    return _read(_tail(log)).ended
+
+
+class _Problems:
+    """What a log says went wrong; a process that is started again does not inherit the problem of the one before."""
+
+    def __init__(self) -> None:
+        self.last: str | None = None
+        self.ended: str | None = None
+        self._of: dict[str, str] = {}
+
+    def note(self, process: str, problem: str) -> None:
+        self.last = self._of[process] = problem[:500]
+
+    def started(self, process: str) -> None:
+        gone = {self._of.pop(process, None), self._of.pop(UNKNOWN, None)}
+        if self.last in gone:
+            self.last = None
+
+    def end(self, process: str) -> None:
+        self.ended = self._of.get(process) or self._of.get(UNKNOWN)
+
+
+def _read(lines: list[str]) -> _Problems:
+    problems = _Problems()
+    for line in lines:
         entry = _parse(line)
         if entry is None:
-            problem = line.strip() or problem
+            if line.strip():
+                problems.note(UNKNOWN, line.strip())
+        elif entry.get("message") == "child started":
+            problems.started(str(entry.get("child")))
+        elif entry.get("message") == "child ended":
+            problems.end(str(entry.get("child")))
         elif entry.get("level") == "error":
             trace = str(entry.get("exception", "")).strip().splitlines()
             parts = [entry.get("message"), entry.get("reason"), *trace[-1:]]
-            problem = ": ".join(str(part) for part in parts if part)
-    return problem[:500] if problem else None
+            problems.note(str(entry.get("process", UNKNOWN)), ": ".join(str(part) for part in parts if part))
+    return problems
 
 
 def _entries(log: Path) -> Iterator[dict[str, Any]]:
@@ -56,8 +95,8 @@ def _parse(line: str) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _tail(log: Path) -> list[str]:
+def _tail(log: Path, start: int = 0) -> list[str]:
     with log.open("rb") as stream:
         size = stream.seek(0, 2)
-        stream.seek(max(0, size - TAIL))
+        stream.seek(max(start, size - TAIL))
         return stream.read(TAIL).decode(errors="replace").splitlines()

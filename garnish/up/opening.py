@@ -12,7 +12,7 @@ import msgspec
 
 from garnish.client import Client
 from garnish.errors import FrontDoorError, GarnishError, StartError
-from garnish.up.logs import last_problem, times_ended
+from garnish.up.logs import end_reason, times_ended
 from garnish.up.prepare import Deployment, Prepared
 from gateway.schema import DeployReply
 
@@ -61,7 +61,7 @@ class Opening(threading.Thread):
     def _check_nodes(self) -> None:
         for log in self._logs:
             if times_ended(log) >= MAX_CRASHES:
-                raise StartError(f"{log.stem} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})")
+                raise StartError(f"{log.stem} can't start: {end_reason(log) or 'no reason was logged'} (log: {log})")
 
     def _deploy(self, deployment: Deployment) -> DeployReply:
         self._tell(f"deploying {deployment.name}")

@@ -26,6 +26,7 @@ from node_agent.supervisor import Child, Signals
 
 GATEWAY_GRACE = UP_SHUTDOWN_SECONDS + 5.0
 NODE_GRACE = supervisor.GRACE + 3.0
+NO_REASON = "no reason was logged"
 TICK = 0.2
 """Seconds between looks at the opening thread."""
 
@@ -41,14 +42,14 @@ def up(options: UpOptions, screen: Screen) -> int:
 
 
 def _serve(prepared: Prepared, screen: Screen) -> int:
-    ends = _Ends(screen)
+    ends = Ends(screen)
     children = _children(prepared, ends)
     opening = Opening(prepared, [log_of(prepared.state, node.node_id) for node in prepared.nodes], screen.progress)
     with Signals() as signals:
         try:
             _tend(children)
             opening.start()
-            _open(opening, children, signals, prepared, screen)
+            _open(opening, children, ends, signals, prepared, screen)
             while not signals.stop_requested:
                 signals.wait(_tend(children))
         finally:
@@ -61,7 +62,7 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
     return 0
 
 
-def _children(prepared: Prepared, ends: _Ends) -> list[Child]:
+def _children(prepared: Prepared, ends: Ends) -> list[Child]:
     """The gateway first, then the nodes; none is started yet."""
     parent = os.getpid()
     modules: list[tuple[str, str, msgspec.Struct]] = [
@@ -75,16 +76,16 @@ def _children(prepared: Prepared, ends: _Ends) -> list[Child]:
     return children
 
 
-def _open(opening: Opening, children: Sequence[Child], signals: Signals, prepared: Prepared, screen: Screen) -> None:
+def _open(
+    opening: Opening, children: Sequence[Child], ends: Ends, signals: Signals, prepared: Prepared, screen: Screen
+) -> None:
     """Until the functions are deployed, or someone asks to stop. Raises FrontDoorError when it can't be done."""
     while opening.is_alive() and not signals.stop_requested:
         signals.wait(min(_tend(children), TICK))
         for child in children:
             if child.failures >= MAX_CRASHES:
                 log = log_of(prepared.state, child.name)
-                raise StartError(
-                    f"{child.name} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})"
-                )
+                raise StartError(f"{child.name} can't start: {ends.reasons.get(child.name, NO_REASON)} (log: {log})")
     if signals.stop_requested:
         return
     screen.end_progress()
@@ -113,15 +114,21 @@ def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
         child.kill()
 
 
-class _Ends:
+class Ends:
     """Tells the person at the terminal why a process ended, unless the end was asked for."""
 
     def __init__(self, screen: Screen) -> None:
         self.stopping = False
+        self.reasons: dict[str, str] = {}
+        """Of each process's last end."""
         self._screen = screen
+        self._starts: dict[str, int] = {}
+        """Where in its log the process that runs now began to write."""
 
     def told(self, name: str, log: Path, code: int) -> None:
+        reason = last_problem(log, self._starts.get(name, 0))
+        self._starts[name] = log.stat().st_size
+        self.reasons[name] = reason or NO_REASON
         if not self.stopping:
-            reason = last_problem(log)
             why = f" ({reason})" if reason else ""
             self._screen.note(f"{name} ended with code {code}{why} and starts again; log: {log}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from cluster.errors import ServiceError
 from cluster.messages import NodeRecord, VersionMismatch
@@ -15,6 +14,7 @@ from gateway import schema
 from gateway.bodies import read_body
 from gateway.params import known_only
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import services_of
 
 RECORD_LIMIT = 4 << 20
@@ -28,6 +28,7 @@ async def record(request: Request) -> Response:
     services = services_of(request)
     if not is_authorized(request.headers.get("authorization"), services.secret):
         raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
+    known_only(request)
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
         told = _decoder.decode(body)
@@ -53,6 +54,6 @@ async def nodes(request: Request) -> Response:
 
 
 routes = [
-    Route("/cluster/record", record, methods=["POST"]),
-    Route("/nodes", nodes, methods=["GET"]),
+    ExactRoute("/cluster/record", record, methods=["POST"]),
+    ExactRoute("/nodes", nodes, methods=["GET"]),
 ]

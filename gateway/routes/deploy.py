@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from adapters import strict_json
 from adapters.names import is_name
@@ -18,8 +16,9 @@ from cluster.errors import ServiceError
 from gateway import schema
 from gateway.bodies import decode_json, media_type, read_body
 from gateway.multipart import Upload, receive_upload
-from gateway.params import flag
+from gateway.params import flag, known_only
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 
 
@@ -33,20 +32,15 @@ async def deploy(request: Request) -> Response:
             "a function's name has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit",
             param="name",
         )
+    known_only(request, "dry_run")
     dry_run = flag(request, "dry_run")
     given = media_type(request)
     if given == "application/json":
         await _refuse_source(services, request)
     if given != "multipart/form-data":
         raise ServiceError("unsupported_media_type", "send multipart/form-data with the adapter's two files")
-    try:
-        services.deploys.acquire_on_behalf_of_nowait(request)
-    except anyio.WouldBlock:
-        raise ServiceError("overloaded", "too many deploys at once; try again later", retry_after=2.0) from None
-    try:
+    with services.deploys.deploy(tenant):
         return await _from_upload(services, request, tenant, name, dry_run)
-    finally:
-        services.deploys.release_on_behalf_of(request)
 
 
 async def _from_upload(services: Services, request: Request, tenant: str, name: str, dry_run: bool) -> Response:
@@ -61,19 +55,20 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
     async with upload_to as upload:
         policy = _policy(upload)
         alias = _alias(upload)
-        if dry_run:
-            checked = await services.threads.write(
-                services.registry.check, upload.config, upload.weights, name, alias, policy
-            )
-            return json_response(_reply(checked))
-        try:
-            made = await services.threads.write(
-                services.registry.deploy, tenant, name, upload.config, upload.weights, alias, policy
-            )
-        finally:
-            # Also when the caller has gone or the store failed half-way: the thread may have moved an alias.
-            services.functions.forget(tenant, name)
-    return json_response(_reply(made), 201 if made.created else 200)
+        async with services.deploys.store(tenant):
+            if dry_run:
+                checked = await services.threads.write(
+                    services.registry.check, upload.config, upload.weights, name, alias, policy
+                )
+                return json_response(await _reply(services, checked))
+            try:
+                made = await services.threads.write(
+                    services.registry.deploy, tenant, name, upload.config, upload.weights, alias, policy
+                )
+            finally:
+                # Also when the caller has gone or the store failed half-way: the thread may have moved an alias.
+                services.functions.forget(tenant, name)
+    return json_response(await _reply(services, made), 201 if made.created else 200)
 
 
 async def _refuse_source(services: Services, request: Request) -> None:
@@ -104,10 +99,28 @@ def _alias(upload: Upload) -> str | None:
         raise ServiceError("validation_failed", "an alias is made of a-z, 0-9, '.', '_', '-'", param="alias") from None
 
 
-def _reply(made: Deployment) -> schema.DeployReply:
+async def _reply(services: Services, made: Deployment) -> schema.DeployReply:
     fields = {field: getattr(made, field) for field in schema.DeployReply.__struct_fields__}
+    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made.bytes))
     return msgspec.convert(fields, schema.DeployReply)
 
 
+async def _room_warnings(services: Services, size: int) -> list[str]:
+    """Whether an adapter of `size` bytes, as its file has them, is too large for every node that is known now.
+
+    Nodes keep rows padded, and in a dtype of their own, so this neither notes every case nor is always right.
+    """
+    records = [node.record for node in await services.cluster.nodes()]
+    # A node that is starting tells no room yet.
+    rooms = [record.adapter_bytes for record in records if record.base == services.base.fingerprint]
+    room = max(rooms, default=0)
+    if not room or size <= room:
+        return []
+    return [
+        f"the adapter has {size} bytes, and the roomiest node has {room} bytes for adapters: unless the node's dtype "
+        "makes it smaller, calls will be answered 413 until `adapter_memory` is raised"
+    ]
+
+
 # `:path`, so that a name with slashes is a malformed name and not an unknown route.
-routes = [Route("/deploy/{name:path}", deploy, methods=["POST"])]
+routes = [ExactRoute("/deploy/{name:path}", deploy, methods=["POST"])]

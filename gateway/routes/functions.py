@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from adapters.errors import NotFound
-from adapters.functions import Alias, FunctionRecord, Manifest
+from adapters.functions import Alias, FunctionRecord, Manifest, VersionEntry
 from cluster.errors import ServiceError
 from cluster.state import NodeView
 from gateway import schema
 from gateway.params import flag, integer, known_only
 from gateway.responses import json_response
-from gateway.services import services_of
+from gateway.routing import ExactRoute
+from gateway.services import Services, services_of
 
 MAX_PAGE = 1000
 
@@ -29,7 +29,7 @@ async def list_functions(request: Request) -> Response:
     after = request.query_params.get("after", "")
     records, following = await services.threads.read(services.registry.functions, tenant, after, limit)
     nodes = await services.cluster.nodes()
-    items = [_item(record, nodes) for record in records]
+    items = [_item(record, _called(services, tenant, record), nodes) for record in records]
     return json_response(schema.FunctionList(functions=items, next=following))
 
 
@@ -50,7 +50,7 @@ async def get_function(request: Request) -> Response:
         policy=msgspec.to_builtins(record.policy),
         aliases=_aliases(record),
         versions=[msgspec.convert(entry, schema.VersionItem, from_attributes=True) for entry in record.versions],
-        residency=_residency(record, await services.cluster.nodes()),
+        residency=_residency(_called(services, tenant, record), await services.cluster.nodes()),
         last_hour=schema.LastHour(
             invocations=sums.invocations,
             failures=sums.failures,
@@ -95,7 +95,7 @@ async def get_version(request: Request) -> Response:
     return json_response(_manifest(await services.threads.read(services.registry.manifest, tenant, name, int(version))))
 
 
-def _item(record: FunctionRecord, nodes: Sequence[NodeView]) -> schema.FunctionItem:
+def _item(record: FunctionRecord, called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> schema.FunctionItem:
     aliases = _aliases(record)
     latest = next((entry for entry in record.versions if entry.version == aliases.get("latest")), None)
     return schema.FunctionItem(
@@ -104,7 +104,7 @@ def _item(record: FunctionRecord, nodes: Sequence[NodeView]) -> schema.FunctionI
         aliases=aliases,
         ranks=list(latest.ranks) if latest else [],
         bytes=latest.bytes if latest else 0,
-        residency=_residency(record, nodes),
+        residency=_residency(called, nodes),
     )
 
 
@@ -117,13 +117,17 @@ def _pointed(alias: Alias) -> int | dict[str, float]:
     return int(next(iter(alias.weights))) if len(alias.weights) == 1 else alias.weights
 
 
-def _residency(record: FunctionRecord, nodes: Sequence[NodeView]) -> list[schema.Residency]:
-    versions = {entry.digest: entry.version for entry in record.versions}
+def _called(services: Services, tenant: str, record: FunctionRecord) -> list[VersionEntry]:
+    """The versions whose residency the tenant may see: an adapter that it never ran is there for someone else."""
+    return [entry for entry in record.versions if services.called.has(tenant, entry.digest)]
+
+
+def _residency(called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> list[schema.Residency]:
     return [
-        schema.Residency(version=versions[entry.digest], node=node.record.id, tier=entry.tier, in_use=entry.in_use)
+        schema.Residency(version=entry.version, node=node.record.id, tier=node.tiers[entry.digest])
         for node in nodes
-        for entry in node.record.residents
-        if entry.digest in versions
+        for entry in called
+        if entry.digest in node.tiers
     ]
 
 
@@ -132,8 +136,8 @@ def _manifest(manifest: Manifest) -> schema.VersionReply:
 
 
 routes = [
-    Route("/functions", list_functions, methods=["GET"]),
-    Route("/functions/{name}", function, methods=["GET", "DELETE"]),
-    Route("/functions/{name}/versions", list_versions, methods=["GET"]),
-    Route("/functions/{name}/versions/{version}", get_version, methods=["GET"]),
+    ExactRoute("/functions", list_functions, methods=["GET"]),
+    ExactRoute("/functions/{name}", function, methods=["GET", "DELETE"]),
+    ExactRoute("/functions/{name}/versions", list_versions, methods=["GET"]),
+    ExactRoute("/functions/{name}/versions/{version}", get_version, methods=["GET"]),
 ]

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
 from gateway import schema
+from gateway.params import known_only
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 
 PROBE_KEY = "admin.json"
 """Whether this object exists does not matter: the store must only answer."""
 
 
-async def healthz(_: Request) -> Response:
+async def healthz(request: Request) -> Response:
+    known_only(request)
     return json_response(schema.HealthReply(status="alive"))
 
 
 async def readyz(request: Request) -> Response:
+    known_only(request)
     services = services_of(request)
     checks = {"store": await _store(services), "cluster": schema.Check(ok=True), "nodes": await _nodes(services)}
     problems = [{"check": name, "problem": check.problem} for name, check in checks.items() if not check.ok]
@@ -50,6 +53,6 @@ async def _nodes(services: Services) -> schema.Check:
 
 
 routes = [
-    Route("/healthz", healthz, methods=["GET"]),
-    Route("/readyz", readyz, methods=["GET"]),
+    ExactRoute("/healthz", healthz, methods=["GET"]),
+    ExactRoute("/readyz", readyz, methods=["GET"]),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from cluster.errors import ServiceError
@@ -13,10 +12,12 @@ from gateway.bodies import decode_json, read_body, require_json
 from gateway.choices import collect
 from gateway.connected import while_connected
 from gateway.event_stream import EventStream
-from gateway.invocation import Invocation, Options, chat_tokens, prepare, prompt_tokens
-from gateway.params import known_only
+from gateway.invocation import Invocation, Options, prepare
+from gateway.params import asks_for_events, known_only
+from gateway.prompts import Conversation, Prompts, Source
 from gateway.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.stopwatch import Stopwatch
 
@@ -38,12 +39,12 @@ async def invoke(request: Request) -> ASGIApp:
         services,
         tenant=tenant,
         target=target,
-        prompts=[await _tokens(services, call)],
+        source=_source(call),
         options=_options(call),
         watch=watch,
-        prompt_field="messages" if call.prompt is None else "prompt",
+        receive=request.receive,
     )
-    if call.stream or "text/event-stream" in request.headers.get("accept", ""):
+    if call.stream or asks_for_events(request.headers.get("accept", "")):
         return _stream(services, invocation, request.state.request_id)
     return await _whole(services, invocation, request)
 
@@ -77,13 +78,13 @@ def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     return name, asked
 
 
-async def _tokens(services: Services, call: schema.InvokeRequest) -> list[int]:
+def _source(call: schema.InvokeRequest) -> Source:
     if (call.prompt is None) == (call.messages is None):
         raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
     if call.messages is not None:
-        return await chat_tokens(services, msgspec.to_builtins(call.messages))
+        return Conversation(msgspec.to_builtins(call.messages))
     assert call.prompt is not None
-    return await prompt_tokens(services, call.prompt)
+    return Prompts([call.prompt])
 
 
 def _options(call: schema.InvokeRequest) -> Options:
@@ -91,4 +92,4 @@ def _options(call: schema.InvokeRequest) -> Options:
     return Options(**{field: getattr(call, field) for field in shared})
 
 
-routes = [Route("/invoke/{target:path}", invoke, methods=["POST"])]
+routes = [ExactRoute("/invoke/{target:path}", invoke, methods=["POST"])]

@@ -7,16 +7,18 @@ from collections import Counter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from gateway.params import known_only
+from gateway.routing import ExactRoute
 from gateway.services import services_of
 
 
 async def metrics(request: Request) -> Response:
     services = services_of(request)
     await services.callers.admin(request)
+    known_only(request)
     states = Counter(node.record.state for node in await services.cluster.nodes())
     return Response(services.metrics.render(states), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-routes = [Route("/metrics", metrics, methods=["GET"])]
+routes = [ExactRoute("/metrics", metrics, methods=["GET"])]

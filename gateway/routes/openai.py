@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from adapters.functions import FunctionRecord
@@ -16,11 +15,13 @@ from gateway.bodies import convert, parse_json, read_body, require_json
 from gateway.choices import collect
 from gateway.connected import while_connected
 from gateway.event_stream import EventStream
-from gateway.invocation import Invocation, Options, chat_tokens, prepare, prompt_tokens
+from gateway.invocation import Invocation, Options, prepare
 from gateway.openai_reply import Head, chunks, failure, whole
 from gateway.params import known_only
+from gateway.prompts import Conversation, Prompts
 from gateway.reply import invocation_headers
 from gateway.responses import json_response
+from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.stopwatch import Stopwatch
 
@@ -34,6 +35,7 @@ T = TypeVar("T", bound=openai.Shared)
 async def list_models(request: Request) -> Response:
     services = services_of(request)
     tenant = await services.callers.tenant(request)
+    known_only(request)
     records: list[FunctionRecord] = []
     after: str | None = ""
     for _ in range(MAX_PAGES):
@@ -48,6 +50,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     services = services_of(request)
     tenant = await services.callers.tenant(request)
+    known_only(request)
     asked = request.path_params["id"]
     if asked == services.base.id:
         return json_response(_base(services))
@@ -68,9 +71,10 @@ async def completions(request: Request) -> ASGIApp:
         services,
         tenant=tenant,
         target=target,
-        prompts=[await prompt_tokens(services, prompt) for prompt in prompts],
+        source=Prompts(prompts),
         options=_options(call, max_tokens=call.max_tokens, logprobs=call.logprobs),
         watch=watch,
+        receive=request.receive,
         choices=call.n or 1,
     )
     return await _answer(services, invocation, request, call, _head(invocation, call, False, call.logprobs is not None))
@@ -89,7 +93,7 @@ async def chat_completions(request: Request) -> ASGIApp:
         services,
         tenant=tenant,
         target=target,
-        prompts=[await chat_tokens(services, [message.plain() for message in call.messages])],
+        source=Conversation([message.plain() for message in call.messages]),
         options=_options(
             call,
             max_tokens=call.max_completion_tokens or call.max_tokens,
@@ -97,8 +101,8 @@ async def chat_completions(request: Request) -> ASGIApp:
             max_tokens_field="max_tokens" if call.max_completion_tokens is None else "max_completion_tokens",
         ),
         watch=watch,
+        receive=request.receive,
         choices=call.n or 1,
-        prompt_field="messages",
     )
     return await _answer(services, invocation, request, call, _head(invocation, call, True, bool(call.logprobs)))
 
@@ -166,8 +170,8 @@ def _base(services: Services) -> openai.Model:
 
 
 routes = [
-    Route("/v1/models", list_models, methods=["GET"]),
-    Route("/v1/models/{id:path}", get_model, methods=["GET"]),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    ExactRoute("/v1/models", list_models, methods=["GET"]),
+    ExactRoute("/v1/models/{id:path}", get_model, methods=["GET"]),
+    ExactRoute("/v1/completions", completions, methods=["POST"]),
+    ExactRoute("/v1/chat/completions", chat_completions, methods=["POST"]),
 ]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from gateway.openapi import render
+from gateway.params import known_only
+from gateway.routing import ExactRoute
 
 _DOCUMENT = render()
 
 
-async def openapi(_: Request) -> Response:
+async def openapi(request: Request) -> Response:
+    known_only(request)
     return Response(_DOCUMENT, media_type="application/json")
 
 
-routes = [Route("/openapi.json", openapi, methods=["GET"])]
+routes = [ExactRoute("/openapi.json", openapi, methods=["GET"])]

@@ -196,10 +196,10 @@ def test_malformed_names_are_refused(registry: Registry, good: tuple[bytes, Path
         ({"alias": ""}, "alias"),
         ({"policy": {"idle_ttl": 5}}, "policy.idle_ttl"),
         ({"policy": {"provisioned": 1}}, "policy.provisioned"),
-        ({"policy": {"timeout": -1}}, "policy"),
-        ({"policy": {"timeout": "5"}}, "policy"),
-        ({"policy": {"defaults": {"temperature": 3}}}, "policy"),
-        ({"policy": {"defaults": {"tools": []}}}, "policy"),
+        ({"policy": {"timeout": -1}}, "policy.timeout"),
+        ({"policy": {"timeout": "5"}}, "policy.timeout"),
+        ({"policy": {"defaults": {"temperature": 3}}}, "policy.defaults.temperature"),
+        ({"policy": {"defaults": {"tools": []}}}, "policy.defaults"),
     ],
 )
 def test_malformed_options_are_refused(

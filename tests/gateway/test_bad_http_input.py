@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 
 import pytest
 from raw_http import send
 from running_gateway import Running
+from starlette.routing import Route
+
+from gateway.app import ROUTES
 
 PATH = "/invoke/stories260K"
 
@@ -166,6 +170,48 @@ def test_routes_that_do_not_exist(gateway: Running, method: str, path: str, stat
 
 def test_405_says_what_is_allowed(gateway: Running) -> None:
     assert "DELETE" in gateway.client().patch("/functions/f").headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/deploy/a%0a?dry_run=true", 422),
+        ("POST", "/deploy/a%0ab?dry_run=true", 422),
+        ("POST", "/deploy/%0a", 422),
+        ("POST", "/invoke/stories260K%0a", 404),
+        ("POST", "/invoke/pirate%0a", 404),
+        ("POST", "/invoke/pirate:latest%0a", 404),
+        ("GET", "/v1/models/pirate%0a", 404),
+        ("GET", "/v1/models/stories260K%0a", 404),
+        ("GET", "/functions/pirate%0a", 404),
+        ("GET", "/functions/pirate/versions%0a", 404),
+        ("GET", "/functions%0a", 404),
+        ("GET", "/healthz%0a", 404),
+    ],
+)
+def test_a_newline_is_part_of_the_path(gateway: Running, pirate: dict, method: str, path: str, status: int) -> None:
+    client = gateway.client()
+    assert client.post("/deploy/pirate", files=pirate).status_code == 201
+    sent = {"files": pirate} if "deploy" in path else {"json": {"prompt": "x"}} if method == "POST" else {}
+    assert client.request(method, path, **sent).status_code == status
+
+
+OWN_PARAMETERS = {"deploy": "dry_run", "delete": "force", "invoke": "qualifier", "list_functions": "after"}
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+def test_every_route_refuses_unknown_and_repeated_parameters(gateway: Running, pirate: dict, route: Route) -> None:
+    path = re.sub(r"{[^}]*}", "f", route.path)
+    for method in sorted((route.methods or set()) - {"HEAD"}):
+        sent = {"files": pirate} if route.path.startswith("/deploy") else {}
+        secret = {"authorization": f"Bearer {gateway.secret}"} if "/cluster" in path else {}
+        client = gateway.client("admin", **{"x-garnish-tenant": "acme"})
+        known = OWN_PARAMETERS.get("delete" if method == "DELETE" else route.name, "")
+        for query in ["dryrun=true", "=", "limit2="] + [f"{known}=true&{known}=true"] * bool(known):
+            reply = client.request(method, f"{path}?{query}", **sent, headers=secret)
+            assert reply.status_code == (400 if path.startswith("/v1") else 422), (method, path, query)
+            assert reply.json()["error"]["param"] == query.split("=")[0], query
+    assert gateway.client().get("/functions/f").status_code == 404  # nothing was done
 
 
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "ü", "a\tb", ""])

@@ -38,6 +38,27 @@ def test_versions_and_aliases(gateway: Running, pirate: dict, stories_adapters: 
     assert leftovers(gateway) == []
 
 
+def test_an_adapter_that_no_node_can_hold_is_warned_of(start: Callable[..., Running], pirate: dict) -> None:
+    running = start()
+    client = running.client()
+
+    def warnings() -> list[list[str]]:
+        return [client.post(path, files=pirate).json()["warnings"] for path in ("/deploy/f?dry_run=true", "/deploy/f")]
+
+    assert warnings() == [[], []]  # no node is known
+    size = client.get("/functions/f/versions/1").json()["bytes"]
+    small = running.node(adapter_bytes=size - 1)
+    found = warnings()
+    assert found[0] == found[1]
+    assert f"{size} bytes, and the roomiest node has {size - 1} bytes" in found[0][0]
+    running.node(adapter_bytes=size + 5, base="another")
+    assert warnings() == found
+    small.publish(running.url, adapter_bytes=size)
+    assert warnings() == [[], []]
+    small.publish(running.url, state="warming")  # it says nothing of its memory
+    assert warnings() == [[], []]
+
+
 def test_dry_run_stores_nothing(gateway: Running, pirate: dict) -> None:
     client = gateway.client()
     reply = client.post("/deploy/f?dry_run=true", files=pirate)
@@ -135,10 +156,14 @@ def test_policy_and_alias(gateway: Running, pirate: dict) -> None:
         ('{"timeout": 5', 400, "policy"),
         ("[]", 422, "policy"),
         ('{"provisioned": 1}', 422, "policy.provisioned"),
-        ('{"timeout": -1}', 422, "policy"),
+        ('{"timeout": -1}', 422, "policy.timeout"),
+        ('{"defaults": {"stop": [1]}}', 422, "policy.defaults.stop[0]"),
+        ('{"defaults": {"odd": 1}}', 422, "policy.defaults"),
+        ('{"timeout": ' + "1" * 5000 + "}", 400, "policy"),
     ]:
         reply = client.post("/deploy/f", files=pirate, data={"policy": policy})
         assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), policy
+        assert not any(word in reply.json()["error"]["message"] for word in ("$", "sys.")), policy
     for alias in ("12", "Upper", "ü", ""):
         reply = client.post("/deploy/f", files=pirate, data={"alias": alias})
         assert (reply.status_code, reply.json()["error"]["param"]) == (422, "alias"), alias
@@ -216,8 +241,8 @@ def test_two_deploys_of_one_name_at_once(gateway: Running, stories_adapters: dic
     assert sorted(reply.json()["version"] for reply in replies) == [1, 2, 3, 4]
 
 
-def test_deploys_are_bounded(start: Callable[..., Running], pirate: dict) -> None:
-    running = start(max_deploys=1)
+def test_a_tenants_open_uploads_hold_up_only_that_tenant(start: Callable[..., Running], pirate: dict) -> None:
+    running = start(max_tenant_uploads=1, max_deploys=1)
     whole = httpx.Request("POST", running.url, files=pirate)
     data = whole.read()
     host, port = running.url.removeprefix("http://").split(":")
@@ -231,6 +256,8 @@ def test_deploys_are_bounded(start: Callable[..., Running], pirate: dict) -> Non
         assert raw.recv(100).startswith(b"HTTP/1.1 100")  # the first deploy is being received
         reply = running.client().post("/deploy/g", files=pirate)
         assert (reply.status_code, reply.json()["error"]["type"]) == (429, "overloaded")
+        assert reply.headers["retry-after"] == "2"
+        assert running.client("other").post("/deploy/g", files=pirate).status_code == 201
         raw.sendall(data)
         assert raw.recv(100).startswith(b"HTTP/1.1 201")
     assert running.client().post("/deploy/g", files=pirate).status_code == 201

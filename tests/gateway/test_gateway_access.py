@@ -154,3 +154,50 @@ def test_open_gateways_on_loopback(host: str) -> None:
 def test_settings_that_do_not_go_together(changed: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         check_config(config(**changed))
+
+
+def test_without_keys_no_other_sites_page_may_call(start: Callable[..., Running], pirate: dict) -> None:
+    running = start(auth="none")
+    running.node()
+    client = running.client(None)
+    assert client.post("/deploy/f", files=pirate).status_code == 201
+    port = running.url.rpartition(":")[2]
+    refused = [
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"origin": f"http://localhost:{port}"},  # not the Host of this request, which is 127.0.0.1
+        {"origin": "http://127.0.0.1:3000"},
+        {"origin": f"http://127.0.0.1:{port}.evil.example"},
+        {"host": "evil.example"},
+        {"host": f"evil.example:{port}", "origin": f"http://evil.example:{port}"},  # a rebound name
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "[::1"},
+        {"host": ""},
+    ]
+    simple = {"content-type": "text/plain"}  # what a page may send without asking
+    for headers in refused:
+        for reply in (
+            client.post("/invoke/f", content=b'{"prompt": "x"}', headers=headers | simple),
+            client.post("/v1/completions", json={"model": "f", "prompt": "x"}, headers=headers),
+            client.post("/deploy/g", files=pirate, headers=headers),
+            client.delete("/functions/f", headers=headers),
+            client.get("/functions", headers=headers),
+            client.get("/nodes", headers=headers),
+        ):
+            assert reply.status_code == 403, (headers, reply.request.url)
+            assert "`auth` is `none`" in reply.json()["error"]["message"]
+    served = [
+        {},
+        {"host": f"localhost:{port}"},
+        {"host": "[::1]:8080"},
+        {"host": "127.8.8.8"},
+        {"origin": f"http://127.0.0.1:{port}"},
+        {"host": "LocalHost:9", "origin": "http://localhost:9"},
+    ]
+    for headers in served:
+        assert client.post("/invoke/f", json={"prompt": "x"}, headers=headers).status_code == 200
+
+
+def test_with_keys_host_and_origin_are_free(gateway: Running) -> None:
+    headers = {"host": "garnish.example", "origin": "https://app.example"}
+    assert gateway.client().get("/functions", headers=headers).status_code == 200

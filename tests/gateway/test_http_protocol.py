@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from running_gateway import Running
-from stub_node import flood
+from stub_node import flood, hang_after_first
 
 from gateway.http_protocol import HEAD_BYTES
 
@@ -111,3 +111,32 @@ def test_who_does_not_read_is_cut_off(start: Callable[..., Running], monkeypatch
         raw.sendall(START + key.encode() + body)
         assert node.disconnected.wait(60)
     assert running.client().get("/healthz").status_code == 200
+
+
+def test_garbage_behind_a_request_does_not_show_inside_its_answer(start: Callable[..., Running]) -> None:
+    running = start()
+    running.node(hang_after_first)
+    body = b'{"prompt": "x", "stream": true}'
+    with connected(running) as raw:
+        key = f"x-api-key: {running.keys['acme']}\r\ncontent-length: {len(body)}\r\n\r\n"
+        raw.sendall(START + key.encode() + body)
+        got = b""
+        while b"first" not in got:
+            got += raw.recv(65536)
+        raw.sendall(b"\x16\x03\x01 garbage\r\n\r\n")
+        got += answer(raw)
+    assert got.count(b"HTTP/1.1") == 1
+    assert b"invalid_request" not in got
+
+
+def test_broken_requests_are_counted_and_not_logged(gateway: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    for _ in range(5):
+        with connected(gateway) as raw:
+            raw.sendall(b"this is no HTTP\r\n\r\n")
+            assert answer(raw).startswith(b"HTTP/1.1 400")
+    upgrade = {"connection": "upgrade", "upgrade": "websocket"}
+    assert gateway.client(None).get("/functions", headers=upgrade).status_code == 401
+    counted = gateway.client("admin").get("/metrics").text
+    assert 'garnish_requests_total{route="unparsable",status="400"} 5.0' in counted
+    assert [record for record in caplog.records if record.name.startswith(("uvicorn", "gateway"))] == []

@@ -67,9 +67,20 @@ def test_stream(client: httpx.Client) -> None:
     assert "decode;dur=" in done.server_timing
 
 
-def test_accept_header_asks_for_a_stream(client: httpx.Client) -> None:
-    reply = client.post("/invoke/pirate", json={"prompt": "x"}, headers={"accept": "text/event-stream"})
-    assert reply.headers["content-type"].startswith("text/event-stream")
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("text/event-stream", "text/event-stream"),
+        ("application/json;q=0.5, Text/Event-Stream; q=0.9", "text/event-stream"),
+        ("text/event-stream;q=0", "application/json"),
+        ("text/event-stream ; Q=0.000, */*", "application/json"),
+        ("text/event-streams, x/text/event-stream", "application/json"),
+        ("*/*", "application/json"),
+    ],
+)
+def test_accept_header_asks_for_a_stream(client: httpx.Client, accept: str, kind: str) -> None:
+    reply = client.post("/invoke/pirate", json={"prompt": "x"}, headers={"accept": accept})
+    assert reply.headers["content-type"].partition(";")[0] == kind
 
 
 def test_first_token_is_sent_before_the_second_exists(start: Callable[..., Running]) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import openai
 import pytest
 from running_gateway import Running
+from stub_node import StubNode, done, timing
+
+from cluster.messages import Done, Event, GenerateRequest, Started, Token, TokenLogprob, TopLogprob
+from gateway.choices import Outcome
+from gateway.openai_reply import Head, whole
+from gateway.openai_schema import Chat
 
 
 @pytest.fixture
@@ -132,3 +138,37 @@ def test_wrong_key_and_unknown_model(client: openai.OpenAI, gateway: Running) ->
     with pytest.raises(openai.NotFoundError):
         other.completions.create(model="pirate", prompt="x")
     assert [model.id for model in other.models.list()] == ["stories260K"]
+
+
+async def halves(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    """A character of two tokens, and text that is held back for a possible stop string."""
+    yield Started(node=node.node_id, cold_start="none")
+    pieces = [("a", "a"), ("", "\ufffd"), ("\u00e9", "\ufffd"), ("", " st"), ("", "o"), (" stone", "ne")]
+    for index, (text, named) in enumerate(pieces):
+        top = [TopLogprob(token=named, token_id=index, logprob=-0.5)]
+        entries = [TokenLogprob(token=named, token_id=index, logprob=-0.5, top=top)]
+        yield Token(text=text, token_ids=[index], index=index, logprobs=entries)
+    yield done(asked, len(pieces))
+
+
+def test_offsets_and_bytes_of_tokens(start: Callable[..., Running]) -> None:
+    running = start()
+    running.node(halves)
+    client = running.stack.enter_context(
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key=running.keys["acme"], max_retries=0)
+    )
+    complete = client.completions.create(model="stories260K", prompt="x", logprobs=1).choices[0].logprobs
+    assert complete is not None
+    assert complete.text_offset == [0, 1, 2, 3, 6, 7]
+    stream = client.completions.create(model="stories260K", prompt="x", logprobs=1, stream=True)
+    streamed = [chunk.choices[0].logprobs for chunk in stream]
+    assert [offset for part in streamed if part for offset in part.text_offset or []] == complete.text_offset
+
+
+def test_half_a_character_has_no_bytes() -> None:
+    entries = [TokenLogprob(token=named, token_id=1, logprob=-0.5) for named in ("\u00e9", "\ufffd")]
+    outcome = Outcome("x", entries, Done("stop", 1, 2, 0, timing()))
+    reply = whole(Head("i", "m", chat=True, logprobs=True, include_usage=False, choices=1), [outcome])
+    assert isinstance(reply, Chat)
+    assert reply.choices[0].logprobs is not None
+    assert [entry.bytes for entry in reply.choices[0].logprobs.content] == [[0xC3, 0xA9], None]

@@ -105,7 +105,8 @@ def test_answers_are_as_documented(
         headers["x-garnish-tenant"] = data.draw(st.sampled_from(["acme", "other", "nobody", "..", ""]))
     with httpx.Client(base_url=deployed.url, timeout=60) as client:
         reply = client.request(method.upper(), url, headers=headers, **sent)
-    if "{" in path and reply.status_code in (404, 405):
+    shortened = reply.url.raw_path.partition(b"?")[0].count(b"/") != path.count("/")  # the client resolves `..` itself
+    if shortened or ("{" in path and reply.status_code in (404, 405)):
         return  # some drawn values make another path of it
     _check(reply, operation, validators)
 

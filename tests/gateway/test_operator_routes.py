@@ -17,6 +17,7 @@ from cluster.messages import Resident
 from cluster.secret import authorization
 from gateway import schema
 from gateway.app import ROUTES
+from gateway.called import CalledDigests
 from gateway.openapi import FILE, document, render
 
 
@@ -95,7 +96,7 @@ def test_one_function(gateway: Running, pirate: dict) -> None:
     body = msgspec.json.decode(client.get("/functions/f").content, type=schema.FunctionReply)
     assert [version.version for version in body.versions] == [1]
     assert body.aliases == {"latest": 1}
-    assert body.residency == [schema.Residency(version=1, node="node-0", tier="device", in_use=1)]
+    assert body.residency == [schema.Residency(version=1, node="node-0", tier="device")]
     assert (body.last_hour.invocations, body.last_hour.failures, body.last_hour.completion_tokens) == (1, 0, 3)
     assert body.last_hour.mean_ttft_ms is not None
     versions = msgspec.json.decode(client.get("/functions/f/versions").content, type=schema.VersionList).versions
@@ -104,6 +105,37 @@ def test_one_function(gateway: Running, pirate: dict) -> None:
     assert (one.digest, one.base_id) == (digest, "stories260K")
     for version in ("2", "x", "0", "1e0", "99999999999999"):
         assert client.get(f"/functions/f/versions/{version}").status_code == 404
+
+
+def test_residency_tells_nothing_of_other_tenants(gateway: Running, pirate: dict) -> None:
+    """Equal files have one digest: who has not called it can't see that somebody else does."""
+    acme, other = gateway.client("acme"), gateway.client("other")
+    digest = acme.post("/deploy/f", files=pirate).json()["digest"]
+    assert other.post("/deploy/g", files=pirate).json()["digest"] == digest
+    assert acme.post("/invoke/f", json={"prompt": "x"}).status_code == 200
+    gateway.nodes[0].publish(gateway.url, residents=[Resident(digest=digest, tier="device", bytes=9, in_use=3)])
+    seen = [{"version": 1, "node": "node-0", "tier": "device"}]
+
+    def residencies(client: httpx.Client, name: str) -> list[object]:
+        return [client.get(f"/functions/{name}").json()["residency"]] + [
+            item["residency"] for item in client.get("/functions").json()["functions"]
+        ]
+
+    assert residencies(acme, "f") == [seen, seen]
+    assert residencies(other, "g") == [[], []]
+    assert other.post("/invoke/g", json={"prompt": "x"}).status_code == 200
+    assert residencies(other, "g") == [seen, seen]
+
+
+def test_called_digests_are_bounded_per_tenant() -> None:
+    called = CalledDigests(max_tenants=2, max_digests=2)
+    for digest in ("a", "b", "a", "c"):
+        called.note("t", digest)
+    called.note("u", "a")
+    assert [called.has("t", digest) for digest in "abc"] == [True, False, True]
+    assert [called.has("u", digest) for digest in "abc"] == [True, False, False]
+    called.note("v", "a")
+    assert (called.has("t", "a"), called.has("u", "a"), called.has("v", "a")) == (False, True, True)
 
 
 def test_pages_of_functions(gateway: Running, stories_adapters: dict[str, Path]) -> None:

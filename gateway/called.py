@@ -1,0 +1,33 @@
+"""Which adapters each tenant has had run here, so that it is told of the residency of no others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+MAX_TENANTS = 4096
+MAX_DIGESTS = 1024
+"""Per tenant; the one that was called least recently is forgotten."""
+
+
+class CalledDigests:
+    """Equal adapters of two tenants have one digest, and one copy on a node. Whoever never called it would learn from
+    its residency that another tenant does.
+    """
+
+    def __init__(self, max_tenants: int = MAX_TENANTS, max_digests: int = MAX_DIGESTS) -> None:
+        self._max_tenants = max_tenants
+        self._max_digests = max_digests
+        self._digests: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
+
+    def note(self, tenant: str, digest: str) -> None:
+        own = self._digests.setdefault(tenant, OrderedDict())
+        self._digests.move_to_end(tenant)
+        own[digest] = None
+        own.move_to_end(digest)
+        if len(own) > self._max_digests:
+            own.popitem(last=False)
+        if len(self._digests) > self._max_tenants:
+            self._digests.popitem(last=False)
+
+    def has(self, tenant: str, digest: str) -> bool:
+        return digest in self._digests.get(tenant, ())

@@ -1,0 +1,77 @@
+"""How many deploys there may be at once, so that no tenant's uploads keep the other tenants from deploying."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from cluster.errors import ServiceError
+
+RETRY_AFTER = 2.0
+
+
+class _Share:
+    def __init__(self, stores: int) -> None:
+        self.uploads = 0
+        self.stores = asyncio.Semaphore(stores)
+
+
+class DeploySlots:
+    """An upload takes memory and disk for as long as its sender likes, so each tenant has a few of its own.
+
+    Checking and storing takes a thread: these places are for all, and a tenant gets only some of them at once.
+    """
+
+    def __init__(
+        self, *, uploads: int, tenant_uploads: int, stores: int, tenant_stores: int, wait_seconds: float
+    ) -> None:
+        self._free_uploads = uploads
+        self._tenant_uploads = tenant_uploads
+        self._stores = asyncio.Semaphore(stores)
+        self._tenant_stores = tenant_stores
+        self._wait_seconds = wait_seconds
+        self._shares: dict[str, _Share] = {}
+
+    @contextmanager
+    def deploy(self, tenant: str) -> Iterator[None]:
+        """From the start of the upload to the reply. Raises ServiceError `overloaded` at once when all are taken."""
+        share = self._shares.get(tenant)
+        if share is not None and share.uploads >= self._tenant_uploads:
+            raise _busy(f"you have {share.uploads} deploys under way already")
+        if self._free_uploads <= 0:
+            raise _busy("too many deploys at once")
+        share = self._shares.setdefault(tenant, _Share(self._tenant_stores))
+        share.uploads += 1
+        self._free_uploads -= 1
+        try:
+            yield
+        finally:
+            share.uploads -= 1
+            self._free_uploads += 1
+            if not share.uploads:
+                del self._shares[tenant]
+
+    @asynccontextmanager
+    async def store(self, tenant: str) -> AsyncIterator[None]:
+        """Inside `deploy`, once the upload is here. Raises ServiceError `overloaded` when none gets free in time."""
+        own = self._shares[tenant].stores
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                await own.acquire()
+                try:
+                    await self._stores.acquire()
+                except BaseException:
+                    own.release()
+                    raise
+        except TimeoutError:
+            raise _busy("too many deploys at once") from None
+        try:
+            yield
+        finally:
+            self._stores.release()
+            own.release()
+
+
+def _busy(why: str) -> ServiceError:
+    return ServiceError("overloaded", f"{why}; try again later", retry_after=RETRY_AFTER)

@@ -1,0 +1,76 @@
+"""Why a process ended, as read from the logs that gateway and node really write."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from garnish.screen import Screen
+from garnish.up.logs import end_reason, fresh_log, last_problem, times_ended
+from garnish.up.run import NO_REASON, Ends
+from gateway.logs import JsonFormatter
+from node_agent.log import JsonLines
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return fresh_log(tmp_path, "node-0")
+
+
+def say(log: Path, process: str, message: str, **extra: object) -> None:
+    line = {"level": "error" if extra.pop("error", False) else "info", "process": process, "message": message} | extra
+    with log.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter, lambda: JsonLines("engine")])
+def test_the_end_of_a_stack_trace_is_read_from_both_logs(log: Path, formatter: Callable[[], logging.Formatter]) -> None:
+    logger, handler = logging.Logger("x"), logging.FileHandler(log)
+    handler.setFormatter(formatter())
+    logger.addHandler(handler)
+    try:
+        raise OSError("no space left")
+    except OSError:
+        logger.exception("can't go on")
+    handler.close()
+    assert last_problem(log) == "can't go on: OSError: no space left"
+
+
+def test_lines_from_before_the_start_are_no_reason(log: Path) -> None:
+    say(log, "api", "old", error=True)
+    start = log.stat().st_size
+    assert last_problem(log, start) is None
+    say(log, "api", "new", error=True, reason="why")
+    assert last_problem(log, start) == "new: why"
+    with log.open("a") as stream:
+        stream.write("Segmentation fault\n\n")
+    assert last_problem(log, start) == "Segmentation fault"
+
+
+def test_each_process_of_a_node_has_its_own_reason(log: Path) -> None:
+    say(log, "supervisor", "child started", child="engine")
+    say(log, "engine", "engine can't start", error=True, reason="no weights")
+    say(log, "api", "engine did not end a request", error=True)
+    say(log, "supervisor", "child ended", child="engine")
+    assert (end_reason(log), times_ended(log)) == ("engine can't start: no weights", 1)
+    say(log, "supervisor", "child started", child="engine")
+    assert end_reason(log) == "engine can't start: no weights"  # still why it ended last
+    assert last_problem(log) == "engine did not end a request"
+    say(log, "supervisor", "child ended", child="engine")
+    assert (end_reason(log), times_ended(log)) == (None, 2)
+
+
+def test_a_second_end_is_not_blamed_on_the_first_ones_error(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = Ends(Screen())
+    say(log, "gateway", "the port is taken", error=True)
+    ends.told("gateway", log, 1)
+    assert ends.reasons == {"gateway": "the port is taken"}
+    ends.told("gateway", log, -9)
+    assert ends.reasons == {"gateway": NO_REASON}
+    first, second = capsys.readouterr().err.splitlines()
+    assert "ended with code 1 (the port is taken)" in first
+    assert "ended with code -9 and" in second
