@@ -1,0 +1,119 @@
+"""What cold starts cost on this node, as measured: the planner's numbers."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from pathlib import Path
+
+import msgspec
+
+PROFILE_VERSION = 1
+MAX_PROFILE_BYTES = 1 << 20
+
+
+class ProfileError(ValueError):
+    """A profile that can't be used, and why."""
+
+
+class ProfileKey(msgspec.Struct, frozen=True):
+    """What the numbers depend on: a profile made under another key says nothing here."""
+
+    base: str
+    """fingerprint"""
+    dtype: str
+    device: str
+    """the device's name"""
+    threads: int
+    workers: int
+
+
+class CpuLora(msgspec.Struct, frozen=True):
+    """One worker's time for `tokens` tokens and `elements` = sum of rank * (d_in + d_out) of a projection group:
+    fixed + per_element * elements + per_product * tokens * elements, in seconds."""
+
+    fixed: float
+    per_element: float
+    """reading the weights"""
+    per_product: float
+    """multiplying"""
+
+
+class LinkCost(msgspec.Struct, frozen=True):
+    """A transfer of n bytes alone on the link takes latency + n / bandwidth seconds."""
+
+    latency: float
+    bandwidth: float
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: ProfileKey
+    layer: tuple[tuple[int, float], ...]
+    """(prompt tokens, seconds of one layer on the device), tokens ascending"""
+    cpu: CpuLora | None
+    """None: this node has no CPU workers"""
+    link: LinkCost
+    """host memory to device"""
+    version: int = PROFILE_VERSION
+
+    def layer_seconds(self, tokens: int) -> float:
+        """One layer's time on the device for a chunk of `tokens`: between measured points on a line, beyond them in
+        proportion."""
+        at = bisect_left(self.layer, (tokens, 0.0))
+        if at == 0:
+            return self.layer[0][1]
+        if at == len(self.layer):
+            most, seconds = self.layer[-1]
+            return seconds * tokens / most
+        (low, below), (high, above) = self.layer[at - 1], self.layer[at]
+        return below + (above - below) * (tokens - low) / (high - low)
+
+    def cpu_seconds(self, tokens: int, elements: int) -> float:
+        """One worker's time for its slice of a group. Infinite where there are no workers."""
+        if self.cpu is None:
+            return float("inf")
+        return self.cpu.fixed + elements * (self.cpu.per_element + tokens * self.cpu.per_product)
+
+    def slice_tokens(self, elements: int, budget: float) -> int:
+        """c: tokens that one worker handles in `budget` seconds, at least one (Toppings 4.2)."""
+        if self.cpu is None:
+            return 1
+        left = budget - self.cpu.fixed - elements * self.cpu.per_element
+        return max(1, int(left / (elements * self.cpu.per_product))) if elements and left > 0 else 1
+
+
+def read_profile(file: Path, key: ProfileKey) -> Profile:
+    """Raises ProfileError when the file is damaged or was made for something else, OSError when it can't be read."""
+    with file.open("rb") as stream:
+        text = stream.read(MAX_PROFILE_BYTES + 1)
+    if len(text) > MAX_PROFILE_BYTES:
+        raise ProfileError(f"{file}: more than {MAX_PROFILE_BYTES} bytes")
+    try:
+        profile = msgspec.json.decode(text, type=Profile)
+    except msgspec.DecodeError as error:
+        raise ProfileError(f"{file}: {error}") from None
+    if profile.version != PROFILE_VERSION or profile.key != key:
+        raise ProfileError(f"{file}: made for {profile.key} (version {profile.version}), here is {key}")
+    check(profile)
+    return profile
+
+
+def write_profile(profile: Profile, file: Path) -> None:
+    """Atomically: a reader sees the old one or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    part.replace(file)
+
+
+def check(profile: Profile) -> None:
+    """Raise ProfileError unless every number can be one."""
+    tokens = [n for n, _ in profile.layer]
+    if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
+        raise ProfileError("layer: token counts must be positive and ascending")
+    if any(not 0 < seconds < 1e3 for _, seconds in profile.layer):
+        raise ProfileError("layer: seconds must be positive")
+    if not profile.link.bandwidth > 0 or not 0 <= profile.link.latency < 1e3:
+        raise ProfileError("link: bandwidth must be positive, latency not negative")
+    cpu = profile.cpu
+    if cpu is not None and not all(0 <= value < 1e3 for value in (cpu.fixed, cpu.per_element, cpu.per_product)):
+        raise ProfileError("cpu: costs must not be negative")

@@ -1,0 +1,87 @@
+"""Profiles: what is read is what was measured here, or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node_agent.coldstart.profile import (
+    CpuLora,
+    LinkCost,
+    Profile,
+    ProfileError,
+    ProfileKey,
+    read_profile,
+    write_profile,
+)
+
+KEY = ProfileKey("fingerprint", "bfloat16", "cpu", 1, 1)
+PROFILE = Profile(KEY, ((16, 1e-3), (64, 2e-3), (256, 6e-3)), CpuLora(1e-5, 1e-10, 1e-11), LinkCost(1e-4, 1e9))
+
+
+def test_a_written_profile_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "profile.json"
+    write_profile(PROFILE, file)
+    assert read_profile(file, KEY) == PROFILE
+    assert [path.name for path in file.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"layer": ()}, "layer"),
+        ({"layer": ((64, 1e-3), (16, 1e-3))}, "ascending"),
+        ({"layer": ((16, 0.0),)}, "positive"),
+        ({"link": LinkCost(0.0, 0.0)}, "link"),
+        ({"cpu": CpuLora(-1.0, 0.0, 0.0)}, "cpu"),
+        ({"key": msgspec.structs.replace(KEY, threads=2)}, "made for"),
+    ],
+)
+def test_a_profile_of_something_else_or_a_damaged_one_is_refused(
+    tmp_path: Path, change: dict[str, object], word: str
+) -> None:
+    file = tmp_path / "profile.json"
+    write_profile(msgspec.structs.replace(PROFILE, **change), file)
+    with pytest.raises(ProfileError, match=word):
+        read_profile(file, KEY)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"key": 1}', b" " * (2 << 20)])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "profile.json"
+    file.write_bytes(text)
+    with pytest.raises(ProfileError):
+        read_profile(file, KEY)
+
+
+@given(st.integers(1, 4096))
+def test_layer_times_are_interpolated(tokens: int) -> None:
+    found = PROFILE.layer_seconds(tokens)
+    if tokens <= 16:
+        assert found == 1e-3
+    elif tokens >= 256:
+        assert found == pytest.approx(6e-3 * tokens / 256)
+    else:
+        low, high = ((16, 1e-3), (64, 2e-3)) if tokens <= 64 else ((64, 2e-3), (256, 6e-3))
+        share = (tokens - low[0]) / (high[0] - low[0])
+        assert found == pytest.approx(low[1] + share * (high[1] - low[1]))
+
+
+@given(st.integers(1, 1 << 20), st.floats(1e-6, 1.0))
+def test_a_slice_fits_its_budget_unless_one_token_is_too_many(elements: int, budget: float) -> None:
+    tokens = PROFILE.slice_tokens(elements, budget)
+    assert tokens >= 1
+    if tokens > 1:
+        assert PROFILE.cpu_seconds(tokens, elements) <= budget * (1 + 1e-9)
+    assert PROFILE.cpu_seconds(tokens + 2, elements) > budget
+
+
+def test_without_workers_nothing_is_possible_on_the_cpu() -> None:
+    alone = msgspec.structs.replace(PROFILE, cpu=None)
+    assert alone.cpu_seconds(16, 100) == float("inf")
+    assert alone.slice_tokens(100, 1.0) == 1
