@@ -1,0 +1,82 @@
+"""The LoRA of a cold pass: every layer by what is there when it is needed, the device's weights or the CPU workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from node_agent.types import LayerState, PassLora
+
+
+class Handoff(Protocol):
+    """One projection group's adapter part, being computed by CPU workers."""
+
+    def wait(self) -> bool:
+        """Bounded. False: it will not come, and nobody may read `outputs`."""
+
+    @property
+    def outputs(self) -> Sequence[torch.Tensor]:
+        """One [T, d_out] per projection of the group: scale * x A B. Valid after `wait`, until `close`."""
+
+    def close(self) -> None:
+        """Nobody reads `outputs` any more."""
+
+
+OpenHandoff = Callable[[torch.Tensor, int, str], Handoff | None]
+"""(x [T, d_in], layer, group) -> the handoff, whose computation has begun; None when no worker can take it."""
+
+
+class ColdLora:
+    """A PassLora for one adapter that may not be wholly on the device.
+
+    Where a layer is computed is fixed at its first `begin`. A handoff that fails poisons the pass: its numbers are
+    wrong from there on, nothing of it may be used, and the rest of it does no adapter's work.
+    """
+
+    def __init__(
+        self,
+        on_device: PassLora,
+        state: Callable[[int], int],
+        adapted: Callable[[int, str], bool],
+        open_handoff: OpenHandoff | None,
+    ) -> None:
+        """`on_device` adds a layer whose weights have arrived; `adapted` says whether a layer's group is adapted at
+        all."""
+        self._on_device, self._state, self._adapted, self._open = on_device, state, adapted, open_handoff
+        self._here: dict[int, bool] = {}
+        self._handoff: Handoff | None = None
+        self.poisoned = False
+
+    @property
+    def layers_on_device(self) -> int:
+        return sum(self._here.values())
+
+    @property
+    def layers_on_cpu(self) -> int:
+        return len(self._here) - self.layers_on_device
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> None:
+        here = self._here.get(layer)
+        if here is None:
+            here = self._here[layer] = self._state(layer) == LayerState.DEVICE
+        if here:
+            self._on_device.begin(layer, group, x)
+        elif not self.poisoned and self._adapted(layer, group):
+            self._handoff = self._open(x, layer, group) if self._open else None
+            self.poisoned = self._handoff is None
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
+        if self._here[layer]:
+            self._on_device.finish(layer, group, ys)
+        elif self._handoff is not None:
+            handoff, self._handoff = self._handoff, None
+            try:
+                if handoff.wait():
+                    for y, part in zip(ys, handoff.outputs, strict=True):
+                        y.add_(part)
+                else:
+                    self.poisoned = True
+            finally:
+                handoff.close()
