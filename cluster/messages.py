@@ -109,8 +109,18 @@ class ColdStart(msgspec.Struct, frozen=True):
 
     state: str
     plan: str
+    """none, wait, pipeline or assist"""
     load: float
     exposed: float
+    fetch: float = 0.0
+    """of `load`, until the adapter was in the node's host memory"""
+    layers_cpu: int = 0
+    layers_device: int = 0
+    """layers of prompt chunks that began before the whole adapter was there, by where its part was computed"""
+    replays: int = 0
+    """chunks computed again because a CPU worker failed"""
+    forecast: float = 0.0
+    """what `exposed` was planned to be"""
 
 
 class Timing(msgspec.Struct, frozen=True):

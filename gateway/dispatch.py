@@ -185,7 +185,7 @@ class Generation:
             counts.prompt_tokens, counts.completion_tokens = done.prompt_tokens, done.completion_tokens
             shared.metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
             cold = done.timing.cold_start
-            shared.metrics.count_cold_start(cold.state, cold.plan, cold.exposed)
+            shared.metrics.count_cold_start(cold)
         if self.ttft is not None:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft
             shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)

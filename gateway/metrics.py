@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from cluster.messages import ColdStart
+
 MAX_LABELS = 200
 """Distinct tenants, and distinct functions, that get a label of their own; later ones share `other`."""
 
@@ -41,6 +43,16 @@ class Metrics:
             "garnish_cold_starts", "Invocations by where the adapter was", ("tier", "plan"), registry=own
         )
         self._exposed = Counter("garnish_exposed_load_seconds", "Computation waiting for adapter bytes", registry=own)
+        self._forecast_error = Histogram(
+            "garnish_exposed_forecast_error_seconds",
+            "Exposed load, planned and real, apart",
+            buckets=SECONDS,
+            registry=own,
+        )
+        self._layers = Counter(
+            "garnish_cold_layers", "Layers begun before the whole adapter was there", ("where",), registry=own
+        )
+        self._replays = Counter("garnish_cold_replays", "Prompt chunks that a CPU worker failed", registry=own)
         self._schedule = Histogram("garnish_schedule_seconds", "Placing one request", buckets=SECONDS, registry=own)
         self._retries = Counter("garnish_retries", "Invocations sent to a second node", registry=own)
         self._nodes = Gauge("garnish_nodes", "Nodes by state", ("state",), registry=own)
@@ -63,9 +75,14 @@ class Metrics:
         if tpot is not None:
             self._tpot.labels(*owner).observe(tpot)
 
-    def count_cold_start(self, tier: str, plan: str, exposed: float) -> None:
-        self._cold.labels(tier, plan).inc()
-        self._exposed.inc(exposed)
+    def count_cold_start(self, cold: ColdStart) -> None:
+        self._cold.labels(cold.state, cold.plan).inc()
+        self._exposed.inc(cold.exposed)
+        self._layers.labels("cpu").inc(cold.layers_cpu)
+        self._layers.labels("device").inc(cold.layers_device)
+        self._replays.inc(cold.replays)
+        if cold.plan not in ("none", "wait"):
+            self._forecast_error.observe(abs(cold.exposed - cold.forecast))
 
     def observe_schedule(self, seconds: float) -> None:
         self._schedule.observe(seconds)

@@ -100,7 +100,15 @@ def timing(generation: Generation, done: Done) -> schema.Timing:
     return schema.Timing(
         queue_ms=_ms(done.timing.queue),
         cold_start=schema.ColdStartTiming(
-            state=cast(schema.Tier, cold.state), plan=cold.plan, load_ms=_ms(cold.load), exposed_ms=_ms(cold.exposed)
+            state=cast(schema.Tier, cold.state),
+            plan=cold.plan,
+            load_ms=_ms(cold.load),
+            exposed_ms=_ms(cold.exposed),
+            fetch_ms=_ms(cold.fetch),
+            layers_cpu=cold.layers_cpu,
+            layers_device=cold.layers_device,
+            replays=cold.replays,
+            forecast_ms=_ms(cold.forecast),
         ),
         ttft_ms=None if generation.ttft is None else _ms(generation.ttft),
         tpot_ms=None if generation.tpot is None else _ms(generation.tpot),
@@ -125,7 +133,13 @@ def server_timing(invocation: Invocation, generation: Generation) -> str:
     steps = {**invocation.steps, "schedule": generation.schedule}
     done, sent, started, first = generation.done, generation.sent_at, generation.started_at, generation.first_at
     if done is not None:
-        steps |= {"queue": done.timing.queue, "load": done.timing.cold_start.load, "prefill": done.timing.prefill}
+        cold = done.timing.cold_start
+        steps |= {
+            "queue": done.timing.queue,
+            "load": cold.load,
+            "exposed": cold.exposed,
+            "prefill": done.timing.prefill,
+        }
         steps["decode"] = max(0.0, done.timing.total - done.timing.queue - done.timing.prefill)
     else:
         if sent is not None and started is not None:

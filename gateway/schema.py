@@ -90,8 +90,21 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
     state: Tier
     """Where the adapter was when the request arrived; `none`: nothing had to be loaded."""
     plan: str
+    """wait: computed once all of it was there; pipeline: layer by layer as it came; assist: begun by CPU workers"""
     load_ms: float
+    """from the first byte wanted until it was on the device"""
     exposed_ms: float
+    """of that, what the computation waited for"""
+    fetch_ms: float = 0.0
+    """of `load_ms`, until it was in the node's host memory"""
+    layers_cpu: int = 0
+    """prompt layers whose adapter part CPU workers computed"""
+    layers_device: int = 0
+    """prompt layers computed on the device before the whole adapter was there"""
+    replays: int = 0
+    """prompt chunks computed again because a CPU worker failed"""
+    forecast_ms: float = 0.0
+    """what `exposed_ms` was planned to be"""
 
 
 class Timing(msgspec.Struct, frozen=True):

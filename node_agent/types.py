@@ -177,12 +177,17 @@ class ModelRunner(Protocol):
         """`lora` is None when no token uses an adapter."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """How a cold chunk gets its weights, and what came of it."""
+    """How a cold chunk gets its weights."""
 
     name: str
-    begun: float
-    """monotonic seconds"""
+    """wait, pipeline or assist"""
+    assisted: int = 0
+    """layers 0..assisted-1 are for the CPU workers, unless they have arrived when they are needed"""
     exposed: float = 0.0
-    """seconds in which the chunk's computation waited for adapter bytes"""
+    """forecast, seconds"""
+    cpu_extra: tuple[float, ...] = ()
+    """per layer: seconds that the workers take longer than the device would"""
+    load: tuple[float, ...] = ()
+    """per layer: seconds of its transfer to the device"""

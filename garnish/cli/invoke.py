@@ -12,7 +12,7 @@ from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_
 if TYPE_CHECKING:
     from garnish.client import Client
     from garnish.screen import Screen
-    from gateway.schema import DoneEvent, InvokeReply
+    from gateway.schema import ColdStartTiming, DoneEvent, InvokeReply
 
 
 def register(app: typer.Typer) -> None:
@@ -86,6 +86,7 @@ def _show_timing(screen: Screen, reply: InvokeReply | DoneEvent) -> None:
     rows = [
         ["queue", _ms(timing.queue_ms)],
         ["cold start", f"{cold.state} ({cold.plan}), load {_ms(cold.load_ms)}, exposed {_ms(cold.exposed_ms)}"],
+        *_phases(cold),
         ["first token", _ms(timing.ttft_ms)],
         ["per token", _ms(timing.tpot_ms)],
         ["total", _ms(timing.total_ms)],
@@ -95,6 +96,19 @@ def _show_timing(screen: Screen, reply: InvokeReply | DoneEvent) -> None:
     if not screen.as_json:
         for name, value in rows:
             screen.note(f"{name}: {value}")
+
+
+def _phases(cold: ColdStartTiming) -> list[list[str]]:
+    """How the load went, for an adapter that was not on the device."""
+    rows = []
+    if cold.fetch_ms:
+        rows.append(["  from the store", _ms(cold.fetch_ms)])
+    if cold.layers_cpu or cold.layers_device:
+        where = f"{cold.layers_cpu} on CPU workers, {cold.layers_device} on the device"
+        rows.append(["  layers begun early", f"{where}; exposed as planned {_ms(cold.forecast_ms)}"])
+    if cold.replays:
+        rows.append(["  computed again", f"{cold.replays} chunks, for a CPU worker failed"])
+    return rows
 
 
 def _ms(value: float | None) -> str:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.messages import ColdStart
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.wait import WaitForAll
+from node_agent.coldstart.cold_lora import ColdLora, OpenHandoff
+from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
+from node_agent.engine.cold import ColdPasses
 from node_agent.engine.kv_blocks import BlockPool
-from node_agent.engine.request import Request
+from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import Admission, choose_hot
 from node_agent.ipc import Admitted, EngineEvent, Finished, Generated, Stats, Submit, Top
 from node_agent.lora import SegmentedLora, compiled_lora
-from node_agent.types import ModelRunner, Pass, StepOutput
+from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
@@ -32,14 +33,6 @@ class Limits:
     queue_limit: int
 
 
-@dataclass
-class ColdPass:
-    """One open prefill pass of one chunk whose adapter was not on the device when the chunk began."""
-
-    row: Row
-    run: Pass
-
-
 class Engine:
     """Owns the requests. One thread calls every method; `step` runs one iteration."""
 
@@ -48,16 +41,18 @@ class Engine:
         limits: Limits,
         runner: ModelRunner,
         store: AdapterStore,
-        cold_start: WaitForAll,
+        cold_start: ColdStarts,
         eos_ids: frozenset[int],
+        open_handoff: OpenHandoff | None = None,
     ) -> None:
+        """`open_handoff` asks the CPU LoRA workers; None: there are none."""
         self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
         self.compiled = compiled_lora(store.table, store.pool.data, store.base)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.queue: list[Request] = []
         self.running: dict[str, Request] = {}
-        self.cold: list[ColdPass] = []
-        self._layers_per_turn = max(1, runner.num_layers // 4)
+        self.cold = ColdPasses(cold_start, self._start_cold, self._book, runner.num_layers, limits.max_cold)
+        self._open_handoff = open_handoff
         self._freeing: list[tuple[Event, list[int]]] = []
         self._events: list[EngineEvent] = []
 
@@ -103,8 +98,11 @@ class Engine:
 
     def compute(self) -> bool:
         """The slow half: the passes."""
+        self._fail_loads()
+        if self.cold_start.way.blocks and any(not self._is_loaded(r) for r in self.running.values()):
+            return False
         self._open_cold_passes()
-        worked = self._advance_cold()
+        worked = self.cold.advance()
         rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, self.limits.chunk_tokens)
         if rows:
             self._run_hot(rows, n_decode)
@@ -182,7 +180,7 @@ class Engine:
             self._retract(request)
             request.admitted = time.monotonic()
             if request.lease is not None and not self.store.loaded(request.lease):
-                request.plan = self.cold_start.plan(request.lease, len(request.tokens))
+                request.cold = ColdPhases(request.admitted)
                 request.found = self.store.source(request.lease) if request.found == "none" else request.found
             self.running[request.id] = request
             self._events.append(Admitted(request.id, request.found))
@@ -196,57 +194,47 @@ class Engine:
             return True
         if not self.store.loaded(request.lease):
             return False
-        if request.plan is not None and not request.load:
-            self.cold_start.observe(request.plan)
-            request.load = self.store.load_seconds(request.lease)
+        cold = request.cold
+        if cold is not None and not cold.load:
+            cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
+            if not cold.opened:
+                cold.exposed = time.monotonic() - cold.begun
         return True
 
-    def _open_cold_passes(self) -> None:
+    def _fail_loads(self) -> None:
         for request in list(self.running.values()):
-            if request.decoding or request.in_cold_pass or request.lease is None:
-                continue
-            failure = self.store.failure(request.lease)
-            if failure:
-                self._fail_load(request, failure)
-            elif len(self.cold) < self.limits.max_cold and not self._is_loaded(request):
-                length = min(len(request.tokens) - request.computed, self.limits.chunk_tokens)
-                row = Row(request, length)
-                request.in_cold_pass = True
-                self.cold.append(ColdPass(row, self._start([row], 0)))
+            if request.lease is not None and not request.decoding:
+                failure = self.store.failure(request.lease)
+                if failure:
+                    self._fail_load(request, failure)
 
-    def _advance_cold(self) -> bool:
-        """Advance one open cold pass by at most one block of layers, as far as its weights are ready."""
-        for cold in list(self.cold):
-            lease = cold.row.request.lease
-            assert lease is not None
-            failure = self.store.failure(lease)
-            if failure:
-                self._fail_load(cold.row.request, failure)
+    def _open_cold_passes(self) -> None:
+        for request in self.running.values():
+            if self.cold.full:
+                return
+            if request.decoding or request.in_cold_pass or request.wants_whole or self._is_loaded(request):
                 continue
-            ready = self.cold_start.ready_until(lease)
-            if ready <= cold.run.layer:
-                continue
-            self._is_loaded(cold.row.request)
-            cold.run.advance(min(ready, cold.run.layer + self._layers_per_turn))
-            self.cold.remove(cold)
-            if cold.run.layer < self.runner.num_layers:
-                self.cold.append(cold)  # behind the others: they take turns
-            else:
-                cold.row.request.in_cold_pass = False
-                self._book([cold.row], cold.run.finish())
-            return True
-        return False
+            self.cold.begin(request, min(len(request.tokens) - request.computed, self.limits.chunk_tokens))
+
+    def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora]:
+        lease = row.request.lease
+        assert lease is not None
+        batch, on_device = self._tensors([row], 0)
+        assert on_device is not None  # it has an adapter
+        layout = self.store.layout(lease)
+        assist = self._open_handoff if plan.name == "assist" else None
+        lora = ColdLora(on_device, lambda layer: self.store.state(lease, layer), layout.adapts, assist)
+        return self.runner.start(batch, lora), lora
 
     def _run_hot(self, rows: list[Row], n_decode: int) -> None:
-        run = self._start(rows, n_decode)
+        run = self.runner.start(*self._tensors(rows, n_decode))
         run.advance(self.runner.num_layers)
         self._book(rows, run.finish())
 
-    def _start(self, rows: list[Row], n_decode: int) -> Pass:
+    def _tensors(self, rows: list[Row], n_decode: int) -> tuple[StepBatch, PassLora | None]:
         batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
         lora = build_lora(rows, self.runner.device)
-        adapted = None if lora.empty else SegmentedLora(lora, self.store.weights, self.compiled)
-        return self.runner.start(batch, adapted)
+        return batch, None if lora.empty else SegmentedLora(lora, self.store.weights, self.compiled)
 
     def _book(self, rows: list[Row], output: StepOutput) -> None:
         """What a finished pass means for its requests."""
@@ -288,10 +276,7 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, error_type: str = "", error: str = "") -> None:
         """Free all that the request holds, then say how it ended."""
-        after: Sequence[Event] = ()
-        for cold in [c for c in self.cold if c.row.request is request]:
-            after = [cold.run.abort()]
-            self.cold.remove(cold)
+        after = self.cold.drop(request)
         if request.lease is not None:
             self.store.release(request.lease, after)
             request.lease = None
@@ -323,15 +308,31 @@ class Engine:
 
 def _finished(request: Request, reason: str, error_type: str, error: str) -> Finished:
     now = time.monotonic()
-    plan, exposed = request.plan, 0.0
-    if plan is not None:  # a request that ended before its adapter came was exposed until now
-        exposed = plan.exposed if request.load else now - plan.begun
     return Finished(
         id=request.id,
         reason=reason,
         queue=(request.admitted or now) - request.arrived,
         prefill=(request.first_token or now) - request.admitted if request.admitted else 0.0,
-        cold_start=ColdStart(request.found, plan.name if plan else "none", request.load, exposed),
+        cold_start=_cold_start(request, now),
         error_type=error_type,
         error=error,
+    )
+
+
+def _cold_start(request: Request, now: float) -> ColdStart:
+    cold = request.cold
+    if cold is None:
+        return ColdStart(request.found, "none", 0.0, 0.0)
+    # a request that ended before its adapter came, and never began, was exposed until now
+    exposed = cold.exposed if cold.load or cold.opened else now - cold.begun
+    return ColdStart(
+        request.found,
+        cold.plan,
+        cold.load,
+        exposed,
+        fetch=cold.fetch,
+        layers_cpu=cold.layers_cpu,
+        layers_device=cold.layers_device,
+        replays=cold.replays,
+        forecast=cold.forecast,
     )

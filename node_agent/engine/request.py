@@ -7,7 +7,32 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from cluster.messages import Adapter, Sampling
-from node_agent.types import Lease, Plan
+from node_agent.types import Lease
+
+
+@dataclass
+class ColdPhases:
+    """What an adapter that was not on the device cost a request."""
+
+    begun: float
+    """monotonic seconds: its admission"""
+    plan: str = "wait"
+    """of its first chunk that was computed before the whole adapter was there"""
+    forecast: float = 0.0
+    """seconds of exposed load, as planned"""
+    exposed: float = 0.0
+    """seconds in which its computation waited for adapter bytes"""
+    load: float = 0.0
+    """seconds that the adapter's load took; 0 while it goes on"""
+    fetch: float = 0.0
+    """seconds of `load` until the adapter was in host memory"""
+    layers_cpu: int = 0
+    layers_device: int = 0
+    """layers of cold chunks, by where the adapter's part was computed"""
+    opened: bool = False
+    """a chunk began before the whole adapter was there"""
+    replays: int = 0
+    """chunks that were computed again because a worker failed"""
 
 
 @dataclass(eq=False)
@@ -33,11 +58,11 @@ class Request:
     """when it first found too little adapter memory"""
     admitted: float = 0.0
     first_token: float = 0.0
-    plan: Plan | None = None
-    """how it gets its adapter, if that was not on the device when it was admitted"""
-    load: float = 0.0
-    """seconds that the adapter's load took, if it waited for one"""
+    cold: ColdPhases | None = None
+    """set if its adapter was not on the device when it was admitted"""
     in_cold_pass: bool = False
+    wants_whole: bool = False
+    """a worker failed it: its chunk waits for the whole adapter"""
     counts: Counter[int] = field(default_factory=Counter)
     """generated tokens, kept only where a penalty needs them"""
 

@@ -1,0 +1,143 @@
+"""How cold chunks get their adapters on this node: plans them, says how far each may go, and keeps what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from adapters.base_model import BaseModel
+from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.planner import ChunkCosts, choose
+from node_agent.coldstart.profile import Profile
+from node_agent.types import GROUPS, LayerState, Lease, Plan
+
+
+@dataclass(frozen=True)
+class Way:
+    """Which plans may be chosen. The last two fields make the baselines that benchmarks compare with."""
+
+    plans: tuple[str, ...]
+    blocks: bool = False
+    """Nothing else is computed while an adapter loads, as in S-LoRA."""
+    whole: bool = False
+    """The device computes nothing of an adapter that is not wholly there: the CPU without the pipeline."""
+
+
+WAYS = {
+    "auto": Way(("wait", "pipeline", "assist")),
+    "wait": Way(("wait",)),
+    "pipeline": Way(("wait", "pipeline")),
+    "assist": Way(("assist", "pipeline", "wait")),
+}
+"""`node.cold_start` in serverless.yml: the plans that may be chosen. Where `assist` is impossible the others do."""
+
+
+class Workers(Protocol):
+    """What the planner needs to know of the CPU LoRA workers."""
+
+    @property
+    def usable(self) -> int:
+        """Workers that would take a slice now."""
+
+
+class ColdStarts:
+    """A ColdStart (docs/seams.md). Called by the engine's thread alone."""
+
+    def __init__(
+        self, store: AdapterStore, base: BaseModel, profile: Profile, workers: Workers | None, way: Way
+    ) -> None:
+        self.store, self.base, self.profile, self.workers, self.way = store, base, profile, workers, way
+        self._shares = _shares(base)
+
+    @property
+    def assists(self) -> bool:
+        """CPU workers can take work now."""
+        return self.workers is not None and self.workers.usable > 0
+
+    def plan(self, lease: Lease, n_tokens: int) -> Plan:
+        """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants."""
+        costs = self.costs(lease, n_tokens)
+        possible = tuple(name for name in self.way.plans if name != "assist" or self.assists)
+        choice = choose(costs, possible or ("wait",))
+        if choice.name != "wait":
+            self.store.set_order(lease, choice.order(self.base.num_layers))
+        extra = tuple((costs.cpu - costs.device).tolist())
+        return Plan(choice.name, choice.assisted, choice.exposed, extra, tuple(costs.load.tolist()))
+
+    def ready_until(self, lease: Lease, plan: Plan, layer: int) -> int:
+        """Layers that a pass of this plan, which stands before `layer`, may be advanced to."""
+        layers = self.base.num_layers
+        if self.store.loaded(lease):
+            return layers
+        if plan.name == "wait":
+            return layer
+        while layer < layers and self._computable(lease, plan, layer):
+            layer += 1
+        return layer
+
+    def _computable(self, lease: Lease, plan: Plan, layer: int) -> bool:
+        state = self.store.state(lease, layer)
+        if state == LayerState.DEVICE:
+            return not self.way.whole
+        return state == LayerState.HOST and self.on_cpu(lease, plan, layer)
+
+    def on_cpu(self, lease: Lease, plan: Plan, layer: int) -> bool:
+        """Whether a layer that lies in host memory is computed by the workers rather than waited for."""
+        if plan.name != "assist" or not self.assists:
+            return False
+        if layer < plan.assisted or self.way.whole:
+            return True
+        # it should have been on the device by now: what comes before it in the load has to arrive first
+        left = sum(
+            plan.load[i] for i in range(plan.assisted, layer + 1) if self.store.state(lease, i) != LayerState.DEVICE
+        )
+        return bool(plan.cpu_extra[layer] < left)
+
+    def costs(self, lease: Lease, n_tokens: int) -> ChunkCosts:
+        """What each layer of the chunk costs, as the profile has it, with the link shared as it is now."""
+        layout = self.store.layout(lease)
+        device = self.profile.layer_seconds(n_tokens)
+        sharers = max(1, self.store.loads_in_flight)
+        load = np.zeros(self.base.num_layers)
+        in_host = np.zeros(self.base.num_layers)
+        cpu = np.full(self.base.num_layers, np.inf)
+        for layer in range(self.base.num_layers):
+            state = self.store.state(lease, layer)
+            if state != LayerState.DEVICE:
+                size = sum(span.end - span.begin for span in layout.spans[layer]) * ROW_ALIGN
+                load[layer] = size * sharers / self.profile.link.bandwidth
+            if state == LayerState.NO:
+                in_host[layer] = self.store.host_arrival(lease, layer)
+            if self.assists:
+                cpu[layer] = device + self._cpu_extra(layout, layer, n_tokens, device)
+        return ChunkCosts(device, cpu, load, in_host, self.profile.link.latency if load.any() else 0.0)
+
+    def slices(self, elements: int, n_tokens: int, budget: float) -> int:
+        """ceil(L / c) workers for a group of a chunk, as far as there are any (Toppings 4.2)."""
+        wanted = -(-n_tokens // self.profile.slice_tokens(elements, budget))
+        return max(1, min(wanted, self.workers.usable if self.workers else 1))
+
+    def _cpu_extra(self, layout: AdapterLayout, layer: int, n_tokens: int, device: float) -> float:
+        """Seconds by which the workers end later than the base products beside which they compute."""
+        extra = 0.0
+        for group, elements in group_elements(layout, layer, self.base).items():
+            beside = self._shares[group] * device
+            slices = self.slices(elements, n_tokens, beside)
+            extra += max(0.0, self.profile.cpu_seconds(-(-n_tokens // slices), elements) - beside)
+        return extra
+
+
+def group_elements(layout: AdapterLayout, layer: int, base: BaseModel) -> dict[str, int]:
+    """Weights of each adapted projection group of a layer."""
+    ranks = {pair.projection: pair.rank for pair in layout.layers[layer]}
+    found = {group: sum(ranks.get(p, 0) * sum(base.widths[p]) for p in members) for group, members in GROUPS.items()}
+    return {group: elements for group, elements in found.items() if elements}
+
+
+def _shares(base: BaseModel) -> dict[str, float]:
+    """Each group's part of a layer's time, by its products."""
+    sizes = {group: sum(base.widths[p][0] * base.widths[p][1] for p in members) for group, members in GROUPS.items()}
+    return {group: size / sum(sizes.values()) for group, size in sizes.items()}

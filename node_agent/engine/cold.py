@@ -1,0 +1,108 @@
+"""Open cold passes: prompt chunks that are computed while their adapter is still on its way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from node_agent.coldstart.cold_lora import ColdLora
+from node_agent.coldstart.cold_starts import ColdStarts
+from node_agent.device import Event
+from node_agent.engine.batch import Row
+from node_agent.engine.request import ColdPhases, Request
+from node_agent.types import Lease, Pass, Plan, StepOutput
+
+log = logging.getLogger("garnish.engine")
+
+StartPass = Callable[[Row, Plan], tuple[Pass, ColdLora]]
+Book = Callable[[list[Row], StepOutput], None]
+
+
+@dataclass(eq=False)
+class ColdPass:
+    """One chunk. It has one row, and so one lease."""
+
+    row: Row
+    lease: Lease
+    run: Pass
+    lora: ColdLora
+    plan: Plan
+    phases: ColdPhases
+    stalled_at: float = 0.0
+    """since when it waits for adapter bytes, monotonic; 0: it does not"""
+
+    def resume(self, now: float) -> None:
+        if self.stalled_at:
+            self.phases.exposed += now - self.stalled_at
+        self.stalled_at = 0.0
+
+
+class ColdPasses:
+    """At most `limit` passes, which take turns: `advance` moves one of them by at most `layers_per_turn` layers."""
+
+    def __init__(self, cold_start: ColdStarts, start: StartPass, book: Book, num_layers: int, limit: int) -> None:
+        """`start` begins a pass with its LoRA; `book` is told what an ended pass computed."""
+        self.cold_start, self.num_layers, self.limit = cold_start, num_layers, limit
+        self._start, self._book = start, book
+        self.layers_per_turn = max(1, num_layers // 4)
+        self.open: list[ColdPass] = []
+        self.replays = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.open) >= self.limit
+
+    def begin(self, request: Request, length: int) -> None:
+        """Plan and open a pass for the request's next `length` tokens."""
+        assert request.lease is not None and request.cold is not None
+        phases = request.cold
+        plan = self.cold_start.plan(request.lease, length)
+        if plan.name != "wait" and phases.plan == "wait":
+            phases.plan, phases.forecast = plan.name, plan.exposed
+        row = Row(request, length)
+        run, lora = self._start(row, plan)
+        request.in_cold_pass, phases.opened = True, True
+        self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, stalled_at=time.monotonic()))
+
+    def advance(self) -> bool:
+        """Advance the first pass that can go on; False when there is none."""
+        for cold in self.open:
+            now = time.monotonic()
+            ready = self.cold_start.ready_until(cold.lease, cold.plan, cold.run.layer)
+            if ready <= cold.run.layer:
+                cold.stalled_at = cold.stalled_at or now
+                continue
+            cold.resume(now)
+            cold.run.advance(min(ready, cold.run.layer + self.layers_per_turn))
+            self._take_stock(cold)
+            return True
+        return False
+
+    def drop(self, request: Request) -> list[Event]:
+        """Abort the request's pass, if it has one; what it held is free at the events."""
+        found = [cold for cold in self.open if cold.row.request is request]
+        for cold in found:
+            self.open.remove(cold)
+            cold.resume(time.monotonic())
+        return [cold.run.abort() for cold in found]
+
+    def _take_stock(self, cold: ColdPass) -> None:
+        """A pass that has ended is booked, a poisoned one dropped; any other goes behind those that wait."""
+        request = cold.row.request
+        self.open.remove(cold)
+        if not cold.lora.poisoned and cold.run.layer < self.num_layers:
+            self.open.append(cold)
+            return
+        request.in_cold_pass = False
+        cold.phases.layers_cpu += cold.lora.layers_on_cpu
+        cold.phases.layers_device += cold.lora.layers_on_device
+        if cold.lora.poisoned:
+            log.warning("request %s: a CPU worker failed it; the chunk is computed again", request.id)
+            cold.run.abort().synchronize()
+            cold.phases.replays += 1
+            self.replays += 1
+            request.wants_whole = True
+        else:
+            self._book([cold.row], cold.run.finish())
