@@ -64,6 +64,10 @@ class AdapterLayout:
     live: int
     """Bytes of weights, without padding."""
 
+    def adapts(self, layer: int, group: str) -> bool:
+        """Whether any projection of the group is adapted in that layer."""
+        return any(pair.projection in GROUPS[group] for pair in self.layers[layer])
+
     @property
     def rows(self) -> int:
         return len(self.place)

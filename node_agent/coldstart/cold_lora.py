@@ -24,8 +24,14 @@ class Handoff(Protocol):
         """Nobody reads `outputs` any more."""
 
 
-OpenHandoff = Callable[[torch.Tensor, int, str], Handoff | None]
-"""(x [T, d_in], layer, group) -> the handoff, whose computation has begun; None when no worker can take it."""
+class Workers(Protocol):
+    """The CPU workers, as one pass uses them."""
+
+    def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
+        """Begin to compute the adapter's part for x [T, d_in]; None when no worker can take it."""
+
+    def end(self) -> None:
+        """The pass asks for nothing more."""
 
 
 class ColdLora:
@@ -40,11 +46,11 @@ class ColdLora:
         on_device: PassLora,
         state: Callable[[int], int],
         adapted: Callable[[int, str], bool],
-        open_handoff: OpenHandoff | None,
+        workers: Workers | None,
     ) -> None:
         """`on_device` adds a layer whose weights have arrived; `adapted` says whether a layer's group is adapted at
         all."""
-        self._on_device, self._state, self._adapted, self._open = on_device, state, adapted, open_handoff
+        self._on_device, self._state, self._adapted, self._workers = on_device, state, adapted, workers
         self._here: dict[int, bool] = {}
         self._handoff: Handoff | None = None
         self.poisoned = False
@@ -64,7 +70,7 @@ class ColdLora:
         if here:
             self._on_device.begin(layer, group, x)
         elif not self.poisoned and self._adapted(layer, group):
-            self._handoff = self._open(x, layer, group) if self._open else None
+            self._handoff = self._workers.open(x, layer, group) if self._workers else None
             self.poisoned = self._handoff is None
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
@@ -80,3 +86,12 @@ class ColdLora:
                     self.poisoned = True
             finally:
                 handoff.close()
+
+    def close(self) -> None:
+        """The pass has ended, one way or the other."""
+        if self._handoff is not None:
+            self._handoff.close()
+            self._handoff = None
+        if self._workers is not None:
+            self._workers.end()
+            self._workers = None

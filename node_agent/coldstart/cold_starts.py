@@ -10,9 +10,10 @@ import numpy as np
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.costs import group_elements, group_shares
 from node_agent.coldstart.planner import ChunkCosts, choose
 from node_agent.coldstart.profile import Profile
-from node_agent.types import GROUPS, LayerState, Lease, Plan
+from node_agent.types import LayerState, Lease, Plan
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ColdStarts:
         self, store: AdapterStore, base: BaseModel, profile: Profile, workers: Workers | None, way: Way
     ) -> None:
         self.store, self.base, self.profile, self.workers, self.way = store, base, profile, workers, way
-        self._shares = _shares(base)
+        self._shares = group_shares(base)
 
     @property
     def assists(self) -> bool:
@@ -78,11 +79,16 @@ class ColdStarts:
             layer += 1
         return layer
 
+    def state(self, lease: Lease, layer: int) -> int:
+        """A LayerState, as far as this node's way makes use of it."""
+        found = self.store.state(lease, layer)
+        if found == LayerState.DEVICE and self.way.whole and not self.store.loaded(lease):
+            return LayerState.HOST
+        return found
+
     def _computable(self, lease: Lease, plan: Plan, layer: int) -> bool:
-        state = self.store.state(lease, layer)
-        if state == LayerState.DEVICE:
-            return not self.way.whole
-        return state == LayerState.HOST and self.on_cpu(lease, plan, layer)
+        state = self.state(lease, layer)
+        return state == LayerState.DEVICE or (state >= LayerState.HOST and self.on_cpu(lease, plan, layer))
 
     def on_cpu(self, lease: Lease, plan: Plan, layer: int) -> bool:
         """Whether a layer that lies in host memory is computed by the workers rather than waited for."""
@@ -128,16 +134,3 @@ class ColdStarts:
             slices = self.slices(elements, n_tokens, beside)
             extra += max(0.0, self.profile.cpu_seconds(-(-n_tokens // slices), elements) - beside)
         return extra
-
-
-def group_elements(layout: AdapterLayout, layer: int, base: BaseModel) -> dict[str, int]:
-    """Weights of each adapted projection group of a layer."""
-    ranks = {pair.projection: pair.rank for pair in layout.layers[layer]}
-    found = {group: sum(ranks.get(p, 0) * sum(base.widths[p]) for p in members) for group, members in GROUPS.items()}
-    return {group: elements for group, elements in found.items() if elements}
-
-
-def _shares(base: BaseModel) -> dict[str, float]:
-    """Each group's part of a layer's time, by its products."""
-    sizes = {group: sum(base.widths[p][0] * base.widths[p][1] for p in members) for group, members in GROUPS.items()}
-    return {group: size / sum(sizes.values()) for group, size in sizes.items()}

@@ -86,6 +86,7 @@ class ColdPasses:
         for cold in found:
             self.open.remove(cold)
             cold.resume(time.monotonic())
+            cold.lora.close()
         return [cold.run.abort() for cold in found]
 
     def _take_stock(self, cold: ColdPass) -> None:
@@ -95,6 +96,7 @@ class ColdPasses:
         if not cold.lora.poisoned and cold.run.layer < self.num_layers:
             self.open.append(cold)
             return
+        cold.lora.close()
         request.in_cold_pass = False
         cold.phases.layers_cpu += cold.lora.layers_on_cpu
         cold.phases.layers_device += cold.lora.layers_on_device

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from cluster.messages import ColdStart
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_lora import ColdLora, OpenHandoff
+from node_agent.coldstart.assist import Assist
+from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
@@ -43,16 +44,16 @@ class Engine:
         store: AdapterStore,
         cold_start: ColdStarts,
         eos_ids: frozenset[int],
-        open_handoff: OpenHandoff | None = None,
+        assist: Assist | None = None,
     ) -> None:
-        """`open_handoff` asks the CPU LoRA workers; None: there are none."""
+        """`assist` None: there are no CPU LoRA workers."""
         self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
         self.compiled = compiled_lora(store.table, store.pool.data, store.base)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.queue: list[Request] = []
         self.running: dict[str, Request] = {}
         self.cold = ColdPasses(cold_start, self._start_cold, self._book, runner.num_layers, limits.max_cold)
-        self._open_handoff = open_handoff
+        self.assist = assist
         self._freeing: list[tuple[Event, list[int]]] = []
         self._events: list[EngineEvent] = []
 
@@ -92,6 +93,8 @@ class Engine:
     def prepare(self) -> None:
         """The quick half: book what has arrived or expired, and admit. Its events can be sent before the slow half."""
         self.store.poll()
+        if self.assist is not None:
+            self.assist.poll()
         self._free_blocks()
         self._expire()
         self._admit()
@@ -222,8 +225,8 @@ class Engine:
         batch, on_device = self._tensors([row], 0)
         assert on_device is not None  # it has an adapter
         layout = self.store.layout(lease)
-        assist = self._open_handoff if plan.name == "assist" else None
-        lora = ColdLora(on_device, lambda layer: self.store.state(lease, layer), layout.adapts, assist)
+        workers = self.assist.begin(lease, layout) if self.assist and plan.name == "assist" else None
+        lora = ColdLora(on_device, lambda layer: self.cold_start.state(lease, layer), layout.adapts, workers)
         return self.runner.start(batch, lora), lora
 
     def _run_hot(self, rows: list[Row], n_decode: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node_agent.coldstart.measure import fit_cpu
 from node_agent.coldstart.profile import (
     CpuLora,
     LinkCost,
@@ -85,3 +87,20 @@ def test_without_workers_nothing_is_possible_on_the_cpu() -> None:
     alone = msgspec.structs.replace(PROFILE, cpu=None)
     assert alone.cpu_seconds(16, 100) == float("inf")
     assert alone.slice_tokens(100, 1.0) == 1
+
+
+@given(
+    st.floats(0, 1e-3), st.floats(0, 1e-8), st.floats(1e-12, 1e-9), st.floats(-0.02, 0.02), st.integers(0, 2**32 - 1)
+)
+def test_a_workers_costs_are_found_again(fixed: float, read: float, multiply: float, noise: float, seed: int) -> None:
+    """Forecasts of the fitted costs are as far from the true ones as the measurements were."""
+    true = msgspec.structs.replace(PROFILE, cpu=CpuLora(fixed, read, multiply))
+    rng = np.random.default_rng(seed)
+    samples = []
+    for tokens in (8, 16, 64, 256):
+        for elements in (1 << 12, 1 << 15, 1 << 18):
+            seconds = true.cpu_seconds(tokens, elements) * (1 + noise * rng.uniform(-1, 1))
+            samples.append((tokens, elements, seconds))
+    found = msgspec.structs.replace(PROFILE, cpu=fit_cpu(samples))
+    errors = [found.cpu_seconds(tokens, elements) / seconds - 1 for tokens, elements, seconds in samples]
+    assert max(map(abs, errors)) <= 6 * abs(noise) + 1e-6

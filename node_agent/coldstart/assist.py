@@ -1,0 +1,66 @@
+"""What a cold pass needs of the CPU workers: its adapter held in host memory, workers that poll, and handoffs."""
+
+from __future__ import annotations
+
+import torch
+
+from adapters.base_model import BaseModel
+from node_agent.adapter_memory.layout import AdapterLayout
+from node_agent.adapter_memory.store import AdapterStore, HostHold
+from node_agent.coldstart.costs import group_elements, group_shares
+from node_agent.coldstart.profile import Profile
+from node_agent.coldstart.workers import Handoff, WorkerPool
+from node_agent.types import Lease
+
+
+class Assist:
+    """Owns what open passes hold for their workers. Called by the engine's thread alone."""
+
+    def __init__(self, store: AdapterStore, base: BaseModel, profile: Profile, workers: WorkerPool) -> None:
+        self.store, self.base, self.profile, self.workers = store, base, profile, workers
+        self._shares = group_shares(base)
+        self._ended: list[HostHold] = []
+
+    def begin(self, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
+        """For one pass. None when the adapter is not in host memory (any more)."""
+        hold = self.store.hold_host(lease)
+        if hold is None:
+            return None
+        self.workers.arm()
+        return AssistedPass(self, hold, layout)
+
+    def slice_tokens(self, elements: int, tokens: int, group: str) -> int:
+        """c: tokens that one worker computes while the device computes the group's base product (Toppings 4.2)."""
+        budget = self.profile.layer_seconds(tokens) * self._shares[group]
+        return self.profile.slice_tokens(elements, budget)
+
+    def end(self, hold: HostHold) -> None:
+        self.workers.disarm()
+        self._ended.append(hold)
+        self.poll()
+
+    def poll(self) -> None:
+        """Let go of host rows that no worker can read any more: a late one may still read those of an ended pass."""
+        if self._ended and not self.workers.counters().in_quarantine:
+            for hold in self._ended:
+                self.store.release_host(hold)
+            self._ended = []
+
+
+class AssistedPass:
+    """The handoffs of one cold pass."""
+
+    def __init__(self, assist: Assist, hold: HostHold, layout: AdapterLayout) -> None:
+        self._assist, self._hold, self._layout = assist, hold, layout
+        self._open = True
+
+    def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
+        elements = group_elements(self._layout, layer, self._assist.base)[group]
+        slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
+        return self._assist.workers.open(x, self._hold.slot, layer, group, slice_tokens)
+
+    def end(self) -> None:
+        """The pass has ended, one way or the other."""
+        if self._open:
+            self._open = False
+            self._assist.end(self._hold)

@@ -1,0 +1,159 @@
+"""Measures a node's profile: what a layer, a worker's slice and the link cost here. Seconds for a first start; the
+longer way, `garnish profile`, takes more points and repeats them more often."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from adapters.base_model import BaseModel
+from cluster.messages import Sampling
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileKey
+from node_agent.coldstart.workers import WorkerPool
+from node_agent.engine.batch import Row, build_step
+from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.request import Request
+from node_agent.types import GROUPS, ModelRunner
+
+GROUP = "qkv"
+"""whose slices are measured"""
+
+
+@dataclass(frozen=True)
+class Effort:
+    tokens: tuple[int, ...]
+    """prompt lengths for the device, and slice lengths for a worker"""
+    ranks: tuple[int, ...]
+    rounds: int
+
+
+SHORT = Effort((16, 64, 256), (8, 64), 3)
+LONG = Effort((8, 16, 32, 64, 128, 256, 512), (8, 16, 32, 64, 128), 15)
+
+
+def measure(
+    key: ProfileKey,
+    runner: ModelRunner,
+    blocks: BlockPool,
+    store: AdapterStore,
+    workers: WorkerPool | None,
+    effort: Effort,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """On a node that serves nothing meanwhile. `progress` is told of each step."""
+    progress("a layer on the device")
+    layer = tuple(
+        (tokens, _layer_seconds(runner, blocks, tokens, effort.rounds))
+        for tokens in effort.tokens
+        if blocks.blocks_for(tokens) <= blocks.free
+    )
+    progress("the link from host memory")
+    link = measure_link(store, effort.rounds)
+    cpu = None
+    if workers is not None:
+        progress("a worker's slice")
+        cpu = measure_cpu(store, workers, effort)
+    return Profile(key, layer, cpu, link)
+
+
+def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int) -> float:
+    """Of a prompt of `tokens` tokens without an adapter; on a GPU with all its layers behind each other."""
+    request = Request("profile", "", [1] * tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
+    taken = blocks.allocate(blocks.blocks_for(tokens))
+    assert taken is not None  # so many were free
+    request.blocks = taken
+    times = []
+    try:
+        for _ in range(rounds + 1):
+            run = runner.start(build_step([Row(request, tokens)], 0, runner.block_tokens, runner.device), None)
+            begin = time.perf_counter()
+            run.advance(runner.num_layers)
+            run.abort().synchronize()
+            times.append(time.perf_counter() - begin)
+    finally:
+        blocks.release(taken)
+    return median(times[1:]) / runner.num_layers
+
+
+def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
+    """Copies of one page and of as many as there are, up to 16, from host memory to the device, as a load makes them;
+    a simulated link's own cost is added."""
+    pages = max(1, min(16, store.host_memory.pool.pages.count, store.pool.pages.count))
+    host, device = store.host_memory.pool, store.pool
+    per_page = host.data.numel() // max(1, host.pages.count)
+    seconds = {}
+    for count in (1, pages):
+        elements = count * per_page
+        found = []
+        for _ in range(rounds + 1):
+            begin = time.perf_counter()
+            device.data[:elements].copy_(host.data[:elements], non_blocking=True)
+            if device.data.is_cuda:
+                torch.cuda.synchronize(device.data.device)
+            found.append(time.perf_counter() - begin)
+        seconds[count] = median(found[1:])
+    size = host.page_size
+    per_byte = (seconds[pages] - seconds[1]) / (size * (pages - 1)) if pages > 1 else seconds[1] / size
+    per_byte = max(per_byte, 1e-13)
+    latency = max(0.0, seconds[1] - size * per_byte)
+    simulated = store.simulated_link
+    if simulated is not None:
+        per_byte, latency = per_byte + 1 / simulated.bandwidth, latency + simulated.latency
+    return LinkCost(latency, 1 / per_byte)
+
+
+def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> CpuLora | None:
+    """One worker's slices of a made-up adapter, and the three costs that fit them best. None: no worker answers."""
+    samples: list[tuple[int, int, float]] = []
+    base = store.base
+    workers.arm()
+    try:
+        for rank in effort.ranks:
+            with store.lent_adapter(GROUP, rank) as slot:
+                elements = rank * sum(sum(base.widths[p]) for p in GROUPS[GROUP])
+                for tokens in effort.tokens:
+                    found = _slice_seconds(workers, base, slot, tokens, effort.rounds)
+                    if found is None:
+                        return None
+                    samples.append((tokens, elements, found))
+    finally:
+        workers.disarm()
+    return fit_cpu(samples)
+
+
+def _slice_seconds(workers: WorkerPool, base: BaseModel, slot: int, tokens: int, rounds: int) -> float | None:
+    tokens = min(tokens, workers.layout.max_tokens)
+    x = torch.zeros(tokens, base.widths[GROUPS[GROUP][0]][0], dtype=workers.layout.torch_dtype)
+    times = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        handoff = workers.open(x, slot, 0, GROUP, tokens)
+        if handoff is None:
+            return None
+        arrived = handoff.wait()
+        times.append(time.perf_counter() - begin)
+        handoff.close()
+        if not arrived:
+            return None
+    return median(times[1:])
+
+
+def fit_cpu(samples: list[tuple[int, int, float]]) -> CpuLora:
+    """Least squares of relative errors over (tokens, elements, seconds); no cost is negative."""
+    seconds = np.array([sample[2] for sample in samples])
+    columns = np.array([[1.0, elements, tokens * elements] for tokens, elements, _ in samples])
+    free = [0, 1, 2]
+    while True:
+        found, *_ = np.linalg.lstsq(columns[:, free] / seconds[:, None], np.ones(len(samples)), rcond=None)
+        if (found >= 0).all():
+            break
+        free = [column for column, value in zip(free, found, strict=True) if value >= 0]
+    costs = np.zeros(3)
+    costs[free] = found
+    return CpuLora(*costs.tolist())
