@@ -32,6 +32,13 @@ class ObjectInfo(msgspec.Struct, frozen=True):
     """Unix time of the last write, by the store's clock."""
 
 
+class RangeReader(Protocol):
+    """As much of a store as it takes to read an artifact's header."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
+
+
 class ObjectStore(Protocol):
     """Keys are `/`-separated segments of letters, digits, `.`, `_`, `-` (no leading `.`); none is a folder of another.
 
@@ -48,6 +55,9 @@ class ObjectStore(Protocol):
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
+
+    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` from byte `start`; returns how many bytes, fewer where the object ends. Raises NotFound."""
 
     def put(self, key: str, data: bytes | Path) -> str:
         """Write unconditionally; returns the etag."""

@@ -72,6 +72,7 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "node.adapter_memory": parse_bytes,
     "node.host_memory": parse_bytes,
     "node.kv_memory": lambda value: None if value == "auto" else parse_bytes(value),
+    "node.disk_cache.bytes": parse_bytes,
     "node.simulate.link": parse_rate,
     "node.simulate.store": parse_rate,
     "functions.*.idle_ttl": parse_seconds,

@@ -43,6 +43,10 @@ def test_a_written_object_is_read_whole_and_in_ranges(store: ObjectStore, make_s
         b"89",
         b"",
     ]
+    for start, length, expected in ((2, 3, b"234"), (8, 9, b"89"), (10, 1, b"")):
+        buffer = bytearray(length)
+        assert other.get_range_into("a/b", start, memoryview(buffer)) == len(expected)
+        assert bytes(buffer[: len(expected)]) == expected
     info = other.head("a/b")
     assert info is not None
     assert (info.key, info.size) == ("a/b", 10)
