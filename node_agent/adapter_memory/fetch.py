@@ -150,6 +150,7 @@ class Fetch:
             self._place(self.positions[pair.b : pair.b + pair.rank], block, pair.b_source, d_out)
         with self.workers.changed:
             self.host.here[layer] = 1
+            self.host.arrived = time.monotonic()
             self.host.complete = all(self.host.here)
         self.on_change()
         writer = self._open_writer() if keep else None

@@ -21,6 +21,10 @@ FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
 
 
+FIRST_RATE = 200e6
+"""Bytes per second that a load from the store is taken to bring, before one has been seen."""
+
+
 class HostTier:
     """`memory` bytes at most; least recently used first out. What somebody waits for or copies from stays."""
 
@@ -29,6 +33,8 @@ class HostTier:
         self.loader, self.pool, self.table, self.memory = loader, pool, table, memory
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
         self.failure_memory = FAILURE_MEMORY
+        self.rate = FIRST_RATE
+        """bytes per second that loads have lately brought from the store"""
         self._waiters: Counter[str] = Counter()
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
         self._measuring: list[HostAdapter] = []
@@ -173,6 +179,8 @@ class HostTier:
         if host.failed:
             self._note_failure(host)
             return True
+        if host.complete and host.arrived > host.began:
+            self.rate += (host.size / (host.arrived - host.began) - self.rate) / 4
         return host.complete
 
     def _free(self, host: HostAdapter) -> None:

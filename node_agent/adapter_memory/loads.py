@@ -48,10 +48,20 @@ class HostAdapter:
     """1 for each layer that has arrived and was verified"""
     complete: bool = False
     """all have"""
+    arrived: float = 0.0
+    """when the last one did; monotonic seconds"""
     failed: str = ""
     """set when no worker touches its pages any more"""
     abandoned: bool = False
     """`failed` because nobody wanted it any more"""
+
+    def bytes_left(self, upto: int) -> int:
+        """Of layers 0..upto, as the store has them, that have not arrived."""
+        if self.header is None or not self.here:
+            return 0
+        return sum(
+            block.size for block, here in zip(self.header.layers[: upto + 1], self.here, strict=False) if not here
+        )
 
     @property
     def unwanted(self) -> bool:

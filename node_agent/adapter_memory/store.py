@@ -101,6 +101,7 @@ class AdapterStore:
         rows = rows_for(self.pool.pages.count * self.pool.page_units, base, dtype.itemsize)
         self.table = AdapterTable(config.adapter_slots, rows, base.num_layers, device)
         links = Link(config.store_link, "store"), Link(config.load_link, "device")
+        self.simulated_link = config.load_link
         self.cache = open_cache(config.disk_cache, base)
         self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change, self.cache)
         self.hosts = HostTier(self.loader, self.host_memory.pool, self.host_table.table, config.host_memory)
@@ -182,6 +183,23 @@ class AdapterStore:
     def load_seconds(self, lease: Lease) -> float:
         """How long its load took; 0 while it goes on."""
         return self.device[lease.digest].load_seconds
+
+    def fetch_seconds(self, lease: Lease) -> float:
+        """Of that, until it was in host memory; 0 if it was there when its load began."""
+        entry = self.device[lease.digest]
+        return max(0.0, entry.host.arrived - entry.began)
+
+    def layout(self, lease: Lease) -> AdapterLayout:
+        return self.device[lease.digest].layout
+
+    def host_seconds(self, lease: Lease, layer: int) -> float:
+        """How long a layer that is not in host memory will take to get there, as loads went lately."""
+        return self.device[lease.digest].host.bytes_left(layer) / self.hosts.rate
+
+    @property
+    def loads_in_flight(self) -> int:
+        """That share the link to the device."""
+        return len(self._loading)
 
     def failure(self, lease: Lease) -> str:
         """Why the load failed, or an empty string."""

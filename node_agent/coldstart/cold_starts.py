@@ -116,7 +116,7 @@ class ColdStarts:
                 size = sum(span.end - span.begin for span in layout.spans[layer]) * ROW_ALIGN
                 load[layer] = size * sharers / self.profile.link.bandwidth
             if state == LayerState.NO:
-                in_host[layer] = self.store.host_arrival(lease, layer)
+                in_host[layer] = self.store.host_seconds(lease, layer)
             if self.assists:
                 cpu[layer] = device + self._cpu_extra(layout, layer, n_tokens, device)
         return ChunkCosts(device, cpu, load, in_host, self.profile.link.latency if load.any() else 0.0)

@@ -4,16 +4,20 @@ longer way, `garnish profile`, takes more points and repeats them more often."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
 
+from adapters.artifact import ArtifactHeader, LayerBlock, Pair
 from adapters.base_model import BaseModel
 from cluster.messages import Sampling
+from node_agent.adapter_memory.layout import AdapterLayout, lay_out
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.costs import group_elements
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileKey
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.engine.batch import Row, build_step
@@ -115,8 +119,11 @@ def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> Cpu
     workers.arm()
     try:
         for rank in effort.ranks:
-            with store.lent_adapter(GROUP, rank) as slot:
-                elements = rank * sum(sum(base.widths[p]) for p in GROUPS[GROUP])
+            layout = lay_out(_header(base, rank), base, store.pool.data.element_size(), store.pool.page_units)
+            with lent_rows(store, layout) as slot:
+                if slot is None:
+                    return None
+                elements = group_elements(layout, 0, base)[GROUP]
                 for tokens in effort.tokens:
                     found = _slice_seconds(workers, base, slot, tokens, effort.rounds)
                     if found is None:
@@ -142,6 +149,33 @@ def _slice_seconds(workers: WorkerPool, base: BaseModel, slot: int, tokens: int,
         if not arrived:
             return None
     return median(times[1:])
+
+
+@contextmanager
+def lent_rows(store: AdapterStore, layout: AdapterLayout) -> Iterator[int | None]:
+    """A slot of the host table over rows of zeros, before anything else is loaded; None when host memory is too
+    small."""
+    pool, table = store.host_memory.pool, store.hosts.table
+    pages = pool.pages.take(layout.pages, GROUP)
+    if pages is None:
+        yield None
+        return
+    run = table.reserve(max(1, layout.rows))
+    assert run is not None  # nothing else is in the table
+    slot = table.shape.slots - 1
+    table.set(slot, run, layout, layout.positions(pages))
+    try:
+        yield slot
+    finally:
+        table.clear(slot, run, max(1, layout.rows))
+        pool.pages.give(pages, GROUP)
+
+
+def _header(base: BaseModel, rank: int) -> ArtifactHeader:
+    """Of an adapter of the first layer's measured group."""
+    pairs = tuple(Pair(p, rank, 1.0, 0, 0) for p in GROUPS[GROUP])
+    layers = (LayerBlock(0, 0, "", pairs), *(LayerBlock(0, 0, "", ()) for _ in range(base.num_layers - 1)))
+    return ArtifactHeader(1, "measured", base.fingerprint, "float32", layers)
 
 
 def fit_cpu(samples: list[tuple[int, int, float]]) -> CpuLora:
