@@ -101,10 +101,10 @@ def run_engine(
     if any(len(outcome.tokens) != count for outcome in outcomes):
         raise RuntimeError("a request did not get all its tokens")
     ttft = median(outcome.times[0] for outcome in outcomes) - begin
-    return Measured(ttft, len(prompts) * count / total, _middle(_whole_batch(outcomes)))
+    return Measured(ttft, len(prompts) * count / total, _middle(shared_steps(outcomes)))
 
 
-def _whole_batch(outcomes: list[Outcome]) -> list[float]:
+def shared_steps(outcomes: list[Outcome]) -> list[float]:
     """Ends of the steps from the last request's first token to the first request's last one.
 
     All requests that one step advances get their tokens at the same time.

@@ -26,6 +26,8 @@ WORDS = (
     "may like these after way also many back under first long two"
 )
 """One token each in the vocabularies of GPT-2, Llama 3, SmolLM2 and others; the server's count is in the report."""
+KEEP_ALIVE = 4.0
+"""Seconds; many servers close idle connections after 5, and a request that meets that would fail for nothing."""
 TIMEOUT = 300.0
 """Seconds for one whole request, unless another bound is given."""
 
@@ -105,7 +107,7 @@ async def open_session(key: str | None = None, seconds: float = TIMEOUT) -> Asyn
     headers = {"authorization": f"Bearer {key}"} if key else {}
     limits = aiohttp.ClientTimeout(total=seconds)
     async with aiohttp.ClientSession(
-        headers=headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0)
+        headers=headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
     ) as opened:
         yield opened
 

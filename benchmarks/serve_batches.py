@@ -20,6 +20,8 @@ BASE, MIXED = Workload("base_8", (None,) * len(RANKS)), Workload("mixed_8", tupl
 READ_BYTES = 256 << 20
 """Many times any cache of one socket, so that it is memory that is read."""
 READS = 5
+WARM_TOKENS = 4
+"""Output tokens of the batches that load the adapters and take every code path once."""
 ADAPTER_MEMORY = 512 << 20
 """Room for the eight adapters and their padded twins: nothing is loaded while the time is taken."""
 
@@ -56,8 +58,9 @@ class Batches:
         self.prompts = torch.randint(3, self.engine.base.vocab_size - 64, size, generator=generator).tolist()
         self.adapter_bytes = adapter_bytes(self.engine.base, RANKS, shape.dtype.itemsize)
 
-    def variants(self) -> dict[str, Callable[[], Measured]]:
-        engine, prompts, count = self.engine, self.prompts, self.shape.output_tokens
+    def variants(self, count: int) -> dict[str, Callable[[], Measured]]:
+        """One batch each, of `count` tokens per request."""
+        engine, prompts = self.engine, self.prompts
         return {
             "base": lambda: run_engine(engine, self.adapters, BASE, prompts, count),
             "mixed": lambda: run_engine(engine, self.adapters, MIXED, prompts, count),
@@ -67,16 +70,16 @@ class Batches:
         }
 
     def measure(self) -> list[dict[str, Any]]:
-        """One row per round, every variant once in each, after one round that does not count."""
-        variants = self.variants()
-        for run in variants.values():
+        """One row per round, every variant once in each, by turns forwards and backwards."""
+        for run in self.variants(WARM_TOKENS).values():
             run()
+        variants = self.variants(self.shape.output_tokens)
         buffer = torch.ones(READ_BYTES // 4)
         rows = []
         for index in range(self.shape.rounds):
             row: dict[str, Any] = {"round": index, "read_gb_s": round(read_bandwidth(buffer) / 1e9, 2)}
-            for name, run in variants.items():
-                found = run()
+            for name in list(variants)[:: -1 if index % 2 else 1]:
+                found = variants[name]()
                 row[f"{name}_tok_s"] = round(found.tokens_per_second, 2)
                 row[f"{name}_ttft_ms"] = round(found.ttft * 1e3, 2)
                 row[f"{name}_step_ms"] = None if found.step is None else round(found.step * 1e3, 3)
