@@ -122,10 +122,10 @@ def serve_table(document: dict[str, Any]) -> str:
         "",
         f"Over HTTP ({settings['models']['smollm2']}, the client on the same cores): "
         f"{figures['http_base_tok_s']:.0f} tok/s for the base and {figures['http_mixed_tok_s']:.0f} tok/s for eight "
-        f"adapters. Open loop, {figures['open_rate']:.2f} requests/s: TTFT p50 {figures['open_ttft_p50_ms']:.0f} ms and "
-        f"p99 {figures['open_ttft_p99_ms']:.0f} ms, TPOT p50 {figures['open_tpot_p50_ms']:.0f} ms, sends late by "
-        f"{figures['open_late_max_ms']:.1f} ms at most. The gateway adds {figures['gateway_added_p50_ms']:.1f} ms to the "
-        f"median TTFT of {settings['pairs']} short requests, each sent through it and straight to the node.",
+        f"adapters. Open loop, {figures['open_rate']:.2f} requests/s: TTFT p50 {figures['open_ttft_p50_ms']:.0f} ms "
+        f"and p99 {figures['open_ttft_p99_ms']:.0f} ms, TPOT p50 {figures['open_tpot_p50_ms']:.0f} ms, sends late by "
+        f"{figures['open_late_max_ms']:.1f} ms at most. The gateway adds {figures['gateway_added_p50_ms']:.1f} ms to "
+        f"the median TTFT of {settings['pairs']} short requests, each sent through it and straight to the node.",
         "",
         f"Contention probe: {before:.2f} ms before, {after:.2f} ms after.",
     ]
