@@ -92,7 +92,8 @@ def test_figures() -> None:
     def row(index: int, mixed_step: float, peft_mixed: float) -> dict[str, float]:
         return {
             "round": index, "read_gb_s": 10.0, "base_step_ms": 20.0, "mixed_step_ms": mixed_step,
-            "padded_step_ms": 60.0, "base_tok_s": 30.0, "mixed_tok_s": 20.0, "peft_base_tok_s": 15.0, "peft_mixed_tok_s": peft_mixed,
+            "padded_step_ms": 60.0, "base_tok_s": 30.0, "mixed_tok_s": 20.0, "peft_base_tok_s": 15.0,
+            "peft_mixed_tok_s": peft_mixed,
         }  # fmt: skip
 
     found = figures_of([row(0, 24.0, 10.0), row(1, 30.0, 4.0), row(2, 22.0, 5.0)], weight_bytes=20_000_000)
