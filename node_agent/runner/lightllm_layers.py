@@ -44,13 +44,13 @@ class KvMemory:
     """per layer [slots, 2 * kv heads, head dim], keys before values"""
 
 
-class PassState(LlamaInferStateInfo):
+class PassState(LlamaInferStateInfo):  # type: ignore[misc]  # LightLLM has no types
     """What LightLLM's layers read of a pass, and the pass's LoRA."""
 
     lora: PassLora | None = None
 
 
-class LoraLayerInfer(LlamaTransformerLayerInfer):
+class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # LightLLM has no types
     """One decoder layer. Both kinds of pass go through `token_forward`.
 
     LightLLM's `context_forward` is the same but for the attention kernel and for a wait on the device before and after
@@ -59,7 +59,7 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):
 
     def _bind_attention(self) -> None:
         super()._bind_attention()
-        self._decode_kernel = self._token_attention_kernel
+        self._decode_kernel: Any = self._token_attention_kernel  # type: ignore[has-type]
         self._token_attention_kernel = self._attend
 
     def _attend(self, q: torch.Tensor, state: PassState, weight: Any, out: torch.Tensor | None = None) -> Any:
@@ -100,7 +100,7 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):
         return y
 
 
-class LightllmModel(LlamaTpPartModel):
+class LightllmModel(LlamaTpPartModel):  # type: ignore[misc]  # LightLLM has no types
     """Weights, rotary table and layers on the device; no cache and no requests."""
 
     transformer_layer_infer_class = LoraLayerInfer

@@ -102,10 +102,12 @@ class TransformersPass:
         """[Q, V] of `logit_rows`, in the model's dtype. All layers must have been advanced."""
         if self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
-        if not self.batch.logit_rows.shape[0]:
-            return self.hidden.new_empty(0, self.runner.model.config.vocab_size)
-        hidden = self.hidden[0].index_select(0, self.batch.logit_rows)
-        found: torch.Tensor = self.runner.head(self.runner.model.model.norm(hidden))
+        model, rows = self.runner.model, self.batch.logit_rows
+        found: torch.Tensor
+        if rows.shape[0]:
+            found = self.runner.head(model.model.norm(self.hidden[0].index_select(0, rows)))
+        else:
+            found = self.hidden.new_empty(0, model.config.vocab_size)
         return found
 
     def abort(self) -> Event:
