@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -72,6 +73,19 @@ class HostHold:
 
     host: HostAdapter
     slot: int
+
+
+class ArrivingWeights(Sequence[LayerWeights]):
+    """The layers of an adapter whose load goes on."""
+
+    def __init__(self, store: AdapterStore, lease: Lease) -> None:
+        self._store, self._lease = store, lease
+
+    def __len__(self) -> int:
+        return self._store.base.num_layers
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._store.layer_weights(self._lease, layer)
 
 
 def least_recently_used(candidates: Sequence[str]) -> str:
@@ -225,11 +239,8 @@ class AdapterStore:
         return views
 
     def weights(self, lease: Lease) -> AdapterWeights:
-        """All layers. Raises RuntimeError unless the whole adapter is on the device."""
-        found = self.device[lease.digest].weights
-        if found is None:
-            raise RuntimeError(f"adapter {lease.digest} is read before it is on the device")
-        return found
+        """By layer. One that is not on the device yet raises RuntimeError when it is asked for."""
+        return self.device[lease.digest].weights or ArrivingWeights(self, lease)
 
     # --- for CPU workers, which compute from host memory
 

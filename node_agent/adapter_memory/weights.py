@@ -32,7 +32,7 @@ class GroupWeights:
 
 LayerWeights = dict[str, tuple[GroupWeights, ...]]
 """Per group that is adapted: its pieces."""
-AdapterWeights = list[LayerWeights]
+AdapterWeights = Sequence[LayerWeights]
 """Per layer."""
 
 

@@ -18,7 +18,7 @@ from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import Admission, choose_hot
 from node_agent.ipc import Admitted, EngineEvent, Finished, Generated, Stats, Submit, Top
-from node_agent.lora import SegmentedLora, compiled_lora
+from node_agent.lora_choice import choose_lora
 from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
@@ -48,7 +48,7 @@ class Engine:
     ) -> None:
         """`assist` None: there are no CPU LoRA workers."""
         self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
-        self.compiled = compiled_lora(store.table, store.pool.data, store.base)
+        self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.queue: list[Request] = []
         self.running: dict[str, Request] = {}
@@ -237,7 +237,7 @@ class Engine:
     def _tensors(self, rows: list[Row], n_decode: int) -> tuple[StepBatch, PassLora | None]:
         batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
         lora = build_lora(rows, self.runner.device)
-        return batch, None if lora.empty else SegmentedLora(lora, self.store.weights, self.compiled)
+        return batch, None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
 
     def _book(self, rows: list[Row], output: StepOutput) -> None:
         """What a finished pass means for its requests."""
