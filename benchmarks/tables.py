@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
-from benchmarks.report import ROOT, load, origin
+from benchmarks.report import RESULTS, ROOT, load, origin
 from benchmarks.step_profile import KINDS
 
 
