@@ -42,6 +42,7 @@ lint: install
 bench: install demo-model
 	$(BIN)/python -m benchmarks.exactness --json benchmarks/results/exactness.json
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
+	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
 	$(BIN)/python -m benchmarks.tables
 

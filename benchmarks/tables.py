@@ -92,6 +92,46 @@ def memory_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def serve_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    lines = [
+        f"{settings['dtype']}, {settings['threads']} threads for each, {settings['concurrency']} requests at once, "
+        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
+        f"median of {settings['rounds']} alternated rounds, the worst round in brackets. {_origin(document)}",
+        "",
+        "| | base | eight adapters | over PEFT, base | over PEFT, adapters | step: base | adapters | padded "
+        "| padded / mixed | added / floor |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, title in settings["models"].items():
+        of = {figure.removesuffix(f"_{name}"): value for figure, value in figures.items() if figure.endswith(name)}
+        steps = " | ".join(f"{of[f'{kind}_step_ms']:.1f} ms" for kind in ("base", "mixed", "padded"))
+        ratios = [
+            f"{of[figure]:.2f} ({of[f'{figure}_{worst}']:.2f})"
+            for figure, worst in (
+                ("over_peft_static_base", "min"), ("over_peft", "min"), ("padded_over_mixed_step", "min"),
+                ("added_step_over_floor", "max"),
+            )
+        ]  # fmt: skip
+        lines.append(
+            f"| {title} | {of['base_tok_s']:.0f} tok/s | {of['mixed_tok_s']:.0f} tok/s | {ratios[0]} | {ratios[1]} "
+            f"| {steps} | {ratios[2]} | {ratios[3]} |"
+        )
+    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
+    lines += [
+        "",
+        f"Over HTTP ({settings['models']['smollm2']}, the client on the same cores): "
+        f"{figures['http_base_tok_s']:.0f} tok/s for the base and {figures['http_mixed_tok_s']:.0f} tok/s for eight "
+        f"adapters. Open loop, {figures['open_rate']:.2f} requests/s: TTFT p50 {figures['open_ttft_p50_ms']:.0f} ms "
+        f"and p99 {figures['open_ttft_p99_ms']:.0f} ms, TPOT p50 {figures['open_tpot_p50_ms']:.0f} ms, sends late by "
+        f"{figures['open_late_max_ms']:.1f} ms at most. The gateway adds {figures['gateway_added_p50_ms']:.1f} ms to "
+        f"the median TTFT of {settings['pairs']} short requests, each sent through it and straight to the node.",
+        "",
+        f"Contention probe: {before:.2f} ms before, {after:.2f} ms after.",
+    ]
+    return "\n".join(lines)
+
+
 def _origin(document: dict[str, Any]) -> str:
     machine, versions = document["machine"], document["versions"]
     return (
@@ -101,8 +141,10 @@ def _origin(document: dict[str, Any]) -> str:
 
 
 def render(page: str) -> str:
-    for study, table in (("engine", engine_table), ("exactness", exactness_table), ("memory", memory_table)):
-        block = f"<!-- {study} -->\n{table(load(study))}\n<!-- /{study} -->"
+    tables = {"engine": engine_table, "exactness": exactness_table, "serve": serve_table, "memory": memory_table}
+    for study, table in tables.items():
+        measured = (RESULTS / f"{study}.json").exists()
+        block = f"<!-- {study} -->\n{table(load(study)) if measured else 'Not measured yet.'}\n<!-- /{study} -->"
         page, found = re.subn(f"<!-- {study} -->.*?<!-- /{study} -->", lambda _, b=block: b, page, flags=re.DOTALL)
         if found != 1:
             raise ValueError(f"{PAGE} must have one pair of markers for {study}")
