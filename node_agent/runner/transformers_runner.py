@@ -18,7 +18,7 @@ from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.attention import paged_attention, plan_attention
 from node_agent.runner.linear import Linear
 from node_agent.runner.projections import Current, fuse_projections
-from node_agent.runner.sampler import sample
+from node_agent.runner.sampler import step_output
 from node_agent.types import PassLora, StepBatch, StepOutput
 
 ATTENTION = "garnish_paged"
@@ -94,24 +94,20 @@ class TransformersPass:
         self.layer = max(self.layer, to_layer)
         self.runner.current.lora = None
 
-    @torch.inference_mode()
     def finish(self) -> StepOutput:
-        if not self.batch.logit_rows.shape[0]:
-            empty = torch.empty(0, dtype=torch.int64)
-            return StepOutput(empty, [], frozenset(), record_event(self.runner.device))
-        logits = self.logits()
-        tokens, logprobs = sample(logits, self.batch.sampling)
-        # amax hands on NaN and +inf, and costs one read of the logits
-        poisoned = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
-        return StepOutput(tokens.cpu(), logprobs, poisoned, record_event(self.runner.device))
+        return step_output(self.logits(), self.batch.sampling)
 
     @torch.inference_mode()
     def logits(self) -> torch.Tensor:
         """[Q, V] of `logit_rows`, in the model's dtype. All layers must have been advanced."""
         if self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
-        hidden = self.hidden[0].index_select(0, self.batch.logit_rows)
-        found: torch.Tensor = self.runner.head(self.runner.model.model.norm(hidden))
+        model, rows = self.runner.model, self.batch.logit_rows
+        found: torch.Tensor
+        if rows.shape[0]:
+            found = self.runner.head(model.model.norm(self.hidden[0].index_select(0, rows)))
+        else:
+            found = self.hidden.new_empty(0, model.config.vocab_size)
         return found
 
     def abort(self) -> Event:
