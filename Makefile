@@ -44,7 +44,9 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
+	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.plots
 
 clean:
 	rm -rf .venv models .garnish
