@@ -16,6 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 from adapters.base_model import SUPPORTED_MODEL_TYPES
 from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.attention import paged_attention, plan_attention
+from node_agent.runner.compiled import compile_layers, compiled_pass, decoder_operators
 from node_agent.runner.linear import Linear
 from node_agent.runner.projections import Current, fuse_projections
 from node_agent.runner.sampler import step_output
@@ -63,6 +64,11 @@ class TransformersRunner:
         slots = num_blocks * block_tokens
         self.keys = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
         self.values = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
+        operators = decoder_operators(device, self.dtype)
+        self.heads = None
+        """set where decode attention is compiled"""
+        if operators is not None:
+            self.heads = compile_layers(self.model, operators, self.keys, self.values, block_tokens)
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> TransformersPass:
         return TransformersPass(self, batch, lora)
@@ -78,7 +84,8 @@ class TransformersPass:
         self.hidden = model.embed_tokens(batch.token_ids[: batch.n_tokens].unsqueeze(0))
         self.positions = batch.positions[: batch.n_tokens].unsqueeze(0)
         self.rotary = model.rotary_emb(self.hidden, position_ids=self.positions)
-        self.plan = plan_attention(batch, runner.keys, runner.values, runner.block_tokens)
+        compiled = None if runner.heads is None else compiled_pass(batch, self.rotary, runner.heads)
+        self.plan = plan_attention(batch, runner.keys, runner.values, runner.block_tokens, compiled)
 
     @torch.inference_mode()
     def advance(self, to_layer: int) -> None:
