@@ -52,10 +52,10 @@ def measure(
 async def _measure(
     service: HttpService, model_dir: Path, servers: dict[str, Server], loads: Loads
 ) -> tuple[list[Any], dict[str, float]]:
-    rows = await _closed(servers, loads)
+    rows = await closed_rounds(servers, loads)
     figures = {f"http_{kind}_tok_s": _middle(rows, "http", kind, "tok_s") for kind in ("base", "mixed")}
     if "peer" in servers:
-        figures |= _over_peer(rows)
+        figures |= over_peer(rows)
     rate = OPEN_SHARE * _middle(rows, "http", "mixed", "requests_s")
     opened = await _open(servers["http"], loads, rate)
     figures |= {f"open_{name}": value for name, value in opened.items() if name.endswith("_ms")} | {"open_rate": rate}
@@ -68,7 +68,7 @@ async def _measure(
     return rows, figures
 
 
-async def _closed(servers: dict[str, Server], loads: Loads) -> list[Any]:
+async def closed_rounds(servers: dict[str, Server], loads: Loads) -> list[Any]:
     """The servers in turn, each with the base alone and with its adapters; all are called once before."""
     rows: list[Any] = []
     for index in range(-1, loads.rounds):  # round -1 warms up
@@ -122,7 +122,7 @@ def complete(samples: Sequence[Sample], output_tokens: int) -> Sequence[Sample]:
     return samples
 
 
-def _over_peer(rows: list[Any]) -> dict[str, float]:
+def over_peer(rows: list[Any]) -> dict[str, float]:
     """Tokens/s of the whole service over the peer's, both over HTTP: medians of the rounds' ratios."""
     figures: dict[str, float] = {}
     for kind, name in (("mixed", "over_vllm"), ("base", "over_vllm_base")):
