@@ -108,7 +108,7 @@ class LocalEngine:
             raise AssertionError(f"the engine still holds {held}")
 
     def close(self) -> None:
-        self.engine.store.close()
+        self.engine.close()
 
 
 MakeEngine = Callable[..., LocalEngine]

@@ -85,8 +85,6 @@ BUILT: dict[str, tuple[object, ...]] = {
     "gateway.webhook_hosts": (),
     "gateway.allowed_sources": (),
     "node.runner": ("auto", "transformers"),
-    "node.cpu_workers": ("auto", 0),
-    "node.cold_start": ("auto", "wait"),
     "node.predictor": ("auto", "none"),
     "node.tensor_parallel": (1,),
     "tenants.*.weight": (1,),

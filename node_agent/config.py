@@ -47,6 +47,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that may be on the device at once, whatever their size."""
     threads: int | None = None
     """None: the cores that the process may really use (one for a model of a few megabytes)."""
+    cold_start: str = "auto"
+    """auto, wait, pipeline or assist: how adapters that are not on the device may get there"""
+    cpu_workers: int | None = None
+    """CPU LoRA workers, a core each; None: as many cores as the engine leaves"""
+    profile: str | None = None
+    """File of this node's measured costs: read if it is of this node, else measured and written. None: measured."""
     load_link: LinkConfig | None = None
     """Simulated link between host memory and the device."""
     store_link: LinkConfig | None = None

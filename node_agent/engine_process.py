@@ -227,7 +227,7 @@ def main() -> int:
             loop.serve(channel)
         finally:
             channel.close()
-    engine.store.close()
+    engine.close()
     return 0
 
 

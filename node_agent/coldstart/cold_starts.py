@@ -48,9 +48,15 @@ class ColdStarts:
     """A ColdStart (docs/seams.md). Called by the engine's thread alone."""
 
     def __init__(
-        self, store: AdapterStore, base: BaseModel, profile: Profile, workers: Workers | None, way: Way
+        self,
+        store: AdapterStore,
+        base: BaseModel,
+        way: Way,
+        profile: Profile | None = None,
+        workers: Workers | None = None,
     ) -> None:
-        self.store, self.base, self.profile, self.workers, self.way = store, base, profile, workers, way
+        """Without a profile every plan is `wait`."""
+        self.store, self.base, self.way, self.profile, self.workers = store, base, way, profile, workers
         self._shares = group_shares(base)
 
     @property
@@ -60,7 +66,9 @@ class ColdStarts:
 
     def plan(self, lease: Lease, n_tokens: int) -> Plan:
         """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants."""
-        costs = self.costs(lease, n_tokens)
+        if self.profile is None:
+            return Plan("wait")
+        costs = self.costs(lease, n_tokens, self.profile)
         possible = tuple(name for name in self.way.plans if name != "assist" or self.assists)
         choice = choose(costs, possible or ("wait",))
         if choice.name != "wait":
@@ -102,10 +110,10 @@ class ColdStarts:
         )
         return bool(plan.cpu_extra[layer] < left)
 
-    def costs(self, lease: Lease, n_tokens: int) -> ChunkCosts:
+    def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
         """What each layer of the chunk costs, as the profile has it, with the link shared as it is now."""
         layout = self.store.layout(lease)
-        device = self.profile.layer_seconds(n_tokens)
+        device = profile.layer_seconds(n_tokens)
         sharers = max(1, self.store.loads_in_flight)
         load = np.zeros(self.base.num_layers)
         in_host = np.zeros(self.base.num_layers)
@@ -114,23 +122,20 @@ class ColdStarts:
             state = self.store.state(lease, layer)
             if state != LayerState.DEVICE:
                 size = sum(span.end - span.begin for span in layout.spans[layer]) * ROW_ALIGN
-                load[layer] = size * sharers / self.profile.link.bandwidth
+                load[layer] = size * sharers / profile.link.bandwidth
             if state == LayerState.NO:
                 in_host[layer] = self.store.host_seconds(lease, layer)
             if self.assists:
-                cpu[layer] = device + self._cpu_extra(layout, layer, n_tokens, device)
-        return ChunkCosts(device, cpu, load, in_host, self.profile.link.latency if load.any() else 0.0)
+                cpu[layer] = device + self._cpu_extra(profile, layout, layer, n_tokens, device)
+        return ChunkCosts(device, cpu, load, in_host, profile.link.latency if load.any() else 0.0)
 
-    def slices(self, elements: int, n_tokens: int, budget: float) -> int:
-        """ceil(L / c) workers for a group of a chunk, as far as there are any (Toppings 4.2)."""
-        wanted = -(-n_tokens // self.profile.slice_tokens(elements, budget))
-        return max(1, min(wanted, self.workers.usable if self.workers else 1))
-
-    def _cpu_extra(self, layout: AdapterLayout, layer: int, n_tokens: int, device: float) -> float:
+    def _cpu_extra(self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int, device: float) -> float:
         """Seconds by which the workers end later than the base products beside which they compute."""
+        assert self.workers is not None
         extra = 0.0
         for group, elements in group_elements(layout, layer, self.base).items():
             beside = self._shares[group] * device
-            slices = self.slices(elements, n_tokens, beside)
-            extra += max(0.0, self.profile.cpu_seconds(-(-n_tokens // slices), elements) - beside)
+            wanted = -(-n_tokens // profile.slice_tokens(elements, beside))
+            slices = max(1, min(wanted, self.workers.usable))
+            extra += max(0.0, profile.cpu_seconds(-(-n_tokens // slices), elements) - beside)
         return extra

@@ -25,6 +25,9 @@ class ProfileKey(msgspec.Struct, frozen=True):
     """the device's name"""
     threads: int
     workers: int
+    simulated_bandwidth: float = 0.0
+    simulated_latency: float = 0.0
+    """of the link to the device; 0: it is a real one"""
 
 
 class CpuLora(msgspec.Struct, frozen=True):

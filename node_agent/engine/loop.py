@@ -44,18 +44,27 @@ class Engine:
         store: AdapterStore,
         cold_start: ColdStarts,
         eos_ids: frozenset[int],
-        assist: Assist | None = None,
     ) -> None:
-        """`assist` None: there are no CPU LoRA workers."""
         self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
         self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.queue: list[Request] = []
         self.running: dict[str, Request] = {}
         self.cold = ColdPasses(cold_start, self._start_cold, self._book, runner.num_layers, limits.max_cold)
-        self.assist = assist
+        self.assist: Assist | None = None
         self._freeing: list[tuple[Event, list[int]]] = []
         self._events: list[EngineEvent] = []
+
+    def plan_cold_starts(self, cold_start: ColdStarts, assist: Assist | None) -> None:
+        """From now on. `assist` None: there are no CPU LoRA workers."""
+        self.cold_start = self.cold.cold_start = cold_start
+        self.assist = assist
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        if self.assist is not None:
+            self.assist.workers.close()
+        self.store.close()
 
     # --- what the process around it calls
 

@@ -13,7 +13,8 @@ from adapters.open_store import open_store
 from cluster.messages import Sampling
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.wait import WaitForAll
+from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart.setup import cores_to_leave, start_workers, use_profile
 from node_agent.config import EngineConfig
 from node_agent.cores import usable_cores
 from node_agent.device import DTYPES, free_memory, pick_device
@@ -35,7 +36,8 @@ def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[E
     device = pick_device(config.device)
     if device.type == "cuda" and (config.load_link or config.store_link):
         raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
-    torch.set_num_threads(config.threads or default_threads(Path(config.model_dir)))
+    threads = config.threads or default_threads(Path(config.model_dir), cores_to_leave(config) if device.type == "cpu" else 0)
+    torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise ValueError(f"dtype: {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
@@ -51,25 +53,21 @@ def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[E
         chunk_tokens=config.chunk_tokens,
         queue_limit=config.queue_limit,
     )
-    engine = Engine(
-        limits,
-        runner,
-        store,
-        WaitForAll(store, runner.num_layers),
-        end_token_ids(Path(config.model_dir)),
-    )
+    workers = start_workers(config, store, base, threads)
+    engine = Engine(limits, runner, store, ColdStarts(store, base, WAYS["wait"]), end_token_ids(Path(config.model_dir)))
     warm_up(engine)
+    use_profile(engine, config, base, workers)
     return engine, base
 
 
-def default_threads(model_dir: Path) -> int:
-    """The cores that the process may use; one for a model that lies in a core's own cache.
+def default_threads(model_dir: Path, left: int = 0) -> int:
+    """The cores that the process may use, less those that are `left` to workers; one for a model that lies in a core's own cache.
 
     There a second thread gains nothing, and on a busy host threads that spin for each other cost a step many times
     its length.
     """
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    return 1 if weights < SMALL_MODEL else usable_cores()
+    return 1 if weights < SMALL_MODEL else max(1, usable_cores() - left)
 
 
 def warm_up(engine: Engine) -> None:

@@ -1,0 +1,114 @@
+"""Starts what cold starts need on this node: the CPU LoRA workers, and the profile by which plans are chosen."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from adapters.base_model import BaseModel
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.assist import Assist
+from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart.measure import SHORT, Effort, measure
+from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, read_profile, write_profile
+from node_agent.coldstart.shared import DTYPES, Layout
+from node_agent.coldstart.workers import WorkerPool
+from node_agent.config import EngineConfig
+from node_agent.cores import spare_cores
+from node_agent.engine.loop import Engine
+
+log = logging.getLogger("garnish.engine")
+
+START_LIMIT_S = 60.0
+"""For the workers to be warm."""
+MOST_WORKERS = 16
+"""That `auto` starts: a prompt's slices fill no more."""
+HANDOFF_SLOTS = 8
+"""Handoffs that may be open or in quarantine at once."""
+
+
+def cores_to_leave(config: EngineConfig) -> int:
+    """That the engine of a CPU node does not compute on, where its threads are not given."""
+    if config.cpu_workers is not None:
+        return config.cpu_workers
+    return 1 if config.load_link is not None and "assist" in WAYS[config.cold_start].plans else 0
+
+
+def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, threads: int) -> WorkerPool | None:
+    """The workers, warm; None where there are to be none. Raises ValueError when there are too few cores for them.
+
+    `auto` starts none on a CPU whose adapters have no slow link to cross: there a load ends before a worker could help.
+    """
+    dtype = store.pool.data.dtype
+    no_link = store.pool.data.device.type == "cpu" and config.load_link is None
+    if "assist" not in WAYS[config.cold_start].plans or config.cpu_workers == 0 or dtype not in DTYPES:
+        return None
+    if config.cpu_workers is None and no_link:
+        return None
+    cores = spare_cores(threads)
+    count = min(len(cores), MOST_WORKERS) if config.cpu_workers is None else config.cpu_workers
+    if count > len(cores):
+        raise ValueError(
+            f"cpu_workers: {count} need a core each, and the engine's {threads} threads leave {len(cores)}; "
+            "set cpu_workers lower"
+        )
+    if not count:
+        return None
+    layout = Layout(HANDOFF_SLOTS, count, config.chunk_tokens, base.widths, DTYPES.index(dtype))
+    workers = WorkerPool(store.host_map, layout, cores[-count:])
+    workers.start()
+    ready = workers.wait_ready(START_LIMIT_S)
+    if ready < count:
+        log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": count})
+    return workers
+
+
+def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: WorkerPool | None) -> ProfileKey:
+    link, device = config.load_link, engine.runner.device
+    return ProfileKey(
+        base=base.fingerprint,
+        dtype=str(engine.runner.dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        threads=torch.get_num_threads(),
+        workers=0 if workers is None else workers.layout.workers,
+        simulated_bandwidth=0.0 if link is None else link.bandwidth,
+        simulated_latency=0.0 if link is None else link.latency,
+    )
+
+
+def use_profile(engine: Engine, config: EngineConfig, base: BaseModel, workers: WorkerPool | None) -> None:
+    """Let the engine plan its cold starts by what they cost here: as the file says, or measured now and written."""
+    way = WAYS[config.cold_start]
+    if way.plans == ("wait",):
+        return
+    key = profile_key(engine, config, base, workers)
+    file = Path(config.profile) if config.profile else None
+    profile = _from_file(file, key) or measure_node(engine, key, workers, SHORT, file)
+    if workers is not None and profile.cpu is None:
+        log.warning("cold starts go without CPU workers: none answered while they were measured")
+        workers.close()
+        workers = None
+    assist = None if workers is None else Assist(engine.store, base, profile, workers)
+    engine.plan_cold_starts(ColdStarts(engine.store, base, way, profile, workers), assist)
+
+
+def measure_node(
+    engine: Engine, key: ProfileKey, workers: WorkerPool | None, effort: Effort, file: Path | None
+) -> Profile:
+    """Measure, and write the file if there is to be one."""
+    profile = measure(key, engine.runner, engine.blocks, engine.store, workers, effort)
+    if file is not None:
+        write_profile(profile, file)
+    return profile
+
+
+def _from_file(file: Path | None, key: ProfileKey) -> Profile | None:
+    if file is None or not file.exists():
+        return None
+    try:
+        return read_profile(file, key)
+    except (ProfileError, OSError) as error:
+        log.warning("the profile is measured again", extra={"reason": str(error)})
+        return None
