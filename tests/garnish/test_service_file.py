@@ -106,7 +106,6 @@ def test_mistakes(tmp_path: Path, text: str, line: int | None, field: str, told:
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("registry", "registry: s3://bucket/prefix"),
         ("gateway.redis", "gateway: {redis: 'redis://127.0.0.1:6379/0'}"),
         ("gateway.workers", "gateway: {workers: 2}"),
         ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
