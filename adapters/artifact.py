@@ -20,7 +20,7 @@ import numpy.typing as npt
 from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact
 from adapters.peft_format import TensorRef, read_tensor
-from adapters.store import ObjectStore
+from adapters.store import ObjectStore, RangeReader
 from adapters.validate import DTYPES, LoraLayout, LoraPair
 
 MAGIC = b"GARNISH1"
@@ -80,11 +80,11 @@ def write_artifact(layout: LoraLayout, base: BaseModel, weights: Path, out: Path
             blocks.append(msgspec.structs.replace(block, sha256=sha256))
         header = msgspec.structs.replace(header, layers=tuple(blocks))
         stream.seek(0)
-        stream.write(_encode_header(header))
+        stream.write(encode_header(header))
     return header
 
 
-def read_header(store: ObjectStore, key: str) -> ArtifactHeader:
+def read_header(store: RangeReader, key: str) -> ArtifactHeader:
     """Read and check the header with one ranged get, or two when it is long. Raises NotFound or CorruptArtifact."""
     data = store.get_range(key, 0, FIRST_READ)
     if data[: len(MAGIC)] != MAGIC or len(data) < PREFIX:
@@ -113,9 +113,15 @@ def read_layer(store: ObjectStore, key: str, header: ArtifactHeader, layer: int)
     if block.size == 0:
         return b""
     data = store.get_range(key, block.offset, block.size)
+    check_layer(header, layer, data)
+    return data
+
+
+def check_layer(header: ArtifactHeader, layer: int, data: bytes | memoryview) -> None:
+    """Raise CorruptArtifact unless `data` is the layer's block."""
+    block = header.layers[layer]
     if len(data) != block.size or hashlib.sha256(data).hexdigest() != block.sha256:
         raise CorruptArtifact(f"layer {layer} of {header.digest} is not what was written")
-    return data
 
 
 def _check_header(header: ArtifactHeader, data_start: int) -> None:
@@ -141,7 +147,7 @@ def _planned_header(layout: LoraLayout, base: BaseModel) -> ArtifactHeader:
             blocks.append(block)
             end += block.size
         header = ArtifactHeader(FORMAT_VERSION, layout.digest, base.fingerprint, layout.dtype, tuple(blocks))
-        needed = _aligned(len(_encode_header(header)))
+        needed = _aligned(len(encode_header(header)))
         if needed <= start:
             return header
         start = needed  # larger offsets may need more digits, so look again
@@ -157,7 +163,8 @@ def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, it
     return LayerBlock(offset=offset, size=size, sha256="0" * 64, pairs=tuple(placed))
 
 
-def _encode_header(header: ArtifactHeader) -> bytes:
+def encode_header(header: ArtifactHeader) -> bytes:
+    """The bytes before the padding and the layers."""
     text = msgspec.json.encode(header)
     return MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
 

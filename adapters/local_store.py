@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from stat import S_ISREG
@@ -62,6 +63,11 @@ class LocalStore:
         with _translated(), self._open(key) as stream:
             stream.seek(start)
             return stream.read(length)
+
+    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+        with _translated(), self._open(key) as stream:
+            stream.seek(start)
+            return stream.readinto(buffer)
 
     def put(self, key: str, data: bytes | Path) -> str:
         path = self._path(key)
@@ -119,7 +125,7 @@ class LocalStore:
         return self.root / key
 
     @contextlib.contextmanager
-    def _open(self, key: str) -> Iterator[BinaryIO]:
+    def _open(self, key: str) -> Iterator[BufferedReader]:
         try:
             stream = self._path(key).open("rb")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

@@ -32,12 +32,20 @@ class ObjectInfo(msgspec.Struct, frozen=True):
     """Unix time of the last write, by the store's clock."""
 
 
+class RangeReader(Protocol):
+    """As much of a store as it takes to read an artifact's header."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
+
+
 class ObjectStore(Protocol):
     """Keys are `/`-separated segments of letters, digits, `.`, `_`, `-` (no leading `.`); none is a folder of another.
 
     Every write is atomic and durable when it returns: readers see the old content or the new, never a part. Conditional
     writes hold between threads, processes and hosts. An etag changes whenever the content does, and only then. Calls
-    block; each raises StoreUnavailable when the store can't answer in bounded time, InvalidRequest for a malformed key.
+    block; each raises StoreUnavailable when the store can't answer in bounded time (a write may have taken effect all
+    the same), InvalidRequest for a malformed key.
     """
 
     def get(self, key: str) -> Object:
@@ -48,6 +56,12 @@ class ObjectStore(Protocol):
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
+
+    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` (contiguous, writable) from byte `start`; returns how many bytes there were before the end.
+
+        Raises NotFound. Nothing writes to `buffer` any more when this ends, in whichever way.
+        """
 
     def put(self, key: str, data: bytes | Path) -> str:
         """Write unconditionally; returns the etag."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
-from benchmarks.report import ROOT, load, origin
+from benchmarks.report import RESULTS, ROOT, load, origin
 from benchmarks.step_profile import KINDS
 
 
@@ -85,10 +85,51 @@ def memory_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def serve_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    lines = [
+        f"{settings['dtype']}, {settings['threads']} threads for each, {settings['concurrency']} requests at once, "
+        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
+        f"median of {settings['rounds']} alternated rounds, the worst round in brackets. {origin(document)}",
+        "",
+        "| | base | eight adapters | over PEFT, base | over PEFT, adapters | step: base | adapters | padded "
+        "| padded / mixed | added / floor |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, title in settings["models"].items():
+        of = {figure.removesuffix(f"_{name}"): value for figure, value in figures.items() if figure.endswith(name)}
+        steps = " | ".join(f"{of[f'{kind}_step_ms']:.1f} ms" for kind in ("base", "mixed", "padded"))
+        ratios = [
+            f"{of[figure]:.2f} ({of[f'{figure}_{worst}']:.2f})"
+            for figure, worst in (
+                ("over_peft_static_base", "min"), ("over_peft", "min"), ("padded_over_mixed_step", "min"),
+                ("added_step_over_floor", "max"),
+            )
+        ]  # fmt: skip
+        lines.append(
+            f"| {title} | {of['base_tok_s']:.0f} tok/s | {of['mixed_tok_s']:.0f} tok/s | {ratios[0]} | {ratios[1]} "
+            f"| {steps} | {ratios[2]} | {ratios[3]} |"
+        )
+    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
+    lines += [
+        "",
+        f"Over HTTP ({settings['models']['smollm2']}, the client on the same cores): "
+        f"{figures['http_base_tok_s']:.0f} tok/s for the base and {figures['http_mixed_tok_s']:.0f} tok/s for eight "
+        f"adapters. Open loop, {figures['open_rate']:.2f} requests/s: TTFT p50 {figures['open_ttft_p50_ms']:.0f} ms "
+        f"and p99 {figures['open_ttft_p99_ms']:.0f} ms, TPOT p50 {figures['open_tpot_p50_ms']:.0f} ms, sends late by "
+        f"{figures['open_late_max_ms']:.1f} ms at most. The gateway adds {figures['gateway_added_p50_ms']:.1f} ms to "
+        f"the median TTFT of {settings['pairs']} short requests, each sent through it and straight to the node.",
+        "",
+        f"Contention probe: {before:.2f} ms before, {after:.2f} ms after.",
+    ]
+    return "\n".join(lines)
+
+
 TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
     ROOT / "docs" / "benchmarks.md": {
         "engine": ("engine", engine_table),
         "exactness": ("exactness", exactness_table),
+        "serve": ("serve", serve_table),
         "memory": ("memory", memory_table),
     },
     ROOT / "docs" / "kernels.md": {
@@ -103,7 +144,8 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
 def render(page: Path, text: str) -> str:
     """The page's text with its tables made anew. Raises ValueError."""
     for marker, (study, table) in TABLES[page].items():
-        block = f"<!-- {marker} -->\n{table(load(study))}\n<!-- /{marker} -->"
+        measured = (RESULTS / f"{study}.json").exists()
+        block = f"<!-- {marker} -->\n{table(load(study)) if measured else 'Not measured yet.'}\n<!-- /{marker} -->"
         text, found = re.subn(f"<!-- {marker} -->.*?<!-- /{marker} -->", lambda _, b=block: b, text, flags=re.DOTALL)
         if found != 1:
             raise ValueError(f"{page} must have one pair of markers for {marker}")

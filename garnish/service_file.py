@@ -27,6 +27,11 @@ class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: float | None = None
 
 
+class DiskCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: Text | None = None
+    bytes: int | None = None
+
+
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     runner: Literal["auto", "transformers", "lightllm"] = "auto"
@@ -38,6 +43,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cold_start: Literal["auto", "wait", "pipeline", "assist"] = "auto"
     predictor: Text = "auto"
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    disk_cache: DiskCache | Literal["off"] | None = None
     simulate: Simulate = Simulate()
 
 

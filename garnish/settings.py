@@ -7,17 +7,19 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from garnish.config import ServiceFile
 from garnish.errors import ServiceFileError, StartError
 from gateway.config import ConfigError, GatewayConfig, check_config
-from node_agent.config import EngineConfig, LinkConfig, NodeConfig
+from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeConfig
 
 UP_SHUTDOWN_SECONDS = 5.0
 """Under `garnish up` a person waits for the end, so open requests get less time than in production."""
 
+DISK_CACHE_BYTES = 10 << 30
 MAX_RUN_DIRECTORY = 90
 """Bytes; Linux allows 107 for the socket, its name included."""
 
@@ -72,7 +74,7 @@ def _fetch(hub_id: str) -> Path:
 def registry_of(service: ServiceFile, state: Path) -> str:
     if service.registry is None:
         return str(state / "registry")
-    if service.registry.startswith("file://"):
+    if service.registry.startswith(("file://", "s3://")):
         return service.registry
     return str(service.path(service.registry))
 
@@ -129,7 +131,7 @@ def node_config(
         gateway_url=gateway_url,
         secret_file=str(secret_file or secret_file_of(service, state)),
         run_dir=str(run_directory(state, node_id)),
-        engine=_engine_config(service, base, state, threads),
+        engine=_engine_config(service, base, state, node_id, threads),
     )
 
 
@@ -145,9 +147,10 @@ def run_directory(state: Path, node_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"garnish-{name}"
 
 
-def _engine_config(service: ServiceFile, base: Base, state: Path, threads: int | None) -> EngineConfig:
+def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, threads: int | None) -> EngineConfig:
     node = service.node
-    memory = {"adapter_memory": node.adapter_memory, "host_memory": node.host_memory, "kv_memory": node.kv_memory}
+    sizes = {"adapter_memory": node.adapter_memory, "host_memory": node.host_memory, "kv_memory": node.kv_memory}
+    memory: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     link, store = node.simulate.link, node.simulate.store
     return EngineConfig(
         model_dir=str(base.directory),
@@ -158,5 +161,17 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, threads: int |
         threads=threads,
         load_link=LinkConfig(bandwidth=link) if link is not None else None,
         store_link=LinkConfig(bandwidth=store) if store is not None else None,
-        **{name: value for name, value in memory.items() if value is not None},
+        disk_cache=_disk_cache(service, state, node_id),
+        **memory,
     )
+
+
+def _disk_cache(service: ServiceFile, state: Path, node_id: str) -> DiskCacheConfig | None:
+    """Unless the file says otherwise: 10 GiB for a registry that is far away, none for one in a directory."""
+    asked = service.node.disk_cache
+    if asked == "off" or (asked is None and not registry_of(service, state).startswith("s3://")):
+        return None
+    path = asked.path if asked is not None else None
+    size = asked.bytes if asked is not None else None
+    directory = state / "cache" if path is None else service.path(path)
+    return DiskCacheConfig(str(directory / node_id), DISK_CACHE_BYTES if size is None else size)

@@ -12,13 +12,20 @@ class LinkConfig(msgspec.Struct, frozen=True):
     latency: float = 0.0
 
 
+class DiskCacheConfig(msgspec.Struct, frozen=True):
+    """Where a node keeps artifacts on its own disk, and how many bytes at most."""
+
+    path: str
+    bytes: int
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine process needs. Memory sizes are in bytes."""
 
     model_dir: str
     base_id: str
     registry: str
-    """Directory (or, later, s3:// URL) of the object store."""
+    """Directory, or s3:// URL, of the object store."""
     device: str = "auto"
     """auto, cpu or cuda"""
     dtype: str = "auto"
@@ -44,6 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Simulated link between host memory and the device."""
     store_link: LinkConfig | None = None
     """Simulated link between the object store and this host."""
+    disk_cache: DiskCacheConfig | None = None
+    """None: adapters are read from the store whenever they are not in host memory."""
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):

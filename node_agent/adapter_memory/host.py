@@ -1,7 +1,8 @@
 """The host tier: adapters that are being read from the object store, or lie in host memory.
 
-Called by the engine's thread alone; workers fill `pages` and count `ready` up. A load goes on while somebody waits for
-it (`announce` counts one in, `retract` out) or the device is to copy from it.
+Called by the engine's thread alone; workers fill `pages` and say which layers are `here`. A load goes on while somebody
+waits for it (`announce` counts one in, `retract` out), the device is to copy from it, or CPU workers may read it. While
+one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
 from cluster.messages import Adapter
-from node_agent.adapter_memory.loader import HostAdapter, Loader
+from node_agent.adapter_memory.loader import Loader
+from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
+from node_agent.adapter_memory.table import AdapterTable
 
 FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
@@ -21,8 +24,10 @@ FAILURE_MEMORY = 1.0
 class HostTier:
     """`memory` bytes at most; least recently used first out. What somebody waits for or copies from stays."""
 
-    def __init__(self, loader: Loader, pool: Pool, memory: int) -> None:
-        self.loader, self.pool, self.memory = loader, pool, memory
+    def __init__(self, loader: Loader, pool: Pool, table: AdapterTable, memory: int) -> None:
+        """`table` names the adapters' rows in `pool`, for CPU workers."""
+        self.loader, self.pool, self.table, self.memory = loader, pool, table, memory
+        self._free_slots = list(range(table.shape.slots - 1, -1, -1))
         self.failure_memory = FAILURE_MEMORY
         self._waiters: Counter[str] = Counter()
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
@@ -30,6 +35,8 @@ class HostTier:
         self._unfetched: list[HostAdapter] = []
         self._fetching: list[HostAdapter] = []
         self._failed: deque[tuple[float, HostAdapter]] = deque()
+        self._leaving: list[HostAdapter] = []
+        """Forgotten, and still read."""
 
     def get(self, digest: str) -> HostAdapter | None:
         return self._all.get(digest)
@@ -67,6 +74,9 @@ class HostTier:
                 waiting.append(host)
         self._unfetched = waiting
         self._fetching = [host for host in self._fetching if not self._fetched(host)]
+        leaving, self._leaving = self._leaving, []
+        for host in leaving:
+            self._free(host)
         now = time.monotonic()
         while self._failed and (self._failed[0][0] <= now or not self.failure_memory):
             self.forget(self._failed.popleft()[1])
@@ -75,10 +85,22 @@ class HostTier:
         return (host for host in self._all.values() if host.complete and not host.failed)
 
     def forget(self, host: HostAdapter) -> None:
-        """Drop the adapter and its bytes. No worker touches them: its fetch has ended, and so has each copy."""
+        """Drop the adapter, and its bytes once nobody reads them. Its fetch has ended."""
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
         self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
+
+    def hold(self, host: HostAdapter) -> bool:
+        """Keep its pages and its table entry until `let_go`; False when it has none, or is on its way out."""
+        if host.pages is None or host.failed or self._all.get(host.digest) is not host:
+            return False
+        host.holds += 1
+        return True
+
+    def let_go(self, host: HostAdapter) -> None:
+        if host.holds <= 0:
+            raise RuntimeError(f"a hold on {host.digest} was released twice")
+        host.holds -= 1
 
     @property
     def used(self) -> int:
@@ -88,8 +110,8 @@ class HostTier:
     def owned(self) -> dict[str, list[HostAdapter]]:
         """Every adapter that has pages, by digest; a load that nobody wants any more may be ending beside a new one."""
         found: dict[str, list[HostAdapter]] = {}
-        ending = [host for host in self._fetching if self._all.get(host.digest) is not host]
-        for host in [*self._all.values(), *ending]:
+        others = {id(host): host for host in [*self._all.values(), *self._fetching, *self._leaving]}
+        for host in others.values():
             if host.pages is not None:
                 found.setdefault(host.digest, []).append(host)
         return found
@@ -123,11 +145,29 @@ class HostTier:
         if not self._make_room(host.size):
             return False
         assert host.layout is not None  # measured
+        run = self._reserve(max(1, host.layout.rows))
+        if run is None:
+            return False
         host.pages = self.pool.pages.take(host.layout.pages, host.digest)
         assert host.pages is not None  # there is room
+        host.slot, host.run = self._free_slots.pop(), run
+        self.table.set(host.slot, run, host.layout, host.layout.positions(host.pages))
         self._fetching.append(host)
         self.loader.fetch(host)
         return True
+
+    def _reserve(self, rows: int) -> int | None:
+        """A run of the table; idle adapters go where its free entries lie too scattered."""
+        while (run := self.table.reserve(rows)) is None:
+            idle = next((host for host in self._all.values() if self._is_idle(host)), None)
+            if idle is None:
+                return None
+            self.forget(idle)
+        return run
+
+    @staticmethod
+    def _is_idle(host: HostAdapter) -> bool:
+        return host.complete and host.unwanted and host.pages is not None
 
     def _fetched(self, host: HostAdapter) -> bool:
         if host.failed:
@@ -136,9 +176,17 @@ class HostTier:
         return host.complete
 
     def _free(self, host: HostAdapter) -> None:
-        if host.pages is not None:
-            self.pool.pages.give(host.pages, host.digest)
-            host.pages = None
+        if host.pages is None:
+            return
+        if host.read:
+            if host not in self._leaving:
+                self._leaving.append(host)
+            return
+        assert host.layout is not None  # it has pages
+        self.table.clear(host.slot, host.run, max(1, host.layout.rows))
+        self._free_slots.append(host.slot)
+        self.pool.pages.give(host.pages, host.digest)
+        host.pages, host.slot, host.run = None, -1, -1
 
     def _note_failure(self, host: HostAdapter) -> None:
         self._free(host)  # its worker has ended
@@ -152,11 +200,11 @@ class HostTier:
     def _make_room(self, size: int) -> bool:
         """Evict only if that is enough."""
         used = self.used
-        idle = [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
-        if used - sum(host.size for host in idle) + size > self.memory:
+        idle = [host for host in self._all.values() if self._is_idle(host)]
+        if used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
             return False
         for host in idle:
-            if used + size <= self.memory:
+            if used + size <= self.memory and self._free_slots:
                 break
             used -= host.size
             self.forget(host)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from adapters.base_model import PROJECTIONS
+from node_agent.adapter_memory.layout import AdapterLayout
+from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
-from node_agent.adapter_memory.store import AdapterStore, DeviceAdapter
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.adapter_memory.table import AdapterTable
 
 
 def check_memory(store: AdapterStore) -> list[str]:
@@ -14,16 +19,12 @@ def check_memory(store: AdapterStore) -> list[str]:
     found = [f"device: {line}" for line in store.pool.pages.problems()]
     found += [f"host: {line}" for line in store.hosts.pool.pages.problems()]
     found += _owners("device", store.pool, {digest: [e.pages] for digest, e in store.device.items()})
-    hosts = store.hosts.owned().items()
-    found += _owners("host", store.hosts.pool, {digest: [h.pages or [] for h in list_] for digest, list_ in hosts})
-    rank = store.table.rank.cpu().numpy()
-    loaded = {e.slot: (digest, e) for digest, e in store.device.items() if e.weights is not None}
-    for slot in np.flatnonzero(rank.any(axis=(1, 2))).tolist():
-        if slot not in loaded:
-            found.append(f"slot {slot} is no adapter's and its ranks are not 0")
-    for slot, (digest, entry) in loaded.items():
-        found += _check_adapter(store, digest, entry, rank[slot])
-    return found
+    hosts = store.hosts.owned()
+    found += _owners("host", store.hosts.pool, {d: [h.pages or [] for h in list_] for d, list_ in hosts.items()})
+    placed = [_Entry(f"adapter {d}", e.slot, e.run, e.layout, e.pages) for d, e in store.device.items()]
+    found += _check_table(store.table, "slot", placed)
+    there = [host for same in hosts.values() for host in same]
+    return found + _check_table(store.hosts.table, "host slot", [_host_entry(host) for host in there])
 
 
 def heal(store: AdapterStore) -> list[str]:
@@ -49,9 +50,40 @@ def _owners(tier: str, pool: Pool, owned: dict[str, list[list[int]]]) -> list[st
     return found
 
 
-def _check_adapter(store: AdapterStore, digest: str, entry: DeviceAdapter, rank: np.ndarray) -> list[str]:
+@dataclass(frozen=True)
+class _Entry:
+    """What the books say of one adapter in one table."""
+
+    name: str
+    slot: int
+    run: int
+    layout: AdapterLayout
+    pages: list[int]
+
+
+def _host_entry(host: HostAdapter) -> _Entry:
+    assert host.layout is not None and host.pages is not None  # it has pages
+    return _Entry(f"host adapter {host.digest}", host.slot, host.run, host.layout, host.pages)
+
+
+def _check_table(table: AdapterTable, what: str, entries: list[_Entry]) -> list[str]:
+    rank = table.rank.cpu().numpy()
+    slots = {entry.slot for entry in entries}
+    found = [
+        f"{what} {slot} is no adapter's and its ranks are not 0"
+        for slot in np.flatnonzero(rank.any(axis=(1, 2))).tolist()
+        if slot not in slots
+    ]
+    if len(slots) < len(entries):
+        found.append(f"two adapters have the same {what}")
+    for entry in entries:
+        found += _check_adapter(table, entry, rank[entry.slot])
+    return found
+
+
+def _check_adapter(table: AdapterTable, entry: _Entry, rank: np.ndarray) -> list[str]:
     """Lines that name adapter, layer and projection, for each pair that the table gives wrongly."""
-    layout, table = entry.layout, store.table
+    layout = entry.layout
     positions = layout.positions(entry.pages)
     scale, first = table.scale[entry.slot].cpu().numpy(), table.first[entry.slot].cpu().numpy()
     offsets = table.row_offset[entry.run : entry.run + layout.rows].cpu().numpy()
@@ -69,5 +101,5 @@ def _check_adapter(store: AdapterStore, digest: str, entry: DeviceAdapter, rank:
         }
         wrong = ", ".join(name for name, is_wrong in what.items() if is_wrong)
         if wrong:
-            found.append(f"adapter {digest}, layer {layer}, projection {PROJECTIONS[projection]}: wrong {wrong}")
+            found.append(f"{entry.name}, layer {layer}, projection {PROJECTIONS[projection]}: wrong {wrong}")
     return found

@@ -1,27 +1,175 @@
-"""A simulated link between memory tiers: it delays transfers and never changes data."""
+"""A simulated link between memory tiers: it delays transfers and never changes data.
+
+Flows share the bandwidth equally (processor sharing); the transfers of one flow follow each other. Progress is kept in
+virtual time: the bytes that a flow which was never idle would have carried. It grows by bandwidth / active flows per
+second, so that one number tells how far every flow has come, and a flow that joins or ends changes its slope alone.
+"""
 
 from __future__ import annotations
 
+import heapq
+import logging
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from node_agent.config import LinkConfig
 
+SPIN = 2e-4
+"""Seconds: a condition wakes about this late, so the rest of a delay is spun."""
+LONGEST_WAIT = 1.0
+"""Seconds after which a waiter looks again, whatever happens."""
+
+log = logging.getLogger(__name__)
+
+
+class LinkClosed(RuntimeError):
+    """The transfer will not arrive any more."""
+
+
+@dataclass(order=True)
+class Transfer:
+    """One transfer of a flow."""
+
+    target: float
+    """virtual time at which its last byte is across"""
+    flow: Flow = field(compare=False)
+    crossed: float | None = field(default=None, compare=False)
+    """when it was, by the clock"""
+
+
+class Flow:
+    """Transfers that follow each other, with one share of the link among them. Close it when no more will come."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.target = 0.0
+        """virtual time at which all that it has been given is across"""
+        self.closed = False
+
+    def begin(self, size: int) -> Transfer:
+        """`size` bytes set out, behind those that set out before."""
+        return self.link.begin(self, size)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Returns when the transfer has arrived. Raises LinkClosed when the flow or the link is closed before."""
+        self.link.wait(transfer)
+
+    def close(self) -> None:
+        """What has not arrived never will; the other flows have its share."""
+        self.link.leave(self)
+
 
 class Link:
-    """Transfers share the bandwidth in order of arrival. Without a config it costs nothing."""
+    """Without a config it carries everything at once. Any thread may call it."""
 
-    def __init__(self, config: LinkConfig | None) -> None:
-        self._config = config
-        self._lock = threading.Lock()
-        self._busy_until = 0.0
+    def __init__(
+        self, config: LinkConfig | None, name: str = "link", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config, self.clock = config, clock
+        self._changed = threading.Condition()
+        self._virtual = 0.0
+        self._at = clock()
+        self._active: list[Flow] = []
+        self._pending: list[Transfer] = []
+        """A heap."""
+        self._closed = False
+        if config is not None:
+            log.warning(
+                "a simulated link delays transfers",
+                extra={"link": name, "bytes_per_second": config.bandwidth, "latency": config.latency},
+            )
+
+    def flow(self) -> Flow:
+        return Flow(self)
 
     def carry(self, size: int) -> None:
-        """Returns when `size` bytes would have arrived."""
-        if self._config is None:
+        """Returns when `size` bytes would have arrived. Raises LinkClosed when the link is closed before."""
+        self.wait(self.begin(self.flow(), size))
+
+    def begin(self, flow: Flow, size: int) -> Transfer:
+        with self._changed:
+            self._advance(self.clock())
+            if self.config is None or flow.closed or self._closed:
+                return Transfer(self._virtual, flow, crossed=self._at)
+            if flow not in self._active:
+                flow.target = self._virtual
+                self._active.append(flow)
+            flow.target += size
+            transfer = Transfer(flow.target, flow)
+            heapq.heappush(self._pending, transfer)
+            return transfer
+
+    def wait(self, transfer: Transfer) -> None:
+        if self.config is None:
             return
-        with self._lock:
-            now = time.monotonic()
-            self._busy_until = max(now, self._busy_until) + size / self._config.bandwidth
-            arrival = self._busy_until + self._config.latency
-        time.sleep(max(0.0, arrival - now))
+        while True:
+            with self._changed:
+                now = self.clock()
+                self._advance(now)
+                if transfer.flow.closed or self._closed:
+                    raise LinkClosed("the node is stopping, or nobody waits for this load")
+                left = self._arrival(transfer) - now
+                if left > SPIN:
+                    self._changed.wait(min(left - SPIN, LONGEST_WAIT))  # whoever joins makes it later: look again
+                    continue
+            if left <= 0:
+                return
+            end = now + left
+            while self.clock() < end:
+                pass
+
+    def leave(self, flow: Flow) -> None:
+        with self._changed:
+            self._advance(self.clock())
+            flow.closed = True
+            if flow in self._active:
+                self._active.remove(flow)
+            self._pending = [transfer for transfer in self._pending if transfer.flow is not flow]
+            heapq.heapify(self._pending)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Every wait ends."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def arrival(self, transfer: Transfer) -> float:
+        """When it has arrived, or will have if no other flow joins or leaves; by the clock."""
+        with self._changed:
+            self._advance(self.clock())
+            return self._arrival(transfer)
+
+    # --- inside, under the lock
+
+    def _advance(self, now: float) -> None:
+        """Bring the virtual time to `now`, and note when transfers crossed."""
+        if self.config is None:
+            return
+        while self._active:
+            end = min(flow.target for flow in self._active)
+            slope = self.config.bandwidth / len(self._active)
+            reached = self._at + (end - self._virtual) / slope
+            to = end if reached <= now else self._virtual + (now - self._at) * slope
+            while self._pending and self._pending[0].target <= to:
+                transfer = heapq.heappop(self._pending)
+                transfer.crossed = min(now, self._at + (transfer.target - self._virtual) / slope)
+            self._virtual, self._at = to, min(reached, now)
+            if reached > now:
+                break
+            self._active = [flow for flow in self._active if flow.target > end]
+        self._at = now
+
+    def _arrival(self, transfer: Transfer) -> float:
+        assert self.config is not None
+        if transfer.crossed is not None:
+            return transfer.crossed + self.config.latency
+        at, virtual, ends = self._at, self._virtual, sorted(flow.target for flow in self._active)
+        for done, end in enumerate(ends):
+            slope = self.config.bandwidth / (len(ends) - done)
+            if transfer.target <= end:
+                return at + (transfer.target - virtual) / slope + self.config.latency
+            at, virtual = at + (end - virtual) / slope, end
+        raise AssertionError("a transfer that has not crossed belongs to an active flow")

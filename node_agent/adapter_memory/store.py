@@ -17,18 +17,24 @@ import torch
 from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
 from cluster.messages import Adapter, Resident
+from node_agent.adapter_memory.disk_cache import open_cache
 from node_agent.adapter_memory.host import HostTier
+from node_agent.adapter_memory.host_map import HostMap, SharedTable, export
 from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
-from node_agent.adapter_memory.loader import CopyStates, HostAdapter, Loader
+from node_agent.adapter_memory.loader import Loader
+from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable, rows_for
-from node_agent.adapter_memory.weights import AdapterWeights
+from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.config import EngineConfig
 from node_agent.device import Event
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
+
+MOST_ON_DISK = 256
+"""Adapters on the disk that a report names."""
 
 
 @dataclass
@@ -44,12 +50,11 @@ class DeviceAdapter:
     """when the load that brings it here began; monotonic seconds"""
     copy: CopyStates
     leases: int = 0
-    copying: bool = False
     settled: bool = False
     """Its load is over, one way or the other."""
     load_seconds: float = 0.0
     weights: AdapterWeights | None = None
-    """Set when the adapter is wholly there and the table names it."""
+    """Set when the adapter is wholly there. The table names it from the start."""
 
     @property
     def size(self) -> int:
@@ -57,8 +62,16 @@ class DeviceAdapter:
 
     @property
     def idle(self) -> bool:
-        """Nobody reads or writes it. A copy that has just ended is still to be switched in."""
+        """Nobody reads or writes it."""
         return self.leases == 0 and self.settled
+
+
+@dataclass(frozen=True)
+class HostHold:
+    """The right of CPU workers to read an adapter's rows in host memory, in `slot` of the host table."""
+
+    host: HostAdapter
+    slot: int
 
 
 def least_recently_used(candidates: Sequence[str]) -> str:
@@ -66,7 +79,8 @@ def least_recently_used(candidates: Sequence[str]) -> str:
 
 
 class AdapterStore:
-    """Two tiers of pages: `host_memory` bytes of host memory, `adapter_memory` bytes on the device."""
+    """Two tiers of pages, `host_memory` bytes of host memory and `adapter_memory` bytes on the device, and perhaps a
+    cache on the disk below them."""
 
     def __init__(
         self,
@@ -83,11 +97,13 @@ class AdapterStore:
         page_size = choose_page_size(base, dtype.itemsize)
         self.pool = device_pool(config.adapter_memory, page_size, device, dtype)
         self.host_memory = HostMemory(config.host_memory, page_size, dtype, pinned=device.type == "cuda")
+        self.host_table = SharedTable(self.host_memory.pool, base)
         rows = rows_for(self.pool.pages.count * self.pool.page_units, base, dtype.itemsize)
         self.table = AdapterTable(config.adapter_slots, rows, base.num_layers, device)
-        links = Link(config.store_link), Link(config.load_link)
-        self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change)
-        self.hosts = HostTier(self.loader, self.host_memory.pool, config.host_memory)
+        links = Link(config.store_link, "store"), Link(config.load_link, "device")
+        self.cache = open_cache(config.disk_cache, base)
+        self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change, self.cache)
+        self.hosts = HostTier(self.loader, self.host_memory.pool, self.host_table.table, config.host_memory)
         self.adapter_memory = config.adapter_memory
         self.choose_victim = choose_victim
         self.pinned: set[str] = set()
@@ -100,7 +116,7 @@ class AdapterStore:
     # --- what the engine calls for a request
 
     def announce(self, adapter: Adapter) -> str:
-        """A request waits for the adapter: start its load. Returns where it is now: none (device), host or absent.
+        """A request waits for the adapter: start its load. Returns where it is: none (device), host, disk or absent.
 
         Each call is answered by one `retract`, when the request leaves the queue.
         """
@@ -108,7 +124,7 @@ class AdapterStore:
         if self.ready(adapter.digest):
             return "none"
         host = self.hosts.load(adapter)
-        return "host" if host.complete and not host.failed else "absent"
+        return "host" if host.complete and not host.failed else host.origin
 
     def retract(self, digest: str) -> None:
         """A request waits no more."""
@@ -141,7 +157,7 @@ class AdapterStore:
         return digest in self.device
 
     def ready(self, digest: str) -> bool:
-        """The whole adapter is on the device and the table names it."""
+        """The whole adapter is on the device."""
         entry = self.device.get(digest)
         return entry is not None and entry.weights is not None
 
@@ -150,17 +166,18 @@ class AdapterStore:
         entry = self.device[lease.digest]
         if entry.copy.failed:
             return LayerState.FAILED
-        if layer < entry.copy.arrived:
-            return LayerState.DEVICE
-        return LayerState.HOST if layer < entry.host.ready else LayerState.NO
+        found = entry.copy.layers[layer]
+        if found != LayerState.NO:
+            return found
+        return LayerState.HOST if entry.host.here[layer] else LayerState.NO
 
     def loaded(self, lease: Lease) -> bool:
         return self.ready(lease.digest)
 
     def source(self, lease: Lease) -> str:
-        """Where an adapter that is not loaded comes from: host or absent."""
+        """Where an adapter that is not loaded comes from: host, disk or absent."""
         entry = self.device[lease.digest]
-        return "host" if entry.host.complete and entry.began > entry.host.began else "absent"
+        return "host" if entry.host.complete and entry.began > entry.host.began else entry.host.origin
 
     def load_seconds(self, lease: Lease) -> float:
         """How long its load took; 0 while it goes on."""
@@ -170,11 +187,59 @@ class AdapterStore:
         """Why the load failed, or an empty string."""
         return self.device[lease.digest].copy.failed
 
+    def set_order(self, lease: Lease, layers: Sequence[int]) -> None:
+        """In which order its layers go to the device, as far as they are in host memory; ascending unless it is set.
+
+        Raises ValueError unless `layers` names each layer once.
+        """
+        self.loader.set_order(self.device[lease.digest].copy, layers)
+
+    def copied(self, lease: Lease, layer: int) -> Event | None:
+        """What ends when the layer, ENQUEUED or DEVICE, is on the device; None before."""
+        return self.device[lease.digest].copy.events[layer]
+
+    def layer_weights(self, lease: Lease, layer: int) -> LayerWeights:
+        """One layer that is on the device, whether or not the others are. Raises RuntimeError when it is not."""
+        copy = self.device[lease.digest].copy
+        views = copy.views[layer]
+        if copy.failed or views is None or copy.layers[layer] != LayerState.DEVICE:
+            raise RuntimeError(f"layer {layer} of adapter {lease.digest} is read before it is on the device")
+        return views
+
     def weights(self, lease: Lease) -> AdapterWeights:
+        """All layers. Raises RuntimeError unless the whole adapter is on the device."""
         found = self.device[lease.digest].weights
         if found is None:
             raise RuntimeError(f"adapter {lease.digest} is read before it is on the device")
         return found
+
+    # --- for CPU workers, which compute from host memory
+
+    @property
+    def host_map(self) -> HostMap:
+        """What another process needs to read host memory."""
+        return export(self.host_memory, self.host_table)
+
+    def hold_host(self, lease: Lease) -> HostHold | None:
+        """The leased adapter's host pages stay where they are until `release_host`, even if its load ends or fails.
+
+        None when it has none (any more). Only layers whose state is HOST or later may be read.
+        """
+        host = self.device[lease.digest].host
+        return HostHold(host, host.slot) if self.hosts.hold(host) else None
+
+    def release_host(self, hold: HostHold) -> None:
+        """No worker reads it any more. Raises RuntimeError when it was released before."""
+        self.hosts.let_go(hold.host)
+
+    def host_slot(self, lease: Lease) -> int:
+        """The adapter's slot in the host table. Raises RuntimeError when it is not in host memory."""
+        slot = self.device[lease.digest].host.slot
+        if slot < 0:
+            raise RuntimeError(f"adapter {lease.digest} is not in host memory")
+        return slot
+
+    # --- residency
 
     def pin(self, digest: str) -> None:
         """Once on the device, the adapter stays there until it is unpinned."""
@@ -194,7 +259,7 @@ class AdapterStore:
     # --- what the engine calls once per iteration
 
     def poll(self) -> None:
-        """Switch in what has arrived, end releases whose events have ended, and let the host tier go on."""
+        """Note what has arrived, end releases whose events have ended, and let the host tier go on."""
         releasing, self._releasing = self._releasing, []
         for digest, events in releasing:
             self.release(Lease(digest, -1, ()), events)
@@ -204,13 +269,17 @@ class AdapterStore:
     def close(self) -> None:
         self.loader.close()
         self.host_memory.close()
+        self.host_table.close()
 
     # --- reports
 
     def residents(self) -> list[Resident]:
         on_device = [Resident(d, "device", e.size, e.leases) for d, e in self.device.items() if e.weights is not None]
         on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self.device]
-        return on_device + on_host
+        above = {resident.digest for resident in on_device + on_host}
+        kept = self.cache.contents() if self.cache is not None else ()
+        on_disk = [Resident(digest, "disk", size, 0) for digest, size in kept if digest not in above]
+        return on_device + on_host + on_disk[:MOST_ON_DISK]
 
     @property
     def free_bytes(self) -> int:
@@ -224,7 +293,7 @@ class AdapterStore:
     # --- inside
 
     def _place(self, adapter: Adapter) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
-        """Room on the device for an adapter that has none; its copy starts when it is in host memory."""
+        """Room on the device for an adapter that has none; each layer is copied once it is in host memory."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
         if host.failed:
             return LoadFailed(host.failed)
@@ -239,11 +308,17 @@ class AdapterStore:
         room = self._make_room(adapter.digest, host.layout)
         if room is None:
             return NoRoom()
+        if not self.loader.claim(host):  # it ended a moment ago
+            self.pool.pages.give(room[0], adapter.digest)
+            self.table.give(room[1], max(1, host.layout.rows))
+            return Pending()  # the next call says how
         began = time.monotonic() if host.complete else host.began
-        entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), *room, began, CopyStates())
-        host.placed = True
+        copy = CopyStates.of(len(host.layout.layers))
+        entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), *room, began, copy)
+        self.table.set(entry.slot, entry.run, entry.layout, entry.layout.positions(entry.pages))
         self.device[adapter.digest] = entry
         self._loading.append(entry)
+        self.loader.copy(host, entry.pages, copy)
         return entry
 
     def _make_room(self, digest: str, layout: AdapterLayout) -> tuple[list[int], int] | None:
@@ -291,26 +366,13 @@ class AdapterStore:
             self._evict(digest)
 
     def _advance_load(self, entry: DeviceAdapter) -> bool:
-        """Start or end an adapter's copy as is due; True when the load is over, one way or the other.
-
-        A copy starts when the whole adapter is in host memory: a worker that waited for a slow store would hold up
-        the copies of others.
-        """
+        """Take note of a copy that has ended, one way or the other; False while it goes on."""
         host, copy = entry.host, entry.copy
-        if not entry.copying:
-            if host.failed:
-                copy.failed = host.failed
-                copy.ended.set()
-            elif host.complete:
-                entry.copying = True
-                self.loader.copy(host, entry.pages, copy)
         if not copy.ended.is_set():
             return False
         host.placed, entry.settled = False, True
         if not copy.failed:
-            assert copy.positions is not None  # it was copied
-            self.table.set(entry.slot, entry.run, entry.layout, copy.positions)
-            entry.weights = copy.views
+            entry.weights = [views for views in copy.views if views is not None]
             entry.load_seconds = time.monotonic() - entry.began
             return True
         if not host.failed:

@@ -1,6 +1,11 @@
-"""The AdapterTable: where kernels find an adapter's rows. Only the engine changes it, between passes."""
+"""The AdapterTable: where kernels find an adapter's rows. Only the engine changes it, between passes.
+
+That a slot names an adapter says where its rows belong, not that they are there: AdapterStore knows which layers are.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,20 +15,44 @@ from node_agent.adapter_memory.layout import AdapterLayout, row_units
 from node_agent.adapter_memory.runs import FreeRuns
 
 
+@dataclass(frozen=True)
+class TableShape:
+    """How large a table is, and where its parts lie: rank, scale, first and row_offset, one after the other."""
+
+    slots: int
+    layers: int
+    rows: int
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """32-bit words of each part."""
+        pairs = self.slots * self.layers * len(PROJECTIONS)
+        return pairs, pairs, 2 * pairs, self.rows
+
+    @property
+    def words(self) -> int:
+        return sum(self.parts)
+
+
 class AdapterTable:
-    """On the device, at a fixed address.
+    """At a fixed address, on the device or in memory that other processes map.
 
     rank i32[slots, layers, 7] (0 = not adapted), scale f32[same], first i32[slots, layers, 7, 2]: index into row_offset
     of the first A and the first B row; row_offset i32[rows], in ROW_ALIGN units from the pool's start, one run per
     adapter.
     """
 
-    def __init__(self, slots: int, rows: int, num_layers: int, device: torch.device) -> None:
-        shape = (slots, num_layers, len(PROJECTIONS))
-        self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.first = torch.zeros((*shape, 2), dtype=torch.int32, device=device)
-        self.row_offset = torch.zeros(rows, dtype=torch.int32, device=device)
+    def __init__(
+        self, slots: int, rows: int, num_layers: int, device: torch.device, memory: torch.Tensor | None = None
+    ) -> None:
+        """`memory` i32[TableShape.words] is where it lies, if not in memory of its own; it is taken as it is."""
+        self.shape = TableShape(slots, num_layers, rows)
+        if memory is None:
+            memory = torch.zeros(self.shape.words, dtype=torch.int32, device=device)
+        rank, scale, first, self.row_offset = torch.split(memory, list(self.shape.parts))
+        pairs = (slots, num_layers, len(PROJECTIONS))
+        self.rank, self.scale = rank.view(pairs), scale.view(torch.float32).view(pairs)
+        self.first = first.view(*pairs, 2)
         self._runs = FreeRuns(rows)
 
     def reserve(self, rows: int) -> int | None:
@@ -40,6 +69,10 @@ class AdapterTable:
     def clear(self, slot: int, run: int, rows: int) -> None:
         """Switch the slot's adapter out and give its run back."""
         self.rank[slot].zero_()
+        self.give(run, rows)
+
+    def give(self, run: int, rows: int) -> None:
+        """A run that was reserved and is not used, or not any more."""
         self._runs.give(run, rows)
 
 

@@ -6,6 +6,7 @@ is a piece of its own, with as much of B as belongs to it: the sum over the piec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,21 +30,25 @@ class GroupWeights:
     """Index of the output in the group, its columns in xA (low, high), b [high - low, d_out], scale."""
 
 
-AdapterWeights = list[dict[str, tuple[GroupWeights, ...]]]
-"""Per layer, per group that is adapted: its pieces."""
+LayerWeights = dict[str, tuple[GroupWeights, ...]]
+"""Per group that is adapted: its pieces."""
+AdapterWeights = list[LayerWeights]
+"""Per layer."""
 
 
 def view_weights(pool: Pool, positions: np.ndarray, layout: AdapterLayout, base: BaseModel) -> AdapterWeights:
     """Views of an adapter whose rows are at `positions` (i64[rows], pool units)."""
-    layers: AdapterWeights = []
-    for pairs in layout.layers:
-        groups: dict[str, tuple[GroupWeights, ...]] = {}
-        for group, members in GROUPS.items():
-            chosen = [pair for pair in pairs if pair.projection in members]
-            if chosen:
-                groups[group] = _pieces(pool, positions, chosen, members, base)
-        layers.append(groups)
-    return layers
+    return [view_layer(pool, positions, pairs, base) for pairs in layout.layers]
+
+
+def view_layer(pool: Pool, positions: np.ndarray, pairs: Sequence[PairRows], base: BaseModel) -> LayerWeights:
+    """Views of one layer of it. They read whatever is in the pool: nobody may use them before the layer is there."""
+    groups: LayerWeights = {}
+    for group, members in GROUPS.items():
+        chosen = [pair for pair in pairs if pair.projection in members]
+        if chosen:
+            groups[group] = _pieces(pool, positions, chosen, members, base)
+    return groups
 
 
 def _pieces(

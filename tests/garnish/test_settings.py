@@ -9,6 +9,7 @@ import pytest
 from garnish.config import ServiceFile, load_service_file
 from garnish.errors import ServiceFileError, StartError
 from garnish.settings import Base, gateway_config, node_config, resolve_base, run_directory
+from node_agent.config import DiskCacheConfig
 
 
 @pytest.fixture
@@ -36,6 +37,13 @@ def test_defaults_lie_in_the_state(tmp_path: Path, base: Base) -> None:
     assert (config.secret_file, config.registry) == (str(state / "cluster.secret"), str(state / "registry"))
 
 
+def test_a_registry_on_s3_is_no_path(tmp_path: Path, base: Base) -> None:
+    service = load(tmp_path, "registry: s3://acme-adapters/prod\n")
+    assert gateway_config(service, base, tmp_path).registry == "s3://acme-adapters/prod"
+    node = node_config(service, base, tmp_path, node_id="n", gateway_url="http://g")
+    assert node.engine.registry == "s3://acme-adapters/prod"
+
+
 def test_no_keys_only_on_loopback(tmp_path: Path, base: Base) -> None:
     service = load(tmp_path, "auth: none\n")
     assert gateway_config(service, base, tmp_path).auth == "none"
@@ -56,6 +64,22 @@ def test_node(tmp_path: Path, base: Base) -> None:
     assert engine.load_link is not None
     assert (engine.load_link.bandwidth, engine.store_link) == (3e6, None)
     assert (config.secret_file, config.gateway_url) == (str(tmp_path / "cluster.secret"), "http://g")
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "size"),
+    [
+        ("", None, 0),
+        ("node: {disk_cache: off}\n", None, 0),
+        ("node: {disk_cache: {bytes: 2MiB}}\n", "state/cache/n", 2 << 20),
+        ("node: {disk_cache: {path: fast}}\n", "fast/n", 10 << 30),
+    ],
+)
+def test_disk_cache(tmp_path: Path, base: Base, text: str, path: str | None, size: int) -> None:
+    """Off for a registry in a directory; each node has a folder of its own."""
+    config = node_config(load(tmp_path, text), base, tmp_path / "state", node_id="n", gateway_url="http://g")
+    expected = None if path is None else DiskCacheConfig(str(tmp_path / path), size)
+    assert config.engine.disk_cache == expected
 
 
 def test_a_deep_state_has_its_sockets_elsewhere() -> None:

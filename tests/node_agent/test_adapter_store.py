@@ -177,9 +177,11 @@ class FaultyStore:
     def __init__(self, inner: ObjectStore, fault: Callable[[bytes], bytes]) -> None:
         self._inner, self._fault, self.armed = inner, fault, True
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        data = self._inner.get_range(key, start, length)
-        return self._fault(data) if self.armed and start > 4096 else data
+    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+        data = self._inner.get_range(key, start, len(buffer))
+        data = self._fault(data) if self.armed else data
+        buffer[: len(data)] = data
+        return len(data)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)

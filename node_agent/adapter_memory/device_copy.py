@@ -1,0 +1,102 @@
+"""One load from host memory to the device: each layer goes on as soon as it is there.
+
+A worker holds one layer at a time, and only one that lies in host memory: no slow store holds up a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from adapters.base_model import BaseModel
+from node_agent.adapter_memory.layout import ROW_ALIGN
+from node_agent.adapter_memory.link import Link
+from node_agent.adapter_memory.loads import CopyStates, HostAdapter
+from node_agent.adapter_memory.pool import Pool
+from node_agent.adapter_memory.weights import view_layer
+from node_agent.adapter_memory.workers import Workers
+from node_agent.device import record_event
+from node_agent.types import LayerState
+
+
+class DeviceCopy:
+    """A Job of the copying workers."""
+
+    def __init__(
+        self,
+        host: HostAdapter,
+        source: Pool,
+        target: Pool,
+        pages: list[int],
+        states: CopyStates,
+        base: BaseModel,
+        link: Link,
+        workers: Workers,
+        on_change: Callable[[], None],
+    ) -> None:
+        assert host.layout is not None and host.pages is not None  # measured, has room
+        self.host, self.layout, self.host_pages = host, host.layout, host.pages
+        self.source, self.target, self.pages, self.base = source, target, pages, base
+        self.states, self.link, self.workers, self.on_change = states, link, workers, on_change
+        self.positions = host.layout.positions(pages)
+        self.over = False
+        self._running = False
+        if target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
+            states.stream = torch.cuda.Stream(target.data.device)  # type: ignore[no-untyped-call]
+
+    # --- a Job: under the workers' lock
+
+    def take(self, now: float) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
+        if self._running or self.over:
+            return None
+        states = self.states.layers
+        left = [layer for layer in self.states.order if states[layer] != LayerState.DEVICE]
+        if self.host.failed or self.states.failed or not left:
+            self._settle()
+            return None
+        layer = next((layer for layer in left if self.host.here[layer]), None)
+        if layer is None:
+            return None
+        self._running = True
+        return partial(self._copy, layer)
+
+    def due(self) -> float | None:
+        return None
+
+    def _settle(self) -> None:
+        self.over = True
+        self.states.failed = self.states.failed or self.host.failed
+        self.states.ended.set()
+
+    # --- in a worker
+
+    def _copy(self, layer: int) -> None:
+        states = self.states
+        try:
+            spans = self.layout.spans[layer]
+            self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
+            views = view_layer(self.target, self.positions, self.layout.layers[layer], self.base)
+            with torch.cuda.stream(states.stream):
+                for span in spans:
+                    rows = self.source.span(self.host_pages[span.page], span)
+                    self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)
+                event = record_event(self.target.data.device)
+            states.views[layer], states.events[layer] = views, event
+            if not event.query():
+                states.layers[layer] = LayerState.ENQUEUED
+                self.on_change()
+                event.synchronize()
+            states.layers[layer] = LayerState.DEVICE
+        except Exception as error:  # the border of a worker: whatever failed becomes the load's state
+            states.failed = str(error) or type(error).__name__
+            if states.stream is not None:
+                with suppress(RuntimeError):  # of a copy that failed, and has said so already
+                    states.stream.synchronize()
+        with self.workers.changed:
+            self._running = False
+            if states.failed or all(state == LayerState.DEVICE for state in states.layers):
+                self._settle()
+        self.on_change()

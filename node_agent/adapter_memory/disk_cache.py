@@ -1,0 +1,261 @@
+"""Artifacts kept on this node's disk: written while they stream in from the store, found there at the next start.
+
+A file is an artifact byte for byte, under its digest and base. It is written beside and renamed when every layer has
+been verified, and is not synced: a file that a crash damaged fails its hashes when it is read, and then the store is
+asked. At the start each file's header is checked against its hash; each layer is whenever it is read. The cache can
+only save time: whatever goes wrong with it is counted, and the load goes on without.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from adapters.artifact import ArtifactHeader, encode_header, read_header
+from adapters.base_model import BaseModel
+from adapters.errors import AdapterError
+from node_agent.config import DiskCacheConfig
+
+NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}", re.ASCII)
+"""Digest and base fingerprint."""
+TEMPORARY = ".part"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """One artifact on the disk. Reads it as an ObjectStore would; the file may vanish at any time."""
+
+    cache: DiskCache
+    digest: str
+    path: Path
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:  # noqa: ARG002 - as ObjectStore.get_range
+        buffer = bytearray(length)
+        return bytes(buffer[: self.read_into(start, memoryview(buffer))])
+
+    def read_into(self, start: int, buffer: memoryview) -> int:
+        """Bytes read, fewer where the file ends. Raises OSError."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.preadv(fd, [buffer], start)
+        finally:
+            os.close(fd)
+
+    def header(self) -> ArtifactHeader:
+        """Raises CorruptArtifact or OSError."""
+        return read_header(self, "")
+
+    def drop(self, reason: str) -> None:
+        self.cache.drop(self.digest, reason)
+
+
+class CacheWriter:
+    """One artifact on its way to the disk. Workers write its layers in any order; the last one makes it a file."""
+
+    def __init__(self, cache: DiskCache, header: ArtifactHeader, size: int) -> None:
+        self.cache, self.digest, self.size = cache, header.digest, size
+        self.path = cache.path_of(header.digest)
+        self.temporary = self.path.with_suffix(f".{os.getpid()}-{id(self):x}{TEMPORARY}")
+        self._missing = sum(1 for block in header.layers if block.size)
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._open(encode_header(header))
+
+    def write(self, offset: int, block: memoryview) -> None:
+        """A verified layer. Never raises: without room on the disk the adapter is not kept."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            try:
+                _write_all(self._fd, block, offset)
+                self._missing -= 1
+                if not self._missing:
+                    os.close(self._fd)
+                    self._fd = -1
+                    os.replace(self.temporary, self.path)
+                    self.cache.keep(self.digest, self.size)
+            except OSError as error:
+                self._give_up(error)
+
+    def end(self) -> None:
+        """The load has ended: what is not whole is removed."""
+        with self._lock:
+            if self._fd >= 0:
+                self._give_up(None)
+
+    def _open(self, header: bytes) -> None:
+        try:
+            self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.posix_fallocate(self._fd, 0, self.size)  # better to learn now than half-way that the disk is full
+            _write_all(self._fd, memoryview(header), 0)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError | None) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with suppress(OSError):
+            self.temporary.unlink(missing_ok=True)
+        self.cache.give_back(self.size, error)
+
+
+class DiskCache:
+    """`bytes` on the disk at most, files being written included; least recently used first out."""
+
+    def __init__(self, config: DiskCacheConfig, base: BaseModel) -> None:
+        """Finds what earlier runs left. Raises OSError when the directory can't be used or another node uses it."""
+        self.directory, self.limit, self.base = Path(config.path), config.bytes, base
+        self.failures = 0
+        """Writes that failed, a full disk most likely."""
+        self.damaged = 0
+        """Files that were not what was written."""
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """By file name, least recently used first."""
+        self._writing = 0
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._owner = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._find()
+        except BaseException:
+            os.close(self._owner)
+            raise
+
+    def path_of(self, digest: str) -> Path:
+        return self.directory / self._name(digest)
+
+    def open(self, digest: str) -> CachedFile | None:
+        """The adapter's file, used now; None when there is none."""
+        with self._lock:
+            if self._name(digest) not in self._sizes:
+                return None
+            self._sizes.move_to_end(self._name(digest))
+        path = self.path_of(digest)
+        with suppress(OSError):
+            os.utime(path)  # the order outlives this process
+        return CachedFile(self, digest, path)
+
+    def has(self, digest: str) -> bool:
+        with self._lock:
+            return self._name(digest) in self._sizes
+
+    def contents(self) -> Sequence[tuple[str, int]]:
+        """(digest, bytes) of this base's adapters, most recently used first."""
+        with self._lock:
+            here = [(name[:64], size) for name, size in self._sizes.items() if name.endswith(self.base.fingerprint)]
+        return here[::-1]
+
+    def writer(self, header: ArtifactHeader) -> CacheWriter | None:
+        """Where to write an artifact that is being read; None when it is kept already or can't be."""
+        size = max((block.offset + block.size for block in header.layers), default=0)
+        name = self._name(header.digest)
+        if not NAME.fullmatch(name) or size > self.limit or not any(block.size for block in header.layers):
+            return None
+        with self._lock:
+            victims = None if name in self._sizes else self._make_room(size)
+            if victims is None:
+                return None
+            self._writing += size
+        self._remove(victims)
+        return CacheWriter(self, header, size)
+
+    def drop(self, digest: str, reason: str) -> None:
+        """The file is not what was written, or can't be read."""
+        with self._lock:
+            if self._sizes.pop(self._name(digest), None) is None:
+                return
+            self.damaged += 1
+        log.warning("an adapter on the disk is not usable", extra={"digest": digest, "reason": reason})
+        self._remove([self._name(digest)])
+
+    def keep(self, digest: str, size: int) -> None:
+        """A writer has ended well."""
+        with self._lock:
+            self._writing -= size
+            self._sizes[self._name(digest)] = size
+
+    def give_back(self, size: int, error: OSError | None) -> None:
+        """A writer has ended without a file."""
+        with self._lock:
+            self._writing -= size
+            self.failures += error is not None
+        if error is not None:
+            log.warning("an adapter can't be kept on the disk", extra={"reason": error.strerror or str(error)})
+
+    def close(self) -> None:
+        os.close(self._owner)
+
+    # --- inside
+
+    def _name(self, digest: str) -> str:
+        return f"{digest}-{self.base.fingerprint}"
+
+    def _make_room(self, size: int) -> list[str] | None:
+        """Under the lock: names to remove, forgotten already; None when writers hold the room."""
+        if self._writing + size > self.limit:
+            return None
+        victims = []
+        while self._writing + size + sum(self._sizes.values()) > self.limit:
+            victims.append(self._sizes.popitem(last=False)[0])
+        return victims
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(OSError):
+                (self.directory / name).unlink(missing_ok=True)
+
+    def _find(self) -> None:
+        """Take in what earlier runs left: whole files whose header is what was written; the rest is removed."""
+        found: list[tuple[float, str, int]] = []
+        for path in self.directory.iterdir():
+            if path.name.endswith(TEMPORARY):
+                path.unlink(missing_ok=True)
+            elif NAME.fullmatch(path.name):
+                stat = path.stat()
+                found.append((stat.st_mtime, path.name, stat.st_size))
+        for _, name, size in sorted(found):
+            if self._is_sound(name, size):
+                self._sizes[name] = size
+            else:
+                self.damaged += 1
+                self._remove([name])
+        victims = self._make_room(0)
+        assert victims is not None  # nothing is being written
+        self._remove(victims)
+
+    def _is_sound(self, name: str, size: int) -> bool:
+        try:
+            header = CachedFile(self, name[:64], self.directory / name).header()
+        except (AdapterError, OSError):
+            return False
+        end = max((block.offset + block.size for block in header.layers), default=0)
+        return f"{header.digest}-{header.base}" == name and end == size
+
+
+def open_cache(config: DiskCacheConfig | None, base: BaseModel) -> DiskCache | None:
+    """None without a config, and where the directory can't be used: a node serves without its cache."""
+    if config is None or not config.bytes:
+        return None
+    try:
+        return DiskCache(config, base)
+    except OSError as error:
+        log.warning("adapters are not kept on the disk", extra={"path": config.path, "reason": error.strerror})
+        return None
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,196 @@
+"""One load from the store, or from the disk cache, to host memory: ranges of layers, each layer verified by itself.
+
+Several ranges are in flight at once. A layer that can't be read, or is not what was written, is tried again after a
+pause, from that layer on; what has arrived before it stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from adapters.artifact import check_layer
+from adapters.base_model import BaseModel
+from adapters.errors import CorruptArtifact, StoreUnavailable
+from adapters.store import ObjectStore
+from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
+from node_agent.adapter_memory.layout import contiguous_runs, row_units
+from node_agent.adapter_memory.link import Flow, Transfer
+from node_agent.adapter_memory.loads import HostAdapter
+from node_agent.adapter_memory.pool import Pool
+from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
+from node_agent.adapter_memory.workers import Workers
+from node_agent.device import DTYPES
+
+RANGES_IN_FLIGHT = 3
+"""Of one load."""
+TRIES = 3
+BACK_OFF = 0.05
+"""Seconds before the second try; four times as long before the third."""
+RETRIED = (StoreUnavailable, CorruptArtifact, OSError)
+
+
+class Fetch:
+    """A Job of the fetching workers. Sets `complete` or `failed` of `host` when none touches its pages any more."""
+
+    def __init__(
+        self,
+        host: HostAdapter,
+        store: ObjectStore,
+        base: BaseModel,
+        pool: Pool,
+        flow: Flow,
+        staging: Staging,
+        cache: DiskCache | None,
+        workers: Workers,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`flow`: this load's share of the simulated link; `cache`: where to keep what was verified, if anywhere.
+
+        `on_change` is called when a layer has arrived, and when the load has ended (then under the workers' lock).
+        """
+        assert host.header is not None and host.layout is not None and host.pages is not None  # measured, has room
+        self.host, self.header, self.layout = host, host.header, host.layout
+        self.store, self.base, self.pool, self.workers = store, base, pool, workers
+        self.flow, self.staging, self.cache, self.on_change = flow, staging, cache, on_change
+        self.positions = host.layout.positions(host.pages)
+        self.over = False
+        self._ranges = plan_ranges(host.header.layers)
+        self._running = 0
+        self._error = ""
+        self._writer: CacheWriter | None = None
+        self._writer_lock = threading.Lock()
+        host.here = bytearray(not block.size for block in host.header.layers)
+        self._settle()
+
+    # --- a Job: under the workers' lock
+
+    def take(self, now: float) -> Callable[[], None] | None:
+        if self.over:
+            return None
+        if self._error or self.host.unwanted:
+            self._settle()
+            return None
+        ready = next((r for r in self._ranges if r.not_before <= now), None)
+        if ready is None or self._running >= RANGES_IN_FLIGHT:
+            return None
+        self._ranges.remove(ready)
+        self._running += 1
+        source = self.host.cached
+        sizes = [block.size if source is None else 0 for block in self.header.layers[ready.first : ready.end]]
+        return partial(self._bring, ready, source, [self.flow.begin(size) for size in sizes])  # in layer order
+
+    def due(self) -> float | None:
+        later = [r.not_before for r in self._ranges if r.not_before]
+        return min(later) if later and self._running < RANGES_IN_FLIGHT else None
+
+    def _settle(self) -> None:
+        """Say how the load ended, once it has and nothing runs. Whoever wants it again until then finds it going on."""
+        if self._running or self.over:
+            return
+        self.host.complete = all(self.host.here)
+        abandoned = self.host.unwanted and not self._error
+        if not (self.host.complete or self._error or abandoned):
+            return
+        self.over = True
+        self.flow.close()
+        if self._writer is not None:
+            self._writer.end()
+        if not self.host.complete:
+            self.host.abandoned = abandoned
+            self.host.failed = self._error or "nobody waits for it any more"
+        self.on_change()
+
+    # --- in a worker
+
+    def _bring(self, wanted: Range, source: CachedFile | None, transfers: list[Transfer]) -> None:
+        at = wanted.first
+        try:
+            data = self._read(wanted, source)
+            for at, transfer in zip(range(wanted.first, wanted.end), transfers, strict=True):
+                block = self.header.layers[at]
+                self.flow.wait(transfer)
+                if self._error or self.host.unwanted:
+                    self._put_back(wanted, at)
+                    break
+                if block.size:
+                    offset = block.offset - wanted.start
+                    self._land(at, data[offset : offset + block.size], keep=source is None)
+        except Exception as error:  # the border of a worker: whatever failed becomes the load's state
+            self._note(error, wanted, at, source)
+        with self.workers.changed:
+            self._running -= 1
+            self._settle()
+
+    def _read(self, wanted: Range, source: CachedFile | None) -> memoryview:
+        data = self.staging.take(wanted.size)
+        for low in range(0, wanted.size, LARGEST_RANGE):
+            piece = data[low : low + LARGEST_RANGE]
+            start = wanted.start + low
+            found = (
+                self.store.get_range_into(self.host.artifact, start, piece)
+                if source is None
+                else source.read_into(start, piece)
+            )
+            if found != len(piece):
+                raise CorruptArtifact(f"{self.header.digest} ends at byte {start + found}")
+        return data
+
+    def _land(self, layer: int, block: memoryview, keep: bool) -> None:
+        """Verify a layer, place its rows, and say that it is there."""
+        check_layer(self.header, layer, block)
+        for pair in self.layout.layers[layer]:
+            d_in, d_out = self.base.widths[pair.projection]
+            self._place(self.positions[pair.a : pair.a + pair.rank], block, pair.a_source, d_in)
+            self._place(self.positions[pair.b : pair.b + pair.rank], block, pair.b_source, d_out)
+        with self.workers.changed:
+            self.host.here[layer] = 1
+            self.host.complete = all(self.host.here)
+        self.on_change()
+        writer = self._open_writer() if keep else None
+        if writer is not None:
+            writer.write(self.header.layers[layer].offset, block)
+
+    def _open_writer(self) -> CacheWriter | None:
+        with self._writer_lock:
+            if self.cache is not None:
+                self._writer, self.cache = self.cache.writer(self.header), None  # asked once
+            return self._writer
+
+    def _place(self, positions: np.ndarray, block: memoryview, offset: int, width: int) -> None:
+        """Rows of `width` from byte `offset` of the block go to `positions`, converted to the pool's dtype."""
+        source, count = DTYPES[self.header.dtype], len(positions) * width
+        rows = torch.frombuffer(block, dtype=source, count=count, offset=offset).view(len(positions), width)
+        for low, end in contiguous_runs(positions, row_units(width, self.pool.data.element_size())):
+            self.pool.matrix(int(positions[low]), end - low, width).copy_(rows[low:end])
+
+    def _note(self, error: Exception, wanted: Range, at: int, source: CachedFile | None) -> None:
+        """Try again from layer `at`, or end the load."""
+        again = self._rest(wanted, at)
+        with self.workers.changed:
+            if source is not None and isinstance(error, RETRIED):
+                source.drop(str(error))  # the cache is no authority: the store has it
+                self.host.cached = None
+                again.tries = wanted.tries
+            elif not isinstance(error, RETRIED) or again.tries >= TRIES:
+                self._error = self._error or f"{type(error).__name__}: {error}"
+                return
+            else:
+                again.not_before = time.monotonic() + BACK_OFF * 4 ** (again.tries - 1)
+            self._ranges.insert(0, again)
+
+    def _put_back(self, wanted: Range, at: int) -> None:
+        rest = self._rest(wanted, at)
+        rest.tries = wanted.tries
+        with self.workers.changed:
+            self._ranges.insert(0, rest)
+
+    def _rest(self, wanted: Range, at: int) -> Range:
+        start = self.header.layers[at].offset
+        tries = wanted.tries + 1 if at == wanted.first else 1
+        return Range(at, wanted.end, start, wanted.start + wanted.size - start, tries)

@@ -1,0 +1,89 @@
+"""How far an adapter has come: in host memory, and on its way to the device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from adapters.artifact import ArtifactHeader
+from node_agent.adapter_memory.disk_cache import CachedFile
+from node_agent.adapter_memory.layout import AdapterLayout
+from node_agent.adapter_memory.weights import LayerWeights
+from node_agent.device import Event
+from node_agent.types import LayerState
+
+
+@dataclass(eq=False)
+class HostAdapter:
+    """One adapter in host memory, in the pool's dtype and row order.
+
+    The engine's thread writes `waiters`, `placed`, `holds` and what it took (`pages`, which a worker fills, `slot` and
+    `run`); workers write the rest.
+    """
+
+    digest: str
+    artifact: str
+    waiters: int = 0
+    """queued requests that want it"""
+    placed: bool = False
+    """the device is to copy from it"""
+    holds: int = 0
+    """CPU workers may read it"""
+    origin: str = "absent"
+    """where its bytes come from: disk or absent (the store)"""
+    began: float = field(default_factory=time.monotonic)
+    header: ArtifactHeader | None = None
+    layout: AdapterLayout | None = None
+    cached: CachedFile | None = None
+    """its file in the disk cache, once the header was read from there"""
+    pages: list[int] | None = None
+    slot: int = -1
+    run: int = -1
+    """its place in the host table, while it has pages"""
+    here: bytearray = field(default_factory=bytearray)
+    """1 for each layer that has arrived and was verified"""
+    complete: bool = False
+    """all have"""
+    failed: str = ""
+    """set when no worker touches its pages any more"""
+    abandoned: bool = False
+    """`failed` because nobody wanted it any more"""
+
+    @property
+    def unwanted(self) -> bool:
+        return not (self.waiters or self.placed or self.holds)
+
+    @property
+    def read(self) -> bool:
+        """Somebody may still read its pages."""
+        return self.placed or self.holds > 0
+
+    @property
+    def size(self) -> int:
+        return self.layout.size if self.layout else 0
+
+
+@dataclass(eq=False)
+class CopyStates:
+    """How far one copy to the device is. Written by workers, read by the engine."""
+
+    layers: list[int]
+    """a LayerState each: NO until the layer is enqueued"""
+    views: list[LayerWeights | None]
+    """each set before its layer's state says DEVICE"""
+    order: Sequence[int]
+    """in which layers are copied, as far as they are in host memory"""
+    events: list[Event | None]
+    """recorded behind a layer's copy; set before its state says ENQUEUED"""
+    failed: str = ""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """No worker touches the target any more."""
+    stream: torch.cuda.Stream | None = None
+
+    @classmethod
+    def of(cls, layers: int) -> CopyStates:
+        return cls([LayerState.NO] * layers, [None] * layers, range(layers), [None] * layers)

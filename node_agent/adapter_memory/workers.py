@@ -1,0 +1,100 @@
+"""Worker threads that serve jobs in turn: a piece of work from each, so that no job keeps the others out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+LONGEST_WAIT = 60.0
+"""Seconds after which an idle worker looks again, whatever happens."""
+CLOSE_SECONDS = 30.0
+"""Longest wait for a piece of work that still runs at the end."""
+
+
+class Job(Protocol):
+    """What a load does in one tier. Its methods are called under the workers' lock, and never block."""
+
+    @property
+    def over(self) -> bool:
+        """No work is left and none runs: the workers forget it."""
+
+    def take(self, now: float) -> Callable[[], None] | None:
+        """The next piece of work, or None when there is none yet. Must not raise, nor must the work."""
+
+    def due(self) -> float | None:
+        """When `take` should be asked again without a `wake` (monotonic seconds), or None."""
+
+
+class Workers:
+    """At most `count` threads, started as they are needed. A job's own state is changed under `changed` alone."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name, self.count = name, count
+        self.changed = threading.Condition()
+        self.closed = False
+        self._jobs: list[Job] = []
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+
+    def add(self, job: Job) -> None:
+        with self.changed:
+            self._jobs.append(job)
+            self._call_one()
+
+    def wake(self) -> None:
+        """A job may have work that it did not have before."""
+        with self.changed:
+            self._call_one()
+
+    def close(self, wait: bool) -> None:
+        """Begin no more work; with `wait`, return when what runs has ended. Raises RuntimeError when it does not."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads if wait else ():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise RuntimeError(f"{thread.name} still works {CLOSE_SECONDS:.0f} s after it was told to end")
+
+    def _call_one(self) -> None:
+        """Under the lock. One is enough: who finds work calls the next."""
+        if self._idle:
+            self.changed.notify()
+        elif len(self._threads) < self.count and not self.closed:
+            name = f"{self.name}-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self) -> None:
+        while work := self._next():
+            work()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self.changed:
+            while not self.closed:
+                work = self._take()
+                if work is not None:
+                    self._call_one()
+                    return work
+                now = time.monotonic()
+                due = min((at for job in self._jobs if (at := job.due()) is not None), default=now + LONGEST_WAIT)
+                self._idle += 1
+                self.changed.wait(min(max(0.0, due - now), LONGEST_WAIT))
+                self._idle -= 1
+            return None
+
+    def _take(self) -> Callable[[], None] | None:
+        """The first job that has work goes to the end of the line."""
+        now = time.monotonic()
+        found = None
+        for job in self._jobs:
+            found = job.take(now)
+            if found is not None:
+                self._jobs.remove(job)
+                self._jobs.append(job)
+                break
+        self._jobs = [job for job in self._jobs if not job.over]
+        return found
