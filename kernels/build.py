@@ -1,4 +1,4 @@
-"""Compiles grouped_lora.cpp for this very processor, once per user, source, compiler and processor.
+"""Compiles a C++ source of this folder for this very processor, once per user, source, compiler and processor.
 
 Plain C++ behind a C interface: neither Python's nor torch's headers are needed, and it takes two seconds. OpenMP's
 functions are left open at the link, so that they are those of the OpenMP that torch has loaded: one pool of threads.
@@ -25,17 +25,17 @@ class CompileError(RuntimeError):
     """The operator can't be had here; says why. The torch path does the same work."""
 
 
-def load_library(cache: Path | None = None) -> ctypes.CDLL:
-    """The compiled operator from `cache` (None: ~/.cache/garnish), compiled first if it isn't there. Raises
+def load_library(cache: Path | None = None, name: str = "grouped_lora") -> ctypes.CDLL:
+    """The compiled `name`.cpp from `cache` (None: ~/.cache/garnish), compiled first if it isn't there. Raises
     CompileError. torch must have been imported."""
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    compiler = next((path for command in COMPILERS if (path := shutil.which(command))), None)
     if compiler is None:
         raise CompileError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed")
-    source = (files(__package__) / "grouped_lora.cpp").read_bytes()
+    source = (files(__package__) / f"{name}.cpp").read_bytes()
     try:
         folder = cache or Path.home() / ".cache" / "garnish"
         _make_private(folder)
-        library = folder / f"grouped_lora-{_key(source, compiler)}.so"
+        library = folder / f"{name}-{_key(source, compiler)}.so"
         if not library.exists():
             _compile(compiler, source, library)
         return ctypes.CDLL(str(library))
@@ -62,7 +62,7 @@ def _key(source: bytes, compiler: str) -> str:
 def _compile(compiler: str, source: bytes, library: Path) -> None:
     """Compile beside the library and rename: a process that comes at the same time does the same, and either wins."""
     with tempfile.TemporaryDirectory(dir=library.parent) as place:
-        text, code, linked = Path(place, "grouped_lora.cpp"), Path(place, "code.o"), Path(place, "linked.so")
+        text, code, linked = Path(place, "source.cpp"), Path(place, "code.o"), Path(place, "linked.so")
         text.write_bytes(source)
         for command in ([*FLAGS, "-c", str(text), "-o", str(code)], ["-shared", str(code), "-o", str(linked)]):
             done = subprocess.run(  # noqa: S603 - a compiler, and our own source
