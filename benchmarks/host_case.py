@@ -10,14 +10,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 
 from kernels.reference import ROW_ALIGN, add_lora
+from node_agent.adapter_memory.host_map import HostMap, HostView
 from node_agent.adapter_memory.layout import row_units
-from node_agent.coldstart.host_weights import HostMap, HostWeights, attach
-from node_agent.coldstart.shared import DTYPES
+from node_agent.adapter_memory.table import AdapterTable, TableShape
 from node_agent.types import GROUPS
 
 Widths = tuple[tuple[int, int], ...]
@@ -26,17 +25,17 @@ Widths = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class HostCase:
     host: HostMap
-    weights: HostWeights
+    weights: HostView
     widths: Widths
 
     def expected(self, x: torch.Tensor, slot: int, layer: int, group: str) -> list[torch.Tensor]:
         """float64 [T, d_out] per projection of the group, zeros where it is not adapted."""
-        table, found = self.weights, []
+        pool, table, found = self.weights.pool, self.weights.table, []
         for p in GROUPS[group]:
             y = torch.zeros(x.shape[0], self.widths[p][1], dtype=torch.float64)
             which = torch.full((x.shape[0],), slot, dtype=torch.int32)
             views = table.rank[:, layer, p], table.scale[:, layer, p], table.first[:, layer, p]
-            add_lora(y, x, which, table.pool, *views, table.row_offset)
+            add_lora(y, x, which, pool, *views, table.row_offset)
             found.append(y)
         return found
 
@@ -65,27 +64,28 @@ def draw_host(widths: Widths, ranks: np.ndarray, dtype: torch.dtype, seed: int =
     rows = [(where, side) for where in np.ndindex(ranks.shape) for side in (0, 1) for _ in range(int(ranks[where]))]
     units = [row_units(widths[where[2]][side], dtype.itemsize) for where, side in rows]
     per_unit, size = ROW_ALIGN // dtype.itemsize, (sum(units) + 1) * ROW_ALIGN
-    host = HostMap(_memfd(size), size, DTYPES.index(dtype), -1, slots, layers, max(1, len(rows)))
-    host = msgspec.structs.replace(host, table_fd=_memfd(host.table_bytes))
-    weights = attach(host)
-    weights.pool.fill_(torch.nan)
-    weights.rank.copy_(torch.from_numpy(ranks.astype(np.int32)))
-    weights.scale.copy_(torch.where(weights.rank > 0, 0.5 + torch.rand(ranks.shape, generator=generator), torch.nan))
+    shape = TableShape(slots, layers, max(1, len(rows)))
+    (pool_fd, pool), (table_fd, words) = _memfd(size, dtype), _memfd(4 * shape.words, torch.int32)
+    table = AdapterTable(slots, shape.rows, layers, torch.device("cpu"), words)
+    host = HostMap(pool_fd, size, size, str(dtype).removeprefix("torch."), table_fd, slots, layers, shape.rows)
+    pool.fill_(torch.nan)
+    table.rank.copy_(torch.from_numpy(ranks.astype(np.int32)))
+    table.scale.copy_(torch.where(table.rank > 0, 0.5 + torch.rand(ranks.shape, generator=generator), torch.nan))
     order: Sequence[int] = torch.randperm(len(rows), generator=generator).tolist() if scattered else range(len(rows))
     at = 1
     for index in order:
         where, side = rows[index]
         width = widths[where[2]][side]
         row = torch.randn(width, generator=generator) / (int(ranks[where]) if side else width) ** 0.5
-        weights.pool[at * per_unit : at * per_unit + width] = row.to(dtype)
-        weights.row_offset[index] = at
+        pool[at * per_unit : at * per_unit + width] = row.to(dtype)
+        table.row_offset[index] = at
         at += units[index]
     for index, (where, side) in reversed(list(enumerate(rows))):
-        weights.first[(*where, side)] = index
-    return HostCase(host, weights, widths)
+        table.first[(*where, side)] = index
+    return HostCase(host, HostView(pool, table), widths)
 
 
-def _memfd(size: int) -> int:
+def _memfd(size: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
     fd = os.memfd_create("garnish-case", os.MFD_CLOEXEC)
-    os.posix_fallocate(fd, 0, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return fd
+    os.posix_fallocate(fd, 0, size)
+    return fd, torch.frombuffer(mmap.mmap(fd, size), dtype=dtype)

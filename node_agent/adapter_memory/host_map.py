@@ -40,6 +40,10 @@ class HostMap(msgspec.Struct, frozen=True):
     rows: int
     """as in TableShape"""
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
 
 @dataclass(frozen=True)
 class HostView:
@@ -56,7 +60,7 @@ def attach(host_map: HostMap) -> HostView:
     The process needs no device for it, and may close the descriptors afterwards.
     """
     shape = TableShape(host_map.slots, host_map.layers, host_map.rows)
-    pool = _map(host_map.pool_fd, host_map.pool_bytes, DTYPES[host_map.dtype])
+    pool = _map(host_map.pool_fd, host_map.pool_bytes, host_map.torch_dtype)
     memory = _map(host_map.table_fd, 4 * shape.words, torch.int32)
     table = AdapterTable(shape.slots, shape.rows, shape.layers, torch.device("cpu"), memory)
     return HostView(pool, table)

@@ -12,8 +12,8 @@ from kernels.build import CompileError
 from kernels.compiled import CompiledGroup, Operators, load_operators
 from kernels.reference import ROW_ALIGN
 from kernels.view import group_view
+from node_agent.adapter_memory.host_map import HostView
 from node_agent.adapter_memory.layout import row_units
-from node_agent.coldstart.host_weights import HostWeights
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, Layout
 from node_agent.types import GROUPS
 
@@ -28,7 +28,7 @@ MAX_RANK = 512
 class Product:
     """`add` for every layer and group. Only rows that the table names are read."""
 
-    def __init__(self, host: HostWeights, layout: Layout, compiled: bool = True) -> None:
+    def __init__(self, host: HostView, layout: Layout, compiled: bool = True) -> None:
         """Without `compiled`, or where there is no compiler, torch computes short slices too."""
         self._host, self._layout = host, layout
         self._units = host.pool.view(-1, ROW_ALIGN // host.pool.element_size())
@@ -47,7 +47,7 @@ class Product:
     def compute(self, ys: Sequence[torch.Tensor], x: torch.Tensor, slot: int, layer: int, group: int) -> None:
         """ys[p] = scale * (x @ A_p^T) @ B_p in fp32 sums, zeros where rank is 0. ys [T, d_out of p] and x [T, d_in] of
         the pool's dtype. Raises IndexError for a slot, layer or rank that the table can't have."""
-        slots, layers, _ = self._host.rank.shape
+        slots, layers, _ = self._host.table.rank.shape
         if not (0 <= slot < slots and 0 <= layer < layers and 0 <= group < ECHO):
             raise IndexError(
                 f"no slot {slot}, layer {layer}, group {group}: the table has {slots} slots, {layers} layers"
@@ -74,26 +74,28 @@ class Product:
         assert self._operators is not None
         host = self._host
         members = GROUPS[GROUP_NAMES[group]]
-        view = group_view(host.pool, host.rank, host.scale, host.first, host.row_offset, layer, members)
+        view = group_view(
+            host.pool, host.table.rank, host.table.scale, host.table.first, host.table.row_offset, layer, members
+        )
         return CompiledGroup(self._operators, view, *self._layout.group_widths(group))
 
     def _by_torch(self, y: torch.Tensor, x: torch.Tensor, slot: int, layer: int, projection: int) -> None:
         host = self._host
-        rank = int(host.rank[slot, layer, projection])
+        rank = int(host.table.rank[slot, layer, projection])
         if not rank:
             y.zero_()
             return
         if not 0 < rank <= MAX_RANK:
             where = f"slot {slot}, layer {layer}, {PROJECTIONS[projection]}"
             raise IndexError(f"{where}: rank {rank}, the most is {MAX_RANK}")
-        a_first, b_first = host.first[slot, layer, projection].tolist()
+        a_first, b_first = host.table.first[slot, layer, projection].tolist()
         a = self._matrix(a_first, rank, x.shape[1])
         b = self._matrix(b_first, rank, y.shape[1])
-        y.addmm_(x @ a.t(), b, beta=0, alpha=float(host.scale[slot, layer, projection]))
+        y.addmm_(x @ a.t(), b, beta=0, alpha=float(host.table.scale[slot, layer, projection]))
 
     def _matrix(self, first: int, rank: int, width: int) -> torch.Tensor:
         """[rank, width]: a view where the rows follow each other, a copy where they are scattered over pages."""
-        offsets = self._host.row_offset[first : first + rank]
+        offsets = self._host.table.row_offset[first : first + rank]
         units = row_units(width, self._host.pool.element_size())
         start, end = int(offsets[0]), int(offsets[-1])
         if end - start == (rank - 1) * units and bool((offsets.diff() == units).all()):

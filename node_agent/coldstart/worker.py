@@ -16,7 +16,7 @@ from kernels.handoff import (
     NumpyFlags,
     check_machine,
 )
-from node_agent.coldstart.host_weights import attach
+from node_agent.adapter_memory.host_map import attach
 from node_agent.coldstart.product import LONG_SLICE, Product
 from node_agent.coldstart.shared import DTYPES, ECHO, Command, HandoffMemory, Layout
 from node_agent.coldstart.worker_process import WorkerConfig

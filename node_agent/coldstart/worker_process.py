@@ -14,8 +14,8 @@ import sys
 import msgspec
 
 from cluster.lifeline import die_with_parent
+from node_agent.adapter_memory.host_map import HostMap
 from node_agent.child import read_config
-from node_agent.coldstart.host_weights import HostMap
 from node_agent.coldstart.shared import Layout
 from node_agent.log import set_up_logging
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from kernels.handoff import Flags, flag_value
-from node_agent.coldstart.host_weights import HostMap
+from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.keeper import Keeper, WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, Command, HandoffMemory, Layout, make_memory
 from node_agent.coldstart.worker import load_flags
@@ -57,7 +57,7 @@ class WorkerPool:
         """`layout.workers` must be len(cores). Raises ValueError, UnsupportedMachine."""
         if len(cores) != layout.workers or len(set(cores)) != len(cores):
             raise ValueError(f"{layout.workers} workers need as many cores, not {list(cores)}")
-        if host.dtype != layout.dtype:
+        if host.torch_dtype is not layout.torch_dtype:
             raise ValueError("the host pool and the handoffs must have one dtype")
         self._flags: Flags = load_flags()
         self.layout, self._host, self._cores = layout, host, list(cores)
@@ -79,6 +79,11 @@ class WorkerPool:
     def wait_ready(self, timeout: float, count: int | None = None) -> int:
         """Until all (or `count`) workers are warm, or `timeout` seconds. Returns how many are."""
         return self._keeper.wait_ready(len(self._cores) if count is None else count, timeout)
+
+    @property
+    def usable(self) -> int:
+        """Workers that would take a slice now."""
+        return sum(not worker.late for worker in self._keeper.workers)
 
     def pids(self) -> list[int]:
         """Of the workers that are warm."""

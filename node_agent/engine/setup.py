@@ -36,7 +36,9 @@ def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[E
     device = pick_device(config.device)
     if device.type == "cuda" and (config.load_link or config.store_link):
         raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
-    threads = config.threads or default_threads(Path(config.model_dir), cores_to_leave(config) if device.type == "cpu" else 0)
+    threads = config.threads or default_threads(
+        Path(config.model_dir), cores_to_leave(config) if device.type == "cpu" else 0
+    )
     torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
@@ -61,7 +63,8 @@ def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[E
 
 
 def default_threads(model_dir: Path, left: int = 0) -> int:
-    """The cores that the process may use, less those that are `left` to workers; one for a model that lies in a core's own cache.
+    """The cores that the process may use, less those that are `left` to workers; one for a model that lies in a core's
+    own cache.
 
     There a second thread gains nothing, and on a busy host threads that spin for each other cost a step many times
     its length.

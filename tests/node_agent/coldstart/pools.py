@@ -28,7 +28,7 @@ def started(
     case: HostCase, workers: int, slots: int = 3, stall_limit: float = LONG, max_tokens: int = MAX_TOKENS
 ) -> Iterator[WorkerPool]:
     """Armed and warm. More workers than cores are left out; two share a core where there is one only."""
-    layout = Layout(slots, workers, max_tokens, case.widths, case.host.dtype)
+    layout = Layout(slots, workers, max_tokens, case.widths, DTYPES.index(case.host.torch_dtype))
     pool = WorkerPool(case.host, layout, CORES[:workers], stall_limit)
     try:
         pool.start()
@@ -67,7 +67,7 @@ def poison(pool: WorkerPool) -> None:
 def is_right(handoff: Handoff, case: HostCase, x: torch.Tensor, slot: int, layer: int, group: str) -> bool:
     for y, want in zip(handoff.outputs, case.expected(x, slot, layer, group), strict=True):
         error = (y.double() - want).abs().max() / max(1.0, float(want.abs().max()))
-        if not bool(error <= TOLERANCE[DTYPES[case.host.dtype]]):
+        if not bool(error <= TOLERANCE[case.host.torch_dtype]):
             return False
         if not bool(want.any()) and bool(y.any()):
             return False

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.host_case import HostCase
-from node_agent.coldstart.host_weights import HostMap
+from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.shared import Layout
 from node_agent.coldstart.worker_process import WorkerConfig
 from node_agent.coldstart.workers import WorkerPool
@@ -262,7 +262,7 @@ def test_workers_end_with_a_killed_engine() -> None:
 
 def test_a_worker_without_its_engine_does_not_start() -> None:
     """Started by another than the engine that its settings name, it ends at once."""
-    host = HostMap(0, 64, 0, 0, 1, 1, 1)
+    host = HostMap(0, 64, 64, "float32", 0, 1, 1, 1)
     config = msgspec.json.encode(WorkerConfig(1, 0, CORES[0], 1, 0, 0, Layout(1, 1, 8, WIDTHS, 0), host))
     command = [sys.executable, "-m", "node_agent.coldstart.worker_process"]
     done = subprocess.run(command, cwd=ROOT, input=config, capture_output=True, timeout=LONG)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.host_case import HostCase
 from node_agent.coldstart.product import LONG_SLICE, Product
-from node_agent.coldstart.shared import Layout
+from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import GROUPS
 from tests.node_agent.coldstart.pools import (
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
 def test_both_ways_of_computing(dtype: torch.dtype, tokens: int) -> None:
     """The operator's and torch's, in this process, on every group."""
     case = drawn_case(dtype, seed=tokens)
-    layout = Layout(1, 1, MAX_TOKENS, WIDTHS, case.host.dtype)
+    layout = Layout(1, 1, MAX_TOKENS, WIDTHS, DTYPES.index(case.host.torch_dtype))
     product = Product(case.weights, layout)
     plain = Product(case.weights, layout, compiled=False)
     assert product.compiled and not plain.compiled
