@@ -100,7 +100,7 @@ class LocalEngine:
         held = {
             "queue": len(self.engine.queue),
             "running": len(self.engine.running),
-            "cold passes": len(self.engine.cold),
+            "cold passes": len(self.engine.cold.open),
             "kv blocks": self.engine.blocks.total - self.engine.blocks.free,
             "leases": self.engine.store.leases,
         }

@@ -106,7 +106,7 @@ def test_cancel_in_every_state(make_engine: MakeEngine, adapter_dir: Path) -> No
     decoding = engine.submit(STORY, 200, ignore_eos=True)
     engine.run(until=lambda: len(engine.outcomes[decoding].tokens) > 3)
     cold = engine.submit([1, *range(50, 90)], 20, adapter)
-    engine.run(until=lambda: bool(engine.engine.cold))
+    engine.run(until=lambda: bool(engine.engine.cold.open))
     queued = engine.submit(STORY, 5)
     assert engine.engine.queue
     for request in (queued, cold, decoding, "nobody"):
@@ -147,7 +147,7 @@ def test_a_load_never_holds_up_others(make_engine: MakeEngine, adapter_dir: Path
     gate = Gate(engine)
     adapter = engine.deploy(adapter_dir)
     slow = engine.submit(STORY, 2, adapter)
-    engine.run(until=lambda: bool(engine.engine.cold))
+    engine.run(until=lambda: bool(engine.engine.cold.open))
     for _ in range(3):
         quick = engine.submit(STORY, 4)
         engine.run(until=lambda quick=quick: engine.outcomes[quick].finished is not None)
@@ -172,9 +172,9 @@ def test_a_cold_chunk_advances_block_by_block(
     writing = engine.submit(STORY, 60, ignore_eos=True)
     prompt = [1, *range(100, 150)]
     cold = engine.submit(prompt, 8, adapter)
-    engine.run(until=lambda: any(0 < c.run.layer < 5 for c in engine.engine.cold))
+    engine.run(until=lambda: any(0 < c.run.layer < 5 for c in engine.engine.cold.open))
     before = len(engine.outcomes[writing].tokens)
-    engine.run(until=lambda: not engine.engine.cold)
+    engine.run(until=lambda: not engine.engine.cold.open)
     assert len(engine.outcomes[writing].tokens) > before
     engine.run()
     assert not check(engine, reference, Case(adapter_dir, adapter, prompt, 8), engine.outcomes[cold].tokens, Tally())

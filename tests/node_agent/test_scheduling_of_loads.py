@@ -187,7 +187,7 @@ def test_at_most_max_cold_passes_are_open(make_engine: MakeEngine, by_size: list
     step_until(engine, lambda: len(engine.engine.running) == 5)
     for _ in range(5):
         engine.step()
-        assert len(engine.engine.cold) == 2
+        assert len(engine.engine.cold.open) == 2
     valve.open()
     engine.run()
 
