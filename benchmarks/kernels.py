@@ -118,6 +118,18 @@ def cpu_rows(quick: bool, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+def segment_rows(quick: bool, seed: int) -> list[dict[str, Any]]:
+    """One prompt's segment of one adapter on SmolLM2's q,k,v, ten layers: from how many tokens on is torch faster?"""
+    rounds, rows = 3 if quick else 9, []
+    for dtype in (torch.bfloat16, torch.float32):
+        for rank in (8, 64):
+            for tokens in (8, 32) if quick else (4, 8, 16, 32, 64, 128, 256):
+                shape = Shape("prefill", 1, tokens, (rank,), 576, (576, 192, 192))
+                cases = [shape.case(dtype, "cpu", seed + layer) for layer in range(10)]
+                rows.append({"dtype": str(dtype)[6:], "rank": rank, "tokens": tokens, **_time_cpu(cases, rounds)})
+    return rows
+
+
 def _time_cpu(cases: list[Case], rounds: int) -> dict[str, float]:
     """Milliseconds (medians), the variants in turn, each after the caches were emptied."""
     operators, threads = load_operators(), torch.get_num_threads()
@@ -135,8 +147,9 @@ def _time_cpu(cases: list[Case], rounds: int) -> dict[str, float]:
 
     def by_torch() -> None:
         for segments, case, ys in zip(views, cases, outputs, strict=True):
-            for token, (a, parts) in enumerate(segments):
-                add_segment(ys, case.x, token, token + 1, a, parts)
+            bounds = case.seg_start.tolist()
+            for begin, end, (a, parts) in zip(bounds, bounds[1:], segments, strict=False):
+                add_segment(ys, case.x, begin, end, a, parts)
 
     variants: dict[str, Callable[[], object]] = {
         "compiled_ms": compiled, "torch_ms": by_torch, "read_ms": lambda: torch.dot(plain, plain)
@@ -187,6 +200,7 @@ def study(quick: bool, seed: int) -> dict[str, Any]:
     probe = contention_probe()
     rows: list[dict[str, Any]] = [floor(shape, 2) for shape in shapes(quick)]
     rows += [{"cpu": row} for row in cpu_rows(quick, seed)]
+    rows += [{"segment": row} for row in segment_rows(quick, seed)]
     rows += [{"resources": row} for row in resources()]
     if gpu:
         rows += [{"gpu": row} for row in gpu_rows(quick, seed)]

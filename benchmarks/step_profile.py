@@ -24,7 +24,7 @@ STEPS = 8
 def breakdown(engine: LocalEngine, adapters: list[Adapter | None], prompts: list[list[int]]) -> dict[str, float]:
     """Milliseconds per decode step of one batch: `step` on the wall, without the profiler, and the operators' own time.
 
-    What the operators do not account for is Python and dispatch.
+    What they do not account for is Python, dispatch, and the compiled operators, which the profiler does not see.
     """
     requests = [
         engine.submit(prompt, 4 * STEPS, adapter, ignore_eos=True)

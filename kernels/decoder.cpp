@@ -28,13 +28,14 @@ struct Pass {
     const int64_t* slots;       // [tokens], below 0: not to be written
     const int32_t* table;       // [rows, table_stride]
     const int32_t* contexts;    // [rows], this token included
-    float* scratch;             // [pieces of all rows, heads, head_dim + 2]
+    float* scratch;             // [pieces of all rows, heads, head_dim in whole blocks + 2]
     int64_t tokens, rows, table_stride, threads;
 };
 }
 
 namespace {
 
+constexpr int MAX_HEAD = 512;          // widest head
 constexpr int PIECE = 64;              // context positions of one item of work
 constexpr int64_t WORTH_THREADS = 16384;  // elements below which waking another thread costs more than it brings
 
@@ -136,81 +137,126 @@ std::vector<Item> cut(const Layer& layer, const Pass& pass) {
     return items;
 }
 
-// scores[i] = scaling * q . k of each position, every 32 elements of a head summed in the same lanes
-template <typename W>
+// Loops over a head's blocks. BLOCKS: how many, where the width is a multiple of a block; 0: found from the width.
+template <int BLOCKS>
+inline int blocks(int dim) {
+    return BLOCKS ? BLOCKS : (dim + BLOCK - 1) / BLOCK;
+}
+template <int BLOCKS, typename W>
+inline pair part(const W* at, int block, int dim) {
+    return BLOCKS ? load(at + block * BLOCK) : load(at + block * BLOCK, dim - block * BLOCK);
+}
+
+// scores[i] = scaling * q . k of each position; `keys` has whole sixteens
+template <int BLOCKS, typename W>
 inline void score(const W* const* keys, int count, const W* q, int dim, float scaling, float* scores) {
-    for (int i = 0; i < count; i++) {
-        pair sum = {};
-        for (int k = 0; k < dim; k += BLOCK) sum = sum + load(keys[i] + k, dim - k) * load(q + k, dim - k);
-        scores[i] = total(sum) * scaling;
+    pair wide[MAX_HEAD / BLOCK];
+    for (int b = 0; b < blocks<BLOCKS>(dim); b++) wide[b] = part<BLOCKS>(q, b, dim);
+    for (int i = 0; i < count; i += LANES) {
+        vec sums[LANES];
+        for (int j = 0; j < LANES; j++) {
+            pair sum = {};
+            for (int b = 0; b < blocks<BLOCKS>(dim); b++) sum = sum + part<BLOCKS>(keys[i + j], b, dim) * wide[b];
+            sums[j] = sum.a + sum.b;
+        }
+        const vec some = totals(sums) * scaling;
+        std::memcpy(scores + i, &some, sizeof some);
     }
 }
 
-// out[0 .. dim) = sum of the values, each by its weight
-template <typename W>
+// out = sum of the values, each by its weight; whole blocks, in the order of memory's elements
+template <int BLOCKS, typename W>
 inline void weigh(const W* const* values, int count, const float* weights, int dim, float* out) {
-    for (int k = 0; k < dim; k += BLOCK) {
-        pair sum = {};
-        for (int i = 0; i < count; i++) sum = sum + load(values[i] + k, dim - k) * weights[i];
-        float block[BLOCK];
-        std::memcpy(block, &sum, sizeof sum);
-        for (int i = 0; i < std::min(BLOCK, dim - k); i++) out[k + i] = block[place(values[0], i)];
-    }
+    pair sums[MAX_HEAD / BLOCK] = {};
+    for (int i = 0; i < count; i++)
+        for (int b = 0; b < blocks<BLOCKS>(dim); b++) sums[b] = sums[b] + part<BLOCKS>(values[i], b, dim) * weights[i];
+    for (int b = 0; b < blocks<BLOCKS>(dim); b++) std::memcpy(out + b * BLOCK, &sums[b], sizeof(pair));
 }
 
-// All heads over one piece of one row's context; scratch gets per head the weighted values, the maximum and the sum
-template <typename W>
+// Scores to e^(score - maximum), in place; what lies behind `count` in the last sixteen becomes zero
+struct Softmax {
+    float most, sum;
+};
+inline Softmax soften(float* scores, int count) {
+    const float least = -std::numeric_limits<float>::infinity();
+    const int padded = (count + LANES - 1) / LANES * LANES;
+    for (int i = count; i < padded; i++) scores[i] = least;
+    float most = least;
+    vec some, lanes = all(least);
+    for (int i = 0; i < padded; i += LANES) {
+        std::memcpy(&some, scores + i, sizeof some);
+        lanes = some > lanes ? some : lanes;
+    }
+    for (int i = 0; i < LANES; i++) most = std::max(most, lanes[i]);
+    for (int i = 0; i < padded; i += LANES) {
+        std::memcpy(&some, scores + i, sizeof some);
+        some = exponential(some - most);
+        std::memcpy(scores + i, &some, sizeof some);
+    }
+    for (int i = count; i < padded; i++) scores[i] = 0;
+    pair sum = {};
+    for (int i = 0; i < padded; i += LANES) {
+        std::memcpy(&some, scores + i, sizeof some);
+        sum.a += some;
+    }
+    return {most, total(sum)};
+}
+
+// What a piece leaves in the scratch per head: the weighted values in whole blocks, the maximum and the sum
+inline int64_t part_size(const Layer& layer) { return blocks<0>(layer.head_dim) * BLOCK + 2; }
+
+// All heads over one piece of one row's context
+template <int BLOCKS, typename W>
 void attend(const Layer& layer, const Pass& pass, const W* qkv, const Item& item) {
     const int dim = layer.head_dim, group = layer.heads / layer.kv_heads, count = item.end - item.begin;
-    const int64_t kv_width = layer.kv_heads * dim;
+    const int64_t kv_width = layer.kv_heads * dim, size = part_size(layer);
     const W *key_rows[PIECE], *value_rows[PIECE];
-    for (int i = 0; i < count; i++) {
-        const int at = item.begin + i;
+    for (int i = 0; i < PIECE; i++) {
+        const int at = item.begin + std::min(i, count - 1);
         const int64_t slot = pass.table[item.row * pass.table_stride + at / layer.block_tokens] * layer.block_tokens +
                              at % layer.block_tokens;
         key_rows[i] = static_cast<const W*>(layer.keys) + slot * kv_width;
         value_rows[i] = static_cast<const W*>(layer.values) + slot * kv_width;
+    }
+    for (int i = 0; i < count; i++)
         for (int64_t k = 0; k < kv_width; k += 64 / sizeof(W)) __builtin_prefetch(value_rows[i] + k);
-    }
     const W* q = qkv + item.row * (layer.heads * dim + 2 * kv_width);
-    float* out = pass.scratch + item.piece * layer.heads * (dim + 2);
-    for (int h = 0; h < layer.heads; h++, out += dim + 2) {
+    float* out = pass.scratch + item.piece * layer.heads * size;
+    for (int h = 0; h < layer.heads; h++, out += size) {
         float weights[PIECE];
-        score(key_rows, count, q + h * dim, dim, layer.scaling, weights);
-        float most = -std::numeric_limits<float>::infinity(), sum = 0;
-        for (int i = 0; i < count; i++) most = std::max(most, weights[i]);
-        for (int i = count; i < PIECE; i++) weights[i] = 0;
-        for (int i = 0; i < count; i += LANES) {
-            vec some;
-            std::memcpy(&some, weights + i, sizeof some);
-            some = exponential(some - most);
-            std::memcpy(weights + i, &some, sizeof some);
-        }
-        for (int i = 0; i < count; i++) sum += weights[i];
-        weigh(value_rows, count, weights, dim, out);
-        out[dim] = most;
-        out[dim + 1] = sum;
+        score<BLOCKS>(key_rows, count, q + h * dim, dim, layer.scaling, weights);
+        const Softmax found = soften(weights, count);
+        weigh<BLOCKS>(value_rows, count, weights, dim, out);
+        out[size - 2] = found.most;
+        out[size - 1] = found.sum;
         if (h % group == group - 1)
-            for (int i = 0; i < count; i++) key_rows[i] += dim, value_rows[i] += dim;
+            for (int i = 0; i < PIECE; i++) key_rows[i] += dim, value_rows[i] += dim;
     }
+}
+
+template <typename W>
+void attend(const Layer& layer, const Pass& pass, const W* qkv, const Item& item) {
+    if (layer.head_dim == 2 * BLOCK) return attend<2>(layer, pass, qkv, item);
+    if (layer.head_dim == 4 * BLOCK) return attend<4>(layer, pass, qkv, item);
+    attend<0>(layer, pass, qkv, item);
 }
 
 // The pieces of one head of one row, in their order
 template <typename W>
 void combine(const Layer& layer, const Pass& pass, int64_t first, int64_t pieces, int head, W* out) {
-    const int dim = layer.head_dim;
-    const int64_t stride = layer.heads * (dim + 2);
-    const float* parts = pass.scratch + first * stride + head * (dim + 2);
-    float most = parts[dim], sum = 0;
-    for (int64_t i = 1; i < pieces; i++) most = std::max(most, parts[i * stride + dim]);
-    for (int64_t i = 0; i < pieces; i++) sum += std::exp(parts[i * stride + dim] - most) * parts[i * stride + dim + 1];
-    for (int k = 0; k < dim; k += BLOCK) {
-        float block[BLOCK] = {};
-        for (int64_t i = 0; i < pieces; i++) {
-            const float factor = std::exp(parts[i * stride + dim] - most) / sum;
-            for (int j = 0; j < std::min(BLOCK, dim - k); j++) block[j] += factor * parts[i * stride + k + j];
-        }
-        for (int j = 0; j < std::min(BLOCK, dim - k); j++) store(out + k + j, block[j]);
+    const int64_t size = part_size(layer), stride = layer.heads * size;
+    float* parts = pass.scratch + first * stride + head * size;
+    float most = parts[size - 2], sum = 0;
+    for (int64_t i = 1; i < pieces; i++) most = std::max(most, parts[i * stride + size - 2]);
+    for (int64_t i = 0; i < pieces; i++) {
+        float* factor = parts + i * stride + size - 2;
+        *factor = std::exp(*factor - most);
+        sum += *factor * parts[i * stride + size - 1];
+    }
+    for (int64_t k = 0; k < layer.head_dim; k += BLOCK) {
+        pair block = {};
+        for (int64_t i = 0; i < pieces; i++) block = block + load(parts + i * stride + k) * parts[i * stride + size - 2];
+        store(out + k, block * (1.0f / sum), layer.head_dim - k);
     }
 }
 

@@ -15,6 +15,9 @@ from kernels.view import KernelArgumentError
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PIECE = 64
 """Context positions of one item of work, as in decoder.cpp."""
+BLOCK = 32
+MAX_HEAD = 512
+"""As in decoder.cpp; the widest head."""
 
 
 class _Layer(ctypes.Structure):
@@ -93,6 +96,11 @@ class Heads:
     norms: tuple[torch.Tensor, torch.Tensor] | None = None
     norm_eps: float = 0.0
 
+    @property
+    def covered(self) -> bool:
+        """Whether the operator can compute them."""
+        return self.head_dim % 2 == 0 and self.head_dim <= MAX_HEAD and self.heads % self.kv_heads == 0
+
 
 class AttentionPass:
     """A pass as every layer's attention sees it; holds what the operator reads.
@@ -127,7 +135,7 @@ class AttentionPass:
         if rows > min(tokens, block_table.shape[0], len(context_lens)):
             raise KernelArgumentError(f"{rows} decode rows of {tokens} tokens and {block_table.shape[0]} block tables")
         pieces = sum(-(-context // PIECE) for context in context_lens[:rows])
-        scratch = torch.empty(pieces * heads.heads * (heads.head_dim + 2))
+        scratch = torch.empty(pieces * heads.heads * (-(-heads.head_dim // BLOCK) * BLOCK + 2))
         self.dtype, self.head_dim, self.tokens = cos.dtype, heads.head_dim, tokens
         self._held = (cos, sin, slots, block_table, contexts, scratch)
         self._struct = _Pass(
@@ -155,7 +163,7 @@ class PagedAttention:
         for tensor, wanted in ((keys, shape), (values, shape), *((w, (heads.head_dim,)) for w in weights)):
             if tensor.dtype is not operators.dtype or tuple(tensor.shape) != wanted or not tensor.is_contiguous():
                 raise KernelArgumentError(f"{tensor.dtype} {tuple(tensor.shape)}; {operators.dtype} {wanted} is needed")
-        if heads.head_dim % 2 or heads.heads % heads.kv_heads:
+        if not heads.covered:
             raise KernelArgumentError(
                 f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads} can't be computed"
             )

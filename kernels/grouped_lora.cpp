@@ -9,88 +9,6 @@
 
 #include "vectors.h"
 
-namespace {
-
-constexpr int AHEAD = 8;  // rows of B to ask for before they are needed
-
-// x in fp32, every whole block in the order that `load` gives the weights
-template <typename W>
-void widen_row(const W* x, int width, float* out) {
-    int k = 0;
-    for (; k + BLOCK <= width; k += BLOCK) {
-        pair block = load(x + k);
-        std::memcpy(out + k, &block, sizeof block);
-    }
-    for (; k < width; k++) out[k] = widen(x[k]);
-}
-
-// out[token * out_stride + row] = x[token] . rows[row]; asks for the rows `later` meanwhile
-template <int ROWS, int TOKENS, typename W>
-void dots(const W* const* rows, const W* const* later, const float* x, int64_t x_stride, int width, float* out, int64_t out_stride) {
-    pair acc[ROWS][TOKENS] = {};
-    int k = 0;
-    for (; k + BLOCK <= width; k += BLOCK) {
-        pair xs[TOKENS];
-        for (int t = 0; t < TOKENS; t++) xs[t] = load(x + t * x_stride + k);
-        for (int r = 0; r < ROWS; r++) {
-            pair w = load(rows[r] + k);
-            __builtin_prefetch(later[r] + k);
-            if (sizeof(W) == 4) __builtin_prefetch(later[r] + k + LANES);
-            for (int t = 0; t < TOKENS; t++) {
-                acc[r][t].a += w.a * xs[t].a;
-                acc[r][t].b += w.b * xs[t].b;
-            }
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int t = 0; t < TOKENS; t++) {
-            float sum = total(acc[r][t]);
-            for (int j = k; j < width; j++) sum += widen(rows[r][j]) * x[t * x_stride + j];
-            out[t * out_stride + r] = sum;
-        }
-}
-
-// y[token][0 .. BLOCKS * BLOCK) += scale * xa[token] . rows
-template <int BLOCKS, int TOKENS, typename W>
-void add_columns(const W* pool, const int32_t* offsets, int64_t unit, int column, int rank, const float* xa,
-                 int64_t xa_stride, float scale, W* y, int64_t y_stride) {
-    pair acc[TOKENS][BLOCKS] = {};
-    for (int j = 0; j < rank; j++) {
-        const W* row = pool + offsets[j] * unit + column;
-        const W* later = pool + offsets[std::min(j + AHEAD, rank - 1)] * unit + column;
-        for (int v = 0; v < BLOCKS; v++) {
-            __builtin_prefetch(later + v * BLOCK);
-            if (sizeof(W) == 4) __builtin_prefetch(later + v * BLOCK + LANES);
-        }
-        pair w[BLOCKS];
-        for (int v = 0; v < BLOCKS; v++) w[v] = load(row + v * BLOCK);
-        for (int t = 0; t < TOKENS; t++) {
-            float factor = xa[t * xa_stride + j];
-            for (int v = 0; v < BLOCKS; v++) {
-                acc[t][v].a += factor * w[v].a;
-                acc[t][v].b += factor * w[v].b;
-            }
-        }
-    }
-    for (int t = 0; t < TOKENS; t++)
-        for (int v = 0; v < BLOCKS; v++) {
-            W* at = y + t * y_stride + v * BLOCK;
-            store(at, load(at) + acc[t][v] * scale);
-        }
-}
-
-template <typename W>
-void add_tail(const W* pool, const int32_t* offsets, int64_t unit, int column, int columns, int rank, const float* xa,
-              float scale, W* y) {
-    for (int c = 0; c < columns; c++) {
-        float sum = 0;
-        for (int j = 0; j < rank; j++) sum += xa[j] * widen(pool[offsets[j] * unit + column + c]);
-        store(y + c, widen(y[c]) + scale * sum);
-    }
-}
-
-}  // namespace
-
 extern "C" {
 
 struct Call {
@@ -113,29 +31,122 @@ struct Call {
 
 namespace {
 
+constexpr int AHEAD = 8;           // rows of B to ask for before they are needed
 constexpr int ROW_BLOCK = 16;      // A rows of one item of work
-constexpr int COLUMN_BLOCK = 128;  // B columns of one item
+constexpr int COLUMN_BLOCK = 256;  // B columns of one item
 
 struct Item {
     int32_t segment, projection, at;
 };
 
+// Where the rows of A (side 0) or B (side 1) of an item lie
 template <typename W>
-void shrink(const Call& call, const Item& item) {
-    const int64_t unit = 64 / sizeof(W);
-    const int64_t entry = call.seg_slot[item.segment] * call.table_stride + item.projection;
-    const int rank = std::min<int64_t>(call.rank[entry], call.capacity);
-    const int32_t* offsets = call.row_offset + call.first[entry * 2];
-    const W* pool = static_cast<const W*>(call.pool);
+struct Rows {
+    const W* pool;
+    const int32_t* offsets;
+    int rank;
+    Rows(const Call& call, const Item& item, int side) : pool(static_cast<const W*>(call.pool)) {
+        const int64_t entry = call.seg_slot[item.segment] * call.table_stride + item.projection;
+        rank = std::min<int64_t>(call.rank[entry], call.capacity);
+        offsets = call.row_offset + call.first[entry * 2 + side];
+    }
+    const W* operator[](int j) const { return pool + offsets[j] * (64 / int64_t(sizeof(W))); }
+};
+
+// x in fp32, every whole block in the order that `load` gives the weights
+template <typename W>
+void widen_row(const W* x, int width, float* out) {
+    int k = 0;
+    for (; k + BLOCK <= width; k += BLOCK) {
+        pair block = load(x + k);
+        std::memcpy(out + k, &block, sizeof block);
+    }
+    for (; k < width; k++) out[k] = widen(x[k]);
+}
+
+// out[token * out_stride + row] = x[token] . rows[row]; asks for the rows `later` meanwhile, in the
+// order in which they lie in memory: the processor's own prefetch goes on from there
+template <int ROWS, int TOKENS, typename W>
+void dots(const W* const* rows, const W* const* later, const float* x, int64_t x_stride, int width, float* out, int64_t out_stride) {
+    pair acc[ROWS][TOKENS] = {};
+    int k = 0, asked = 0, row = 0;
+    for (; k + BLOCK <= width; k += BLOCK) {
+        pair xs[TOKENS];
+        for (int t = 0; t < TOKENS; t++) xs[t] = load(x + t * x_stride + k);
+        for (int r = 0; r < ROWS; r++) {
+            pair w = load(rows[r] + k);
+            __builtin_prefetch(later[row] + asked);
+            if (sizeof(W) == 4) __builtin_prefetch(later[row] + asked + LANES);
+            if ((asked += BLOCK) >= width) asked = 0, row = row + 1 < ROWS ? row + 1 : row;
+            for (int t = 0; t < TOKENS; t++) {
+                acc[r][t].a += w.a * xs[t].a;
+                acc[r][t].b += w.b * xs[t].b;
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int t = 0; t < TOKENS; t++) {
+            float sum = total(acc[r][t]);
+            for (int j = k; j < width; j++) sum += widen(rows[r][j]) * x[t * x_stride + j];
+            out[t * out_stride + r] = sum;
+        }
+}
+
+// What add_columns is to ask for behind its own rows: the rows of the item that follows, from a column on
+template <typename W>
+struct Ahead {
+    Rows<W> rows;
+    int column;
+};
+
+// y[token][0 .. BLOCKS * BLOCK) += scale * xa[token] . b
+template <int BLOCKS, int TOKENS, typename W>
+void add_columns(const Rows<W>& b, int column, const Ahead<W>& ahead, const float* xa, int64_t xa_stride, float scale,
+                 W* y, int64_t y_stride) {
+    pair acc[TOKENS][BLOCKS] = {};
+    for (int j = 0; j < b.rank; j++) {
+        const W* row = b[j] + column;
+        const int far = j + AHEAD;
+        const W* later = far < b.rank ? b[far] + column
+                                      : ahead.rows[std::min(far - b.rank, ahead.rows.rank - 1)] + ahead.column;
+        for (int v = 0; v < BLOCKS; v++) {
+            __builtin_prefetch(later + v * BLOCK);
+            if (sizeof(W) == 4) __builtin_prefetch(later + v * BLOCK + LANES);
+        }
+        pair w[BLOCKS];
+        for (int v = 0; v < BLOCKS; v++) w[v] = load(row + v * BLOCK);
+        for (int t = 0; t < TOKENS; t++)
+            for (int v = 0; v < BLOCKS; v++) acc[t][v] = acc[t][v] + w[v] * xa[t * xa_stride + j];
+    }
+    for (int t = 0; t < TOKENS; t++)
+        for (int v = 0; v < BLOCKS; v++) {
+            W* at = y + t * y_stride + v * BLOCK;
+            store(at, load(at) + acc[t][v] * scale);
+        }
+}
+
+template <typename W>
+void add_tail(const Rows<W>& b, int column, int columns, const float* xa, float scale, W* y) {
+    for (int c = 0; c < columns; c++) {
+        float sum = 0;
+        for (int j = 0; j < b.rank; j++) sum += xa[j] * widen(b[j][column + c]);
+        store(y + c, widen(y[c]) + scale * sum);
+    }
+}
+
+template <typename W>
+void shrink(const Call& call, const Item& item, const Item& next) {
+    const Rows<W> a(call, item, 0), after(call, next, 0);
     const int64_t xa_stride = call.projections * call.capacity;
-    const int last = std::min(item.at + ROW_BLOCK, rank), begin = call.seg_start[item.segment],
+    const int last = std::min(item.at + ROW_BLOCK, a.rank), begin = call.seg_start[item.segment],
               end = call.seg_start[item.segment + 1], width = call.d_in;
     for (int j = item.at; j < last;) {
         const W *rows[4], *later[4];
         const int n = last - j >= 4 ? 4 : 1;
         for (int r = 0; r < n; r++) {
-            rows[r] = pool + offsets[j + r] * unit;
-            later[r] = pool + offsets[std::min(j + n + r, rank - 1)] * unit;
+            const int ahead = j + n + r;
+            rows[r] = a[j + r];
+            later[r] = ahead < last ? a[ahead] : after[std::min(next.at + ahead - last, after.rank - 1)];
         }
         for (int t = begin; t < end;) {
             const float* x = call.wide + t * call.d_in;
@@ -155,15 +166,12 @@ void shrink(const Call& call, const Item& item) {
 }
 
 template <typename W>
-void expand(const Call& call, const Item& item) {
-    const int64_t unit = 64 / sizeof(W);
+void expand(const Call& call, const Item& item, const Item& next) {
     const int p = item.projection;
-    const int64_t entry = call.seg_slot[item.segment] * call.table_stride + p;
-    const int rank = std::min<int64_t>(call.rank[entry], call.capacity);
-    const int32_t* offsets = call.row_offset + call.first[entry * 2 + 1];
-    const W* pool = static_cast<const W*>(call.pool);
+    const Rows<W> b(call, item, 1);
+    const Ahead<W> ahead = {Rows<W>(call, next, 1), next.at};
     const int64_t xa_stride = call.projections * call.capacity, y_stride = call.y_stride[p];
-    const float scale = call.scale[entry];
+    const float scale = call.scale[call.seg_slot[item.segment] * call.table_stride + p];
     const int last = std::min<int64_t>(item.at + COLUMN_BLOCK, call.d_out[p]);
     const int begin = call.seg_start[item.segment], end = call.seg_start[item.segment + 1];
     for (int t = begin; t < end;) {
@@ -171,38 +179,56 @@ void expand(const Call& call, const Item& item) {
         W* y = static_cast<W*>(call.y[p]) + t * y_stride;
         const int n = end - t >= 2 ? 2 : 1;
         int c = item.at;
+        if (n == 1)
+            for (; c + 8 * BLOCK <= last; c += 8 * BLOCK)
+                add_columns<8, 1, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride);
         for (; c + 4 * BLOCK <= last; c += 4 * BLOCK)
-            n == 2 ? add_columns<4, 2, W>(pool, offsets, unit, c, rank, xa, xa_stride, scale, y + c, y_stride)
-                   : add_columns<4, 1, W>(pool, offsets, unit, c, rank, xa, xa_stride, scale, y + c, y_stride);
+            n == 2 ? add_columns<4, 2, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride)
+                   : add_columns<4, 1, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride);
         for (; c + BLOCK <= last; c += BLOCK)
-            n == 2 ? add_columns<1, 2, W>(pool, offsets, unit, c, rank, xa, xa_stride, scale, y + c, y_stride)
-                   : add_columns<1, 1, W>(pool, offsets, unit, c, rank, xa, xa_stride, scale, y + c, y_stride);
+            n == 2 ? add_columns<1, 2, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride)
+                   : add_columns<1, 1, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride);
         if (c < last)
-            for (int i = 0; i < n; i++)
-                add_tail<W>(pool, offsets, unit, c, last - c, rank, xa + i * xa_stride, scale, y + i * y_stride + c);
+            for (int i = 0; i < n; i++) add_tail<W>(b, c, last - c, xa + i * xa_stride, scale, y + i * y_stride + c);
         t += n;
     }
 }
 
+// Items in order, cut into one part per thread by the elements that they read
+struct Items {
+    std::vector<Item> items;
+    std::vector<int64_t> ends;
+    void add(Item item, int64_t size) {
+        items.push_back(item);
+        ends.push_back(size + (ends.empty() ? 0 : ends.back()));
+    }
+    int64_t begin_of(int64_t part, int64_t parts) const {
+        if (part == parts || items.empty()) return part ? int64_t(items.size()) : 0;
+        return std::upper_bound(ends.begin(), ends.end(), ends.back() * part / parts) - ends.begin();
+    }
+    const Item& after(int64_t i) const { return items[std::min<int64_t>(i + 1, int64_t(items.size()) - 1)]; }
+};
+
 template <typename W>
 void run(const Call& call) {
-    std::vector<Item> rows, columns;
+    Items rows, columns;
     std::vector<int32_t> segments;
-    int64_t work = 0;
     for (int s = 0; s < call.segments; s++) {
         if (call.seg_slot[s] < 0 || call.seg_start[s] == call.seg_start[s + 1]) continue;
         segments.push_back(s);
         for (int p = 0; p < call.projections; p++) {
-            const int64_t entry = call.seg_slot[s] * call.table_stride + p;
-            const int rank = std::min<int64_t>(call.rank[entry], call.capacity);
+            const int64_t entry = call.seg_slot[s] * call.table_stride + p, d_out = call.d_out[p];
+            const int64_t rank = std::min<int64_t>(call.rank[entry], call.capacity);
             if (!rank) continue;
-            for (int j = 0; j < rank; j += ROW_BLOCK) rows.push_back({s, p, j});
-            for (int c = 0; c < call.d_out[p]; c += COLUMN_BLOCK) columns.push_back({s, p, c});
-            work += rank * (call.d_in + call.d_out[p]);
+            for (int j = 0; j < rank; j += ROW_BLOCK)
+                rows.add({s, p, j}, std::min<int64_t>(ROW_BLOCK, rank - j) * call.d_in);
+            for (int c = 0; c < d_out; c += COLUMN_BLOCK)
+                columns.add({s, p, c}, rank * std::min<int64_t>(COLUMN_BLOCK, d_out - c));
         }
     }
+    if (rows.items.empty()) return;
     // below a few thousand elements, waking another thread costs more than it brings
-    const int threads = work < 16384 ? 1 : int(call.threads);
+    const int64_t threads = rows.ends.back() + columns.ends.back() < 16384 ? 1 : call.threads;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -211,10 +237,14 @@ void run(const Call& call) {
                 const W* x = static_cast<const W*>(call.x) + t * call.x_stride;
                 widen_row(x, call.d_in, call.wide + t * call.d_in);
             }
-#pragma omp for schedule(dynamic)
-        for (int i = 0; i < int(rows.size()); i++) shrink<W>(call, rows[i]);
-#pragma omp for schedule(dynamic)
-        for (int i = 0; i < int(columns.size()); i++) expand<W>(call, columns[i]);
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < threads; part++)
+            for (int64_t i = rows.begin_of(part, threads); i < rows.begin_of(part + 1, threads); i++)
+                shrink<W>(call, rows.items[i], rows.after(i));
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < threads; part++)
+            for (int64_t i = columns.begin_of(part, threads); i < columns.begin_of(part + 1, threads); i++)
+                expand<W>(call, columns.items[i], columns.after(i));
     }
 }
 

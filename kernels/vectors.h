@@ -93,4 +93,29 @@ inline float total(pair p) {
     return lanes[0];
 }
 
+// Lane i: the sum of v[i]'s lanes. Lanes are added in pairs, each sum with the one next to it, so a vector's sum has the
+// same bits wherever it stands among the sixteen.
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+#define FOLD(S)                                                                                          \
+    for (int i = 0; i < LANES; i += 2 * S)                                                               \
+        v[i] = SHUFFLE(v[i], v[i + S], OWN(0, S), OWN(4, S), OWN(8, S), OWN(12, S)) +                    \
+               SHUFFLE(v[i], v[i + S], OTHER(0, S), OTHER(4, S), OTHER(8, S), OTHER(12, S));
+#define PICK(i, S, at) (((i) & S) ? LANES + (at) : (at))
+#define OWN(i, S) PICK(i, S, i), PICK(i + 1, S, i + 1), PICK(i + 2, S, i + 2), PICK(i + 3, S, i + 3)
+#define OTHER(i, S) PICK(i, S, (i) ^ S), PICK(i + 1, S, (i + 1) ^ S), PICK(i + 2, S, (i + 2) ^ S), PICK(i + 3, S, (i + 3) ^ S)
+inline vec totals(vec* v) {
+    FOLD(1) FOLD(2) FOLD(4) FOLD(8)
+    return v[0];
+}
+#undef FOLD
+#undef PICK
+#undef OWN
+#undef OTHER
+#undef SHUFFLE
+
 }  // namespace

@@ -18,8 +18,9 @@ from node_agent.types import GROUPS, Lease, LoraBatch
 
 log = logging.getLogger(__name__)
 
-LONG_SEGMENT = 32
-"""Tokens from which on torch's matrix products are faster than the compiled operator."""
+LONG_SEGMENT = {torch.bfloat16: 32, torch.float32: 12}
+"""Tokens from which on torch's matrix products are faster than the compiled operator (benchmarks/kernels.py's segments:
+for ranks of 64; at rank 8 the operator stays ahead for twice as long)."""
 
 
 def table_views(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> list[dict[str, GroupView]]:
@@ -36,6 +37,7 @@ class CompiledLora:
 
     def __init__(self, table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> None:
         operators = load_operators()
+        self.long_segment = LONG_SEGMENT[pool.dtype]
         widths = {
             group: (base.widths[members[0]][0], [base.widths[p][1] for p in members])
             for group, members in GROUPS.items()
@@ -98,7 +100,7 @@ class SegmentedLora:
             if lease is None:
                 continue
             weights = self._weights(lease)
-            if self._compiled is None or end - start >= LONG_SEGMENT:
+            if self._compiled is None or end - start >= self._compiled.long_segment:
                 self._long.append((start, end, weights))
                 by_torch.append(index)
             else:

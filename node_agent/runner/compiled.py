@@ -103,8 +103,9 @@ def compile_layers(
         layer.post_attention_layernorm = CompiledNorm(layer.post_attention_layernorm, operators)
         if config.hidden_act == "silu":
             layer.mlp = CompiledMlp(layer.mlp, operators)
-        if layer.self_attn.head_dim % 2 == 0:
-            heads = _heads(layer.self_attn, config, *layer_keys.shape[1:])
+        found = _heads(layer.self_attn, config, *layer_keys.shape[1:])
+        if found.covered:
+            heads = found
             layer.self_attn = CompiledAttention(
                 layer.self_attn, heads, operators, layer_keys, layer_values, block_tokens
             )

@@ -67,7 +67,7 @@ class Memory:
 def test_mixed_pass(dtype: torch.dtype, compiled: bool) -> None:
     """Adapters of q,k,v, of all seven and of `down` alone; base rows; one segment that is long."""
     memory = Memory(dtype, [{0: 8, 1: 8, 2: 3}, dict.fromkeys(range(7), 20), {6: 5}])
-    batch = memory.batch([(-1, 2), (0, 1), (1, 1), (2, 3), (1, LONG_SEGMENT + 1), (-1, 1), (0, 5)])
+    batch = memory.batch([(-1, 2), (0, 1), (1, 1), (2, 3), (1, LONG_SEGMENT[dtype] + 1), (-1, 1), (0, 5)])
     operator = compiled_lora(memory.table, memory.pool.data, BASE) if compiled else None
     assert (operator is not None) == compiled
     lora = SegmentedLora(batch, lambda lease: memory.weights[lease.digest], operator)

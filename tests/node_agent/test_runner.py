@@ -50,11 +50,15 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-@pytest.fixture(scope="module")
-def pair(model_dir: Path) -> tuple[TransformersRunner, torch.nn.Module]:
-    runner = TransformersRunner(
-        load_model(model_dir, torch.device("cpu"), torch.float32), block_tokens=4, num_blocks=128
-    )
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def pair(request: pytest.FixtureRequest, model_dir: Path) -> tuple[TransformersRunner, torch.nn.Module]:
+    """With the compiled operators, and as it is where there is no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setenv("PATH", "")
+        model = load_model(model_dir, torch.device("cpu"), torch.float32)
+        runner = TransformersRunner(model, block_tokens=4, num_blocks=128)
+    assert (runner.heads is None) == (request.param == "torch")
     return runner, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
