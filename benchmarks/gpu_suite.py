@@ -20,6 +20,8 @@ from benchmarks.report import arguments, publish, report
 from kernels.cases import Case, relative_error
 from kernels.launch import launch_for
 
+CHECKS, CHECK_SECONDS = 400, 100.0
+"""Drawn calls of each operation; what time doesn't suffice for is left out. Most of it goes into compiling."""
 PEER_TOLERANCE = 3e-2
 """bf16, and weights that were scaled before"""
 
@@ -88,7 +90,7 @@ def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: benchmarks.kernels gives the floors")
-    checked = check_operations(draw_cases(20 if options.quick else 150, options.seed, "cuda"))
+    checked = check_operations(draw_cases(CHECKS, options.seed, "cuda"), 15.0 if options.quick else CHECK_SECONDS)
     copy = _copy_bandwidth()
     rows = [{"checked": row} for row in checked] + gpu_rows(options.quick, options.seed)
     figures = {"copy_gb_s": copy, "empty_launch_us": gpu_seconds(lambda: torch.empty(1, device="cuda").fill_(1)) * 1e6}

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_operation_is_checked() -> None:
-    rows = check_operations(draw_cases(2, 1, DEVICE, widest=40, largest_rank=9))
+    rows = check_operations(draw_cases(2, 1, DEVICE, widest=40, largest_rank=9), 300)
     assert {row["operation"] for row in rows} == set(OPERATIONS)
     assert sum(row["calls"] for row in rows) == 6
     assert all(0 <= row["worst_error"] <= 1e-2 for row in rows)
@@ -48,10 +48,10 @@ def write_elsewhere(ys: list[torch.Tensor], *given: object) -> None:
 @pytest.mark.parametrize("wrong", [half_a_scale, write_elsewhere])
 def test_a_wrong_operation_ends_the_check(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., None]) -> None:
     case = draw_case([5], [(-1, 1), (0, 1)], 20, [12], torch.float32, device=DEVICE)
-    assert check_operations(iter([case]))
+    assert check_operations(iter([case]), 0)
     monkeypatch.setitem(gpu_check.OPERATIONS, "mbgmv", wrong)
     with pytest.raises(WrongResult, match=r"mbgmv in torch.float32 .* ranks \[5\], slots \[-1, 0\]"):
-        check_operations(iter([case]))
+        check_operations(iter([case]), 0)
 
 
 def test_tuning_keeps_the_fastest_that_runs() -> None:
