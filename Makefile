@@ -43,6 +43,7 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.exactness --json benchmarks/results/exactness.json
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
+	$(BIN)/python -m benchmarks.handoff --json benchmarks/results/handoff.json
 	$(BIN)/python -m benchmarks.tables
 
 clean:

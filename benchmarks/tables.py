@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.report import ROOT
@@ -92,6 +92,26 @@ def memory_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def handoff_table(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    lines = [
+        f"Rank {settings['rank']} on q, k, v, {settings['dtype']}, {settings['calls']} round trips a row, "
+        f"p50 (p99) in us; engine and workers on cores of their own. {_origin(document)}",
+        "",
+        "| width, tokens | workers | empty round trip | over a socket | product on pinned workers | on torch threads |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        values = [
+            f"{row[f'{kind}_p50_us']:.1f} ({row[f'{kind}_p99_us']:.1f})"
+            for kind in ("roundtrip", "socket", "pinned", "threads")
+        ]
+        lines.append(f"| {row['width']}, {row['tokens']} | {row['workers']} | {' | '.join(values)} |")
+    before, after = document["figures"]["probe_before_ms"], document["figures"]["probe_after_ms"]
+    lines += ["", f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."]
+    return "\n".join(lines)
+
+
 def _origin(document: dict[str, Any]) -> str:
     machine, versions = document["machine"], document["versions"]
     return (
@@ -100,17 +120,24 @@ def _origin(document: dict[str, Any]) -> str:
     )
 
 
-def render(page: str) -> str:
-    for study, table in (("engine", engine_table), ("exactness", exactness_table), ("memory", memory_table)):
+Table = Callable[[dict[str, Any]], str]
+BENCHMARKS: dict[str, Table] = {"engine": engine_table, "exactness": exactness_table, "memory": memory_table}
+COLD_START: dict[str, Table] = {"handoff": handoff_table}
+
+
+def render(page: str, tables: dict[str, Table] = BENCHMARKS) -> str:
+    for study, table in tables.items():
         block = f"<!-- {study} -->\n{table(load(study))}\n<!-- /{study} -->"
         page, found = re.subn(f"<!-- {study} -->.*?<!-- /{study} -->", lambda _, b=block: b, page, flags=re.DOTALL)
         if found != 1:
-            raise ValueError(f"{PAGE} must have one pair of markers for {study}")
+            raise ValueError(f"the page must have one pair of markers for {study}")
     return page
 
 
 def main() -> None:
-    PAGE.write_text(render(Path(PAGE).read_text()))
+    PAGE.write_text(render(PAGE.read_text()))
+    cold_start = PAGE.with_name("cold-start.md")
+    cold_start.write_text(render(cold_start.read_text(), COLD_START))
 
 
 if __name__ == "__main__":

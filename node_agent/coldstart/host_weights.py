@@ -54,5 +54,5 @@ def attach(host: HostMap) -> HostWeights:
     pool = torch.frombuffer(mmap.mmap(host.pool_fd, host.pool_bytes), dtype=DTYPES[host.dtype])
     words = torch.from_numpy(np.frombuffer(mmap.mmap(host.table_fd, host.table_bytes), dtype=np.int32))
     n, shape = host.entries, (host.slots, host.layers, len(PROJECTIONS))
-    rank, scale, first, row_offset = words.split([n, n, 2 * n, host.rows])
+    rank, scale, first, row_offset = words.split_with_sizes([n, n, 2 * n, host.rows])
     return HostWeights(pool, rank.view(shape), scale.view(torch.float32).view(shape), first.view(*shape, 2), row_offset)
