@@ -16,7 +16,7 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
-SOURCES = ("grouped_lora.cpp", "decoder.cpp")
+SOURCES = ("grouped_lora.cpp", "decoder.cpp", "handoff.cpp")
 HEADERS = ("vectors.h",)
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fPIC", "-fopenmp")
@@ -30,7 +30,7 @@ class CompileError(RuntimeError):
 def load_library(cache: Path | None = None) -> ctypes.CDLL:
     """The compiled operators from `cache` (None: ~/.cache/garnish), compiled first if they aren't there. Raises
     CompileError. torch must have been imported."""
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    compiler = next((path for command in COMPILERS if (path := shutil.which(command))), None)
     if compiler is None:
         raise CompileError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed")
     texts = {name: (files(__package__) / name).read_bytes() for name in (*SOURCES, *HEADERS)}

@@ -14,6 +14,14 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return max(1, min(cores, math.ceil(quota))) if quota else cores
 
 
+def spare_cores(engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Numbers of the cores that are left for CPU LoRA workers when the engine computes with so many threads, one worker
+    each: the highest of this process's affinity, none where the engine has use for all."""
+    cores = sorted(os.sched_getaffinity(0))
+    spare = max(0, usable_cores(cgroup) - engine_threads)
+    return cores[len(cores) - spare :]
+
+
 def _quota_v2(cgroup: Path) -> float | None:
     try:
         limit, period = (cgroup / "cpu.max").read_text().split()

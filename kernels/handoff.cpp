@@ -1,0 +1,73 @@
+// Flag words of a handoff: 64-bit words in shared memory, a cache line each, with one writer. See handoff.py.
+
+#include <atomic>
+#include <cstdint>
+#include <ctime>
+#include <sched.h>
+
+#if !defined(__x86_64__)
+#error "handoffs are tested on x86-64 only"
+#endif
+
+namespace {
+
+using Word = std::atomic<uint64_t>;
+static_assert(sizeof(Word) == 8 && Word::is_always_lock_free, "a flag must be a plain word that processes can share");
+
+constexpr int WORDS_PER_LINE = 8;
+constexpr int POLLS_PER_LOOK = 64;          // polls between two looks at the clock
+constexpr int64_t UNSHARED_NS = 100'000;    // so long a poll keeps its core for itself, then it lets others run
+
+int64_t now_ns() {
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return int64_t(at.tv_sec) * 1'000'000'000 + at.tv_nsec;
+}
+
+// Calls `found` until it is true; false when `timeout_ns` passed first. Looks once at least.
+template <typename Found>
+bool poll(int64_t timeout_ns, Found found) {
+    int64_t begin = 0;
+    for (;;) {
+        for (int i = 0; i < POLLS_PER_LOOK; i++) {
+            if (found()) return true;
+            __builtin_ia32_pause();
+        }
+        const int64_t now = now_ns();
+        if (!begin) begin = now;
+        if (now - begin >= timeout_ns) return found();
+        if (now - begin >= UNSHARED_NS) sched_yield();
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void handoff_post(Word* flag, uint64_t value) { flag->store(value, std::memory_order_release); }
+
+int handoff_wait(const Word* flag, uint64_t value, int64_t timeout_ns) {
+    return poll(timeout_ns, [=] { return flag->load(std::memory_order_acquire) == value; });
+}
+
+// The first slot from `start` on, round and round, whose flag is not what was `seen` there; -1: disarmed and nothing
+// is left; -2: time-out. `flags` are `stride` lines apart. `armed` is read before the flags: what was posted before the
+// disarming is found.
+int handoff_next(const Word* flags, int64_t stride, const uint64_t* seen, int slots, int start, const Word* armed,
+                 int64_t timeout_ns) {
+    int slot = -2;
+    poll(timeout_ns, [&] {
+        const bool spin = armed->load(std::memory_order_acquire);
+        for (int i = 0; i < slots; i++) {
+            const int at = start + i < slots ? start + i : start + i - slots;
+            if (flags[at * stride * WORDS_PER_LINE].load(std::memory_order_acquire) != seen[at]) {
+                slot = at;
+                return true;
+            }
+        }
+        if (!spin) slot = -1;
+        return !spin;
+    });
+    return slot;
+}
+}

@@ -1,0 +1,178 @@
+"""The memory that engine and CPU LoRA workers share: one memfd of flags, commands, inputs and outputs.
+
+Every slot has an x area [tokens, d_in], a y area [tokens, sum of the group's d_out], and for each worker three lines of
+64 bytes: a command flag (written by the engine), what it commands (by the engine, before the flag), and a done flag (by
+the worker). A slot belongs to one handoff until all of its workers have answered or are dead; only then are its areas
+and lines written again. The memory belongs to one engine process: the next one makes its own, and never maps this.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from kernels.handoff import LINE
+from node_agent.types import GROUPS
+
+MAX_BYTES = 4 << 30
+"""More than any sensible slots take; a larger size is a mistake."""
+MAX_WORKERS = 64
+MAX_SLOTS = 64
+DTYPES = (torch.float32, torch.bfloat16)
+ECHO = len(GROUPS)
+"""In a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
+GROUP_NAMES = tuple(GROUPS)
+PAGE = mmap.PAGESIZE
+_COMMAND, _WORD = struct.Struct("<Q7i"), struct.Struct("<Q")
+
+
+class Command(NamedTuple):
+    """What a worker is to compute. `value` is its flag's: a command that was overwritten meanwhile is told by it."""
+
+    value: int
+    host_slot: int
+    layer: int
+    group: int
+    """index into GROUP_NAMES, or ECHO"""
+    begin: int
+    """its slice of the tokens"""
+    end: int
+    tokens: int
+    """in the x area"""
+    dtype: int
+    """index into DTYPES"""
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Where everything lies. Both sides compute it from these numbers."""
+
+    slots: int
+    workers: int
+    max_tokens: int
+    widths: tuple[tuple[int, int], ...]
+    """(d_in, d_out) per projection, as BaseModel.widths"""
+    dtype: int
+    """index into DTYPES: of the host pool's weights, x and y"""
+
+    def check(self) -> None:
+        """Raises ValueError with the size that is wrong."""
+        for name, value, most in (
+            ("slots", self.slots, MAX_SLOTS),
+            ("workers", self.workers, MAX_WORKERS),
+            ("max_tokens", self.max_tokens, 1 << 20),
+        ):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} is {value}; 1 to {most} are possible")
+        if self.size > MAX_BYTES:
+            raise ValueError(f"handoffs of {self.max_tokens} tokens take {self.size} bytes, the limit is {MAX_BYTES}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def group_widths(self, group: int) -> tuple[int, tuple[int, ...]]:
+        """(d_in, d_out of each projection)."""
+        members = GROUPS[GROUP_NAMES[group]]
+        return self.widths[members[0]][0], tuple(self.widths[p][1] for p in members)
+
+    @property
+    def _lines(self) -> int:
+        return self.slots * self.workers * LINE
+
+    def command_flag(self, slot: int, worker: int) -> int:
+        """Offsets, in bytes; those of one worker's slots are `workers` lines apart."""
+        return LINE + (slot * self.workers + worker) * LINE
+
+    def command(self, slot: int, worker: int) -> int:
+        return self.command_flag(slot, worker) + self._lines
+
+    def done_flag(self, slot: int, worker: int) -> int:
+        return self.command_flag(slot, worker) + 2 * self._lines
+
+    @property
+    def x_bytes(self) -> int:
+        return _pages(self.max_tokens * max(d_in for d_in, _ in self.widths) * self.torch_dtype.itemsize)
+
+    @property
+    def y_bytes(self) -> int:
+        widest = max(sum(self.group_widths(group)[1]) for group in range(ECHO))
+        return _pages(self.max_tokens * widest * self.torch_dtype.itemsize)
+
+    def x_area(self, slot: int) -> int:
+        return _pages(LINE + 3 * self._lines) + slot * (self.x_bytes + self.y_bytes)
+
+    def y_area(self, slot: int) -> int:
+        return self.x_area(slot) + self.x_bytes
+
+    @property
+    def size(self) -> int:
+        return self.x_area(self.slots)
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+class HandoffMemory:
+    """A mapping of the memfd. Views of it keep it mapped."""
+
+    def __init__(self, fd: int, layout: Layout) -> None:
+        self.layout = layout
+        self._map = mmap.mmap(fd, layout.size)
+        self._bytes = memoryview(self._map)
+        self._elements = torch.frombuffer(self._map, dtype=layout.torch_dtype)
+        self.armed: int = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        """Addresses of flags, the latter two by slot and worker."""
+        self.command_flags = self._by_worker(layout.command_flag, self.armed)
+        self.done_flags = self._by_worker(layout.done_flag, self.armed)
+        self._commands = self._by_worker(layout.command, 0)
+        itemsize = layout.torch_dtype.itemsize
+        self._areas = [(layout.x_area(s) // itemsize, layout.y_area(s) // itemsize) for s in range(layout.slots)]
+        self.group_widths = [layout.group_widths(group) for group in range(ECHO)]
+        """(d_in, d_out of each projection)"""
+
+    def write_command(self, slot: int, worker: int, command: Command) -> None:
+        _COMMAND.pack_into(self._bytes, self._commands[slot][worker], *command)
+
+    def read_command(self, slot: int, worker: int) -> Command:
+        return Command._make(_COMMAND.unpack_from(self._bytes, self._commands[slot][worker]))
+
+    def command_value(self, slot: int, worker: int) -> int:
+        """What the command flag holds now; no order is promised."""
+        value: int = _WORD.unpack_from(self._bytes, self.command_flags[slot][worker] - self.armed)[0]
+        return value
+
+    def x(self, slot: int, tokens: int, width: int) -> torch.Tensor:
+        """[tokens, width], the x area's beginning."""
+        return self._matrix(self._areas[slot][0], tokens, width)
+
+    def y(self, slot: int, tokens: int, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """[tokens, width] for each width, side by side in the y area's rows."""
+        return self._matrix(self._areas[slot][1], tokens, sum(widths)).split_with_sizes(widths, dim=1)
+
+    def _matrix(self, at: int, rows: int, width: int) -> torch.Tensor:
+        return self._elements.as_strided((rows, width), (width, 1), at)
+
+    def _by_worker(self, offset: Callable[[int, int], int], base: int) -> list[list[int]]:
+        layout = self.layout
+        return [[base + offset(slot, worker) for worker in range(layout.workers)] for slot in range(layout.slots)]
+
+
+def make_memory(layout: Layout) -> int:
+    """A memfd of the layout's size whose pages exist, all zero: a write to it never fails for want of memory. The
+    caller closes it. Raises ValueError."""
+    layout.check()
+    fd = os.memfd_create("garnish-handoff", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, layout.size)
+    except OSError as error:
+        os.close(fd)
+        raise ValueError(f"handoffs: {layout.size} bytes can't be reserved ({error.strerror})") from error
+    return fd

@@ -1,0 +1,90 @@
+"""The loop of a CPU LoRA worker: find a command, compute its slice, answer."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.build import CompileError
+from kernels.handoff import (
+    DISARMED,
+    SEQUENCE_BITS,
+    TIMED_OUT,
+    CompiledFlags,
+    Flags,
+    NumpyFlags,
+    check_machine,
+)
+from node_agent.coldstart.host_weights import attach
+from node_agent.coldstart.product import LONG_SLICE, Product
+from node_agent.coldstart.shared import DTYPES, ECHO, Command, HandoffMemory, Layout
+from node_agent.coldstart.worker_process import WorkerConfig
+
+
+def load_flags() -> Flags:
+    """The compiled ones, numpy's where there is no compiler. Raises UnsupportedMachine."""
+    check_machine()
+    try:
+        return CompiledFlags()
+    except CompileError:
+        return NumpyFlags()
+
+
+class Worker:
+    """Commands of other epochs, which were meant for a process that had this place before, are passed over."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._memory = HandoffMemory(config.handoff_fd, config.layout)
+        self._layout, self._index, self._epoch = config.layout, config.index, config.epoch
+        self._flags = load_flags()
+        self.product = Product(attach(config.host), config.layout)
+        slots = range(config.layout.slots)
+        # what stands there now is from before this process: it is passed over too
+        before = [self._memory.command_value(slot, config.index) for slot in slots]
+        self._seen = (ctypes.c_uint64 * len(before))(*before)
+        self._start = 0
+
+    def serve_while_armed(self, poll_ns: int) -> None:
+        """Answer commands until the workers are disarmed and every command posted before that is answered."""
+        layout, index, memory = self._layout, self._index, self._memory
+        first = memory.command_flags[0][index]
+        while True:
+            slot = self._flags.next(first, layout.workers, self._seen, self._start, memory.armed, poll_ns)
+            if slot == DISARMED:
+                return
+            if slot == TIMED_OUT:
+                continue
+            self._start = slot + 1 if slot + 1 < layout.slots else 0  # requests in turn
+            value = memory.command_value(slot, index)
+            self._seen[slot] = value
+            command = memory.read_command(slot, index)
+            if value >> SEQUENCE_BITS == self._epoch and command.value == value:
+                self._serve(slot, command)
+                self._flags.post(memory.done_flags[slot][index], value)
+
+    def _serve(self, slot: int, command: Command) -> None:
+        if command.group == ECHO:
+            return
+        layout = self._layout
+        begin, end, tokens = command.begin, command.end, command.tokens
+        if not 0 <= begin <= end <= tokens <= layout.max_tokens or command.dtype != layout.dtype:
+            raise IndexError(f"{command} does not fit into {layout.max_tokens} tokens of {DTYPES[layout.dtype]}")
+        d_in, widths = self._memory.group_widths[command.group]
+        x = self._memory.x(slot, tokens, d_in)[begin:end]
+        ys = [y[begin:end] for y in self._memory.y(slot, tokens, widths)]
+        self.product.compute(ys, x, command.host_slot, command.layer, command.group)
+
+
+def warm_up(product: Product, layout: Layout) -> None:
+    """Whatever a first call sets up (libraries, oneDNN's code, the compiled operator) is set up now. The host table may
+    be empty yet, so products of zeros are made as well."""
+    for tokens in (1, LONG_SLICE):
+        for group in range(ECHO):
+            d_in, widths = layout.group_widths(group)
+            ys = [torch.zeros(tokens, width, dtype=layout.torch_dtype) for width in widths]
+            product.compute(ys, torch.zeros(tokens, d_in, dtype=layout.torch_dtype), 0, 0, group)
+        for dtype in DTYPES:
+            a, b = torch.zeros(16, layout.widths[0][0], dtype=dtype), torch.zeros(16, layout.widths[0][1], dtype=dtype)
+            y = torch.zeros(tokens, b.shape[1], dtype=dtype)
+            y.addmm_(torch.zeros(tokens, a.shape[1], dtype=dtype) @ a.t(), b, beta=0)

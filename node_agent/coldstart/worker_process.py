@@ -1,0 +1,70 @@
+"""A CPU LoRA worker: one core, one thread, the adapters' part of the tokens that it is handed, never a GPU.
+
+It maps the host tier and the handoff memory by inheritance, reports on standard output that it is warm, and then
+blocks until it is armed. Armed, it polls its command flags, so that nothing has to wake it. What can't be computed ends
+it, for that is a mistake of this program: the engine sees the end at once and starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import msgspec
+
+from cluster.lifeline import die_with_parent
+from node_agent.child import read_config
+from node_agent.coldstart.host_weights import HostMap
+from node_agent.coldstart.shared import Layout
+from node_agent.log import set_up_logging
+
+POLL_NS = 100_000_000
+"""An armed worker's look at signals."""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    parent: int
+    """process id of the engine"""
+    index: int
+    core: int
+    epoch: int
+    """of the flag values that are meant for this process, and not for one that had its place before"""
+    handoff_fd: int
+    armed_fd: int
+    """eventfd: counts up when the workers are armed"""
+    layout: Layout
+    host: HostMap
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    compiled: bool
+    """whether the compiled operator is in use for short slices"""
+    cuda: bool
+    """whether CUDA was initialised: never"""
+
+
+def main() -> None:
+    config = read_config(WorkerConfig)
+    die_with_parent(config.parent)
+    set_up_logging(f"cpu-worker-{config.index}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the engine, which then ends us
+    report = os.dup(sys.stdout.fileno())  # and whatever a library prints goes to the log
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.sched_setaffinity(0, {config.core})  # before torch counts the cores
+    import torch
+
+    from node_agent.coldstart.worker import Worker, warm_up
+
+    torch.set_num_threads(1)
+    worker = Worker(config)
+    warm_up(worker.product, config.layout)
+    ready = WorkerReady(worker.product.compiled, torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    os.write(report, msgspec.json.encode(ready) + b"\n")
+    while True:
+        worker.serve_while_armed(POLL_NS)
+        os.eventfd_read(config.armed_fd)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Workers that are killed, stopped or left alone: handoffs fail in time, late writes hurt nobody, answers are exact."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.host_case import HostCase
+from node_agent.coldstart.host_weights import HostMap
+from node_agent.coldstart.shared import Layout
+from node_agent.coldstart.worker_process import WorkerConfig
+from node_agent.coldstart.workers import WorkerPool
+from tests.node_agent.coldstart.pools import (
+    CORES,
+    LONG,
+    WIDTHS,
+    draw_x,
+    drawn_case,
+    eventually,
+    is_right,
+    poison,
+    started,
+    state,
+)
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="NOT RUN: two workers need two cores")
+
+
+@pytest.fixture(scope="module")
+def case() -> Iterator[HostCase]:
+    made = drawn_case(torch.float32, seed=5)
+    yield made
+    made.close()
+
+
+def check_exact(pool: WorkerPool, case: HostCase, rounds: int = 5) -> None:
+    for seed in range(rounds):
+        x = draw_x(40, 40, torch.float32, seed)
+        handoff = pool.open(x, seed % 3, 0, "gate_up", 20)
+        assert handoff is not None and handoff.wait(LONG)
+        assert is_right(handoff, case, x, seed % 3, 0, "gate_up")
+        handoff.close()
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: state(pid) == "T")
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_killed_during_a_layer(case: HostCase) -> None:
+    """Noticed long before the wait's limit; another takes over; the next process does not touch the old command."""
+    with started(case, 2) as pool:
+        first, second = pool.pids()
+        poison(pool)
+        x = draw_x(40, 40, torch.float32)
+        with stopped(first):
+            handoff = pool.open(x, 0, 0, "qkv", 20)
+            assert handoff is not None
+            slot, value = handoff._slot, handoff._parts[0].value
+            os.kill(first, signal.SIGKILL)
+            assert not handoff.wait(LONG)
+        with pytest.raises(RuntimeError, match="between a successful wait"):
+            _ = handoff.outputs
+        handoff.close()
+        check_exact(pool, case)  # by whoever lives
+        assert pool.wait_ready(LONG) == 2 and first not in pool.pids() and second in pool.pids()
+        check_exact(pool, case, rounds=20)
+        flags = pool._flags
+        assert not flags.wait(pool.memory.done_flags[slot][0], value, 0)
+        counters = pool.counters()
+        assert (counters.deaths, counters.restarts, counters.timeouts, counters.in_quarantine) == (1, 1, 0, 0)
+
+
+def test_stopped_during_a_layer(case: HostCase) -> None:
+    """It times out and its slot is nobody's until it has answered: the late write goes there, and only there."""
+    with started(case, 2, slots=2) as pool:
+        first, second = pool.pids()
+        poison(pool)
+        x = draw_x(40, 40, torch.float32)
+        with stopped(first):
+            handoff = pool.open(x, 0, 0, "qkv", 20)
+            assert handoff is not None
+            outputs = handoff._outputs
+            assert not handoff.wait(0.01)
+            assert outputs[0][:20].isnan().all()
+            handoff.close()
+            assert pool.counters().in_quarantine == 1 and pool.counters().timeouts == 1
+            check_exact(pool, case, rounds=20)  # in the other slot, by the other worker
+            assert outputs[0][:20].isnan().all()
+            assert pool.pids() == [first, second]
+        eventually(lambda: pool.counters().in_quarantine == 0)
+        for y, want in zip(outputs, case.expected(x, 0, 0, "qkv"), strict=True):
+            assert torch.allclose(y.double(), want, atol=1e-4)
+        check_exact(pool, case, rounds=20)
+        counters = pool.counters()
+        assert (counters.deaths, counters.quarantined, counters.timeouts) == (0, 1, 1)
+
+
+def test_a_worker_that_stays_stopped_is_replaced(case: HostCase) -> None:
+    with started(case, 2, slots=2, stall_limit=0.05) as pool:
+        first = pool.pids()[0]
+        with stopped(first):
+            handoff = pool.open(draw_x(40, 40, torch.float32), 0, 0, "qkv", 20)
+            assert handoff is not None and not handoff.wait(0.01)
+            handoff.close()
+            eventually(lambda: pool.counters().deaths == 1)
+        assert pool.wait_ready(LONG) == 2 and first not in pool.pids()
+        assert pool.counters().in_quarantine == 0
+        check_exact(pool, case)
+
+
+def test_all_slots_in_quarantine(case: HostCase) -> None:
+    """No worker, no slot: `open` says so at once instead of waiting."""
+    with started(case, 1, slots=2) as pool, contextlib.ExitStack() as stack:
+        stack.enter_context(stopped(pool.pids()[0]))
+        x = draw_x(4, 40, torch.float32)
+        first, second = pool.open(x, 0, 0, "qkv", 4), pool.open(x, 0, 0, "qkv", 4)
+        assert first is not None and second is not None and pool.open(x, 0, 0, "qkv", 4) is None
+        first.close()
+        assert pool.open(x, 0, 0, "qkv", 4) is None
+        second.close()
+        stack.close()
+        eventually(lambda: pool.counters().in_quarantine == 0)
+        check_exact(pool, case)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_any_point(case: HostCase, seed: int) -> None:
+    """Every handoff is right or fails; never a wrong number, never a wait without an end."""
+    draw, done = random.Random(seed), threading.Event()
+    with started(case, 2) as pool:
+
+        def kill() -> None:
+            while not done.wait(draw.random() * 0.05):
+                pids = pool.pids()
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(draw.choice(pids), signal.SIGKILL) if len(pids) == 2 else None
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        right = failed = 0
+        try:
+            while pool.counters().deaths < 4 or right < 200:
+                poison_x = draw_x(draw.randint(1, 96), 40, torch.float32, draw.randint(0, 99))
+                handoff = pool.open(poison_x, 2, 0, "qkv", draw.randint(1, 96))
+                if handoff is None:
+                    continue
+                if handoff.wait(LONG):
+                    assert is_right(handoff, case, poison_x, 2, 0, "qkv")
+                    right += 1
+                else:
+                    failed += 1
+                handoff.close()
+        finally:
+            done.set()
+            killer.join()
+        assert pool.wait_ready(LONG) == 2
+        eventually(lambda: pool.counters().in_quarantine == 0)
+        check_exact(pool, case)
+        counters = pool.counters()
+        assert counters.restarts == counters.deaths and counters.timeouts == 0
+        assert counters.handoffs == right + failed + 5
+
+
+def test_only_armed_workers_poll(case: HostCase) -> None:
+    with started(case, 2) as pool:
+        pids = pool.pids()
+        pool.arm()
+        pool.disarm()  # one of two
+        check_exact(pool, case)
+        x = draw_x(40, 40, torch.float32)
+        handoff = pool.open(x, 0, 0, "qkv", 20)
+        pool.disarm()  # what was posted before is still answered
+        assert handoff is not None and handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "qkv")
+        handoff.close()
+        eventually(lambda: [state(pid) for pid in pids] == ["S", "S"])
+        assert all(_waits_in_a_read(pid) for pid in pids)
+        with pytest.raises(RuntimeError, match="between arm"):
+            pool.open(x, 0, 0, "qkv", 20)
+        for _ in range(50):
+            pool.arm()
+            check_exact(pool, case, rounds=1)
+            pool.disarm()
+
+
+def _waits_in_a_read(pid: int) -> bool:
+    """Its system call is read(2), number 0 on x86-64, of its eventfd."""
+    call = Path(f"/proc/{pid}/syscall").read_text().split()
+    return call[0] == "0" and "eventfd" in os.readlink(f"/proc/{pid}/fd/{int(call[1], 16)}")
+
+
+def test_workers_are_alone_on_their_cores_and_never_use_cuda(case: HostCase) -> None:
+    with started(case, 2) as pool:
+        assert [os.sched_getaffinity(pid) for pid in pool.pids()] == [{core} for core in CORES[:2]]
+        for worker in pool._keeper.workers:
+            assert worker.ready is not None and worker.ready.compiled and not worker.ready.cuda
+
+
+def test_close_leaves_nothing(case: HostCase) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = held()
+    with started(case, 2) as pool:
+        pids = pool.pids()
+        open_one = pool.open(draw_x(40, 40, torch.float32), 0, 0, "qkv", 20)
+    assert [state(pid) for pid in pids] == ["", ""]
+    assert open_one is not None
+    open_one.wait(LONG)
+    open_one.close()
+    del pool, open_one
+    assert (
+        held()[1] == before[1] and held()[0] <= before[0] + 1
+    )  # the map's own copy of the memfd, freed with its views
+
+
+ENGINE = """
+import sys, torch
+from tests.node_agent.coldstart.pools import draw_x, drawn_case, started
+case = drawn_case(torch.float32)
+with started(case, 2) as pool:
+    print(*pool.pids(), flush=True)
+    x = draw_x(96, 40, torch.float32)
+    while True:
+        handoff = pool.open(x, 0, 0, "gate_up", 10)
+        if handoff is not None:
+            handoff.wait()
+            handoff.close()
+"""
+
+
+def test_workers_end_with_a_killed_engine() -> None:
+    """Also one that is stopped. Their memory has no name, so it goes with them."""
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    with engine.stdout as output:
+        pids = [int(pid) for pid in output.readline().split()]
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGSTOP)
+    engine.kill()
+    engine.wait(LONG)
+    eventually(lambda: all(state(pid) in ("", "Z") for pid in pids))
+
+
+def test_a_worker_without_its_engine_does_not_start() -> None:
+    """Started by another than the engine that its settings name, it ends at once."""
+    host = HostMap(0, 64, 0, 0, 1, 1, 1)
+    config = msgspec.json.encode(WorkerConfig(1, 0, CORES[0], 1, 0, 0, Layout(1, 1, 8, WIDTHS, 0), host))
+    command = [sys.executable, "-m", "node_agent.coldstart.worker_process"]
+    done = subprocess.run(command, cwd=ROOT, input=config, capture_output=True, timeout=LONG)
+    assert done.returncode == 1 and b"parent process 1 is gone" in done.stderr

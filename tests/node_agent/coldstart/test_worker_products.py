@@ -1,0 +1,167 @@
+"""What workers hand back equals the float64 reference, for any shapes, ranks and slices, and nothing else leaks in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.host_case import HostCase
+from node_agent.coldstart.product import LONG_SLICE, Product
+from node_agent.coldstart.shared import Layout
+from node_agent.coldstart.workers import WorkerPool
+from node_agent.types import GROUPS
+from tests.node_agent.coldstart.pools import (
+    CORES,
+    LONG,
+    MAX_TOKENS,
+    WIDTHS,
+    draw_x,
+    drawn_case,
+    is_right,
+    poison,
+    started,
+)
+
+World = tuple[HostCase, WorkerPool]
+
+
+@pytest.fixture(scope="module", params=itertools.product((torch.float32, torch.bfloat16), (False, True)), ids=str)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    dtype, scattered = request.param
+    case = drawn_case(dtype, seed=3, scattered=scattered)
+    with started(case, workers=min(2, len(CORES))) as pool:
+        yield case, pool
+    case.close()
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(1, MAX_TOKENS),
+    slot=st.integers(0, 2),
+    layer=st.integers(0, 1),
+    group=st.sampled_from(list(GROUPS)),
+    slice_tokens=st.integers(1, 2 * MAX_TOKENS),
+    seed=st.integers(0, 1000),
+)
+def test_drawn(world: World, tokens: int, slot: int, layer: int, group: str, slice_tokens: int, seed: int) -> None:
+    case, pool = world
+    poison(pool)
+    x = draw_x(tokens, WIDTHS[GROUPS[group][0]][0], pool.layout.torch_dtype, seed)
+    handoff = pool.open(x, slot, layer, group, slice_tokens)
+    assert handoff is not None and handoff.wait(LONG)
+    assert is_right(handoff, case, x, slot, layer, group)
+    handoff.close()
+
+
+def test_several_handoffs_at_once(world: World) -> None:
+    """As many as there are slots; the next is refused, and taken when one is closed."""
+    case, pool = world
+    poison(pool)
+    before = pool.counters().handoffs
+    calls = [(draw_x(20 + i, 40, pool.layout.torch_dtype, i), i, 0, "qkv") for i in range(3)]
+    opened = [pool.open(*call, 7) for call in calls]
+    assert pool.open(*calls[0], 7) is None
+    for handoff, (x, slot, layer, group) in reversed(list(zip(opened, calls, strict=True))):
+        assert handoff is not None and handoff.wait(LONG)
+        assert is_right(handoff, case, x, slot, layer, group)
+        handoff.close()
+    again = pool.open(*calls[1], 7)
+    assert again is not None and again.wait(LONG) and is_right(again, case, *calls[1])
+    again.close()
+    assert pool.counters().handoffs == before + 4
+
+
+def test_an_abandoned_handoff_frees_its_slot_when_answered(world: World) -> None:
+    case, pool = world
+    for i in range(20):
+        x = draw_x(MAX_TOKENS, 40, pool.layout.torch_dtype, i)
+        handoff = pool.open(x, 0, 0, "gate_up", 50)
+        while handoff is None:  # all slots or workers are still busy with what was abandoned
+            handoff = pool.open(x, 0, 0, "gate_up", 50)
+        if i < 19:
+            handoff.close()
+    assert handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "gate_up")
+    handoff.close()
+
+
+def test_outputs_are_there_between_wait_and_close_only(world: World) -> None:
+    _, pool = world
+    handoff = pool.open(draw_x(3, 40, pool.layout.torch_dtype), 0, 0, "qkv", 3)
+    assert handoff is not None
+    with pytest.raises(RuntimeError, match="between a successful wait"):
+        _ = handoff.outputs
+    assert handoff.wait(LONG) and handoff.outputs
+    handoff.close()
+    handoff.close()
+    with pytest.raises(RuntimeError, match="between a successful wait"):
+        _ = handoff.outputs
+
+
+def test_what_does_not_fit_is_refused(world: World) -> None:
+    _, pool = world
+    good = draw_x(3, 40, pool.layout.torch_dtype)
+    for x, slot, layer, group, slices, why in (
+        (good.double(), 0, 0, "qkv", 1, "x is torch.float64"),
+        (good, 0, 0, "o", 1, r"\[T, 33\] is needed"),
+        (good[:0], 0, 0, "qkv", 1, "0 tokens"),
+        (good.repeat(40, 1), 0, 0, "qkv", 1, "120 tokens"),
+        (good.repeat(1, 100), 0, 0, None, 0, "slices of 0"),
+        (good, 3, 0, "qkv", 1, "no slot 3"),
+        (good, 0, -1, "qkv", 1, "layer -1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            pool.open(x, slot, layer, group, slices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, LONG_SLICE - 1, LONG_SLICE, LONG_SLICE + 1])
+def test_both_ways_of_computing(dtype: torch.dtype, tokens: int) -> None:
+    """The operator's and torch's, in this process, on every group."""
+    case = drawn_case(dtype, seed=tokens)
+    layout = Layout(1, 1, MAX_TOKENS, WIDTHS, case.host.dtype)
+    product = Product(case.weights, layout)
+    plain = Product(case.weights, layout, compiled=False)
+    assert product.compiled and not plain.compiled
+    for slot, layer, (code, group) in itertools.product(range(3), range(2), enumerate(GROUPS)):
+        x = draw_x(tokens, layout.group_widths(code)[0], dtype, code)
+        for way in (product, plain):
+            ys = [torch.full((tokens, width), torch.nan, dtype=dtype) for width in layout.group_widths(code)[1]]
+            way.compute(ys, x, slot, layer, code)
+            for y, want in zip(ys, case.expected(x, slot, layer, group), strict=True):
+                scale = max(1.0, float(want.abs().max()))
+                assert float((y.double() - want).abs().max()) <= scale * (1e-5 if dtype is torch.float32 else 2e-2)
+    with pytest.raises(IndexError, match="no slot 3"):
+        product.compute([], draw_x(1, 40, dtype), 3, 0, 0)
+    case.weights.rank[0, 0, 3] = 600
+    with pytest.raises(IndexError, match=r"ranks \[600\]"):
+        plain.compute([torch.zeros(1, 40, dtype=dtype)], draw_x(1, 33, dtype), 0, 0, 1)
+    case.close()
+
+
+def test_layouts_that_can_not_be() -> None:
+    for layout, why in (
+        (Layout(0, 1, 8, WIDTHS, 0), "slots is 0"),
+        (Layout(1, 65, 8, WIDTHS, 0), "workers is 65"),
+        (Layout(1, 1, 1 << 21, WIDTHS, 0), "max_tokens"),
+        (Layout(64, 1, 1 << 20, WIDTHS, 0), "the limit is"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            layout.check()
+
+
+def test_areas_and_lines_never_overlap() -> None:
+    layout = Layout(3, 2, 5, WIDTHS, 1)
+    pieces = [(0, 64)]
+    for slot in range(3):
+        pieces += [(layout.x_area(slot), layout.x_bytes), (layout.y_area(slot), layout.y_bytes)]
+        for worker in range(2):
+            places = layout.command_flag(slot, worker), layout.command(slot, worker), layout.done_flag(slot, worker)
+            pieces += [(at, 64) for at in places]
+    pieces.sort()
+    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(pieces))
+    assert pieces[-1][0] + pieces[-1][1] == layout.size and all(at % 64 == 0 for at, _ in pieces)
