@@ -45,6 +45,7 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
 	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
+	$(BIN)/python -m benchmarks.handoff --json benchmarks/results/handoff.json
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 

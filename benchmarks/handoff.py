@@ -126,7 +126,7 @@ def run(width: int, cores: Sequence[int], tokens: Sequence[int], calls: int, see
             row: dict[str, Any] = {"width": width, "workers": len(cores), "tokens": n}
             pool.arm()
             row["roundtrip_p50_us"], row["roundtrip_p99_us"] = percentiles(lambda: hand_over(pool, x, None), calls)  # noqa: B023
-            few = max(20, calls * 64 // (n * width))
+            few = max(20, calls // 20)
             row["pinned_p50_us"], row["pinned_p99_us"] = percentiles(lambda: hand_over(pool, x, "qkv"), few)  # noqa: B023
             pool.disarm()
             row["socket_p50_us"], row["socket_p99_us"] = echo_over_socket(x, calls // 10, cores[0])

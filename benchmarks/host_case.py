@@ -61,7 +61,14 @@ def draw_host(widths: Widths, ranks: np.ndarray, dtype: torch.dtype, seed: int =
     """`ranks` i32[slots, layers, 7], 0 = not adapted. Rows lie in a random order when scattered."""
     generator = torch.Generator().manual_seed(seed)
     slots, layers, _ = ranks.shape
-    rows = [(where, side) for where in np.ndindex(ranks.shape) for side in (0, 1) for _ in range(int(ranks[where]))]
+    rows = [  # in the order of AdapterLayout: a group's A rows follow each other, then its B rows
+        ((slot, layer, p), side)
+        for slot, layer in np.ndindex(ranks.shape[:2])
+        for members in GROUPS.values()
+        for side in (0, 1)
+        for p in members
+        for _ in range(int(ranks[slot, layer, p]))
+    ]
     units = [row_units(widths[where[2]][side], dtype.itemsize) for where, side in rows]
     per_unit, size = ROW_ALIGN // dtype.itemsize, (sum(units) + 1) * ROW_ALIGN
     shape = TableShape(slots, layers, max(1, len(rows)))

@@ -125,6 +125,26 @@ def serve_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def handoff_table(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    lines = [
+        f"Rank {settings['rank']} on q, k, v, {settings['dtype']}, {settings['calls']} round trips a row, "
+        f"p50 (p99) in us; engine and workers on cores of their own. {origin(document)}",
+        "",
+        "| width, tokens | workers | empty round trip | over a socket | product on pinned workers | on torch threads |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        values = [
+            f"{row[f'{kind}_p50_us']:.1f} ({row[f'{kind}_p99_us']:.1f})"
+            for kind in ("roundtrip", "socket", "pinned", "threads")
+        ]
+        lines.append(f"| {row['width']}, {row['tokens']} | {row['workers']} | {' | '.join(values)} |")
+    before, after = document["figures"]["probe_before_ms"], document["figures"]["probe_after_ms"]
+    lines += ["", f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."]
+    return "\n".join(lines)
+
+
 TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
     ROOT / "docs" / "benchmarks.md": {
         "engine": ("engine", engine_table),
@@ -137,6 +157,7 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "resources": ("kernels", resource_table),
         "cpu": ("kernels", cpu_table),
     },
+    ROOT / "docs" / "cold-start.md": {"handoff": ("handoff", handoff_table)},
 }
 """Page -> markers -> (study, what turns its report into a table)"""
 

@@ -37,15 +37,11 @@ class CompiledLora:
 
     def __init__(self, table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> None:
         operators = load_operators()
-<<<<<<< HEAD
+        self.long_segment = LONG_SEGMENT[pool.dtype]
         widths = {
             group: (base.widths[members[0]][0], [base.widths[p][1] for p in members])
             for group, members in GROUPS.items()
         }
-=======
-        self.long_segment = LONG_SEGMENT[pool.dtype]
-        widths = base.widths
->>>>>>> cpu
         self.groups = [
             {group: CompiledGroup(operators, view, *widths[group]) for group, view in layer.items()}
             for layer in table_views(table, pool, base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from adapters.base_model import PROJECTIONS
@@ -19,8 +20,10 @@ from node_agent.types import GROUPS
 
 log = logging.getLogger(__name__)
 
-LONG_SLICE = 32
-"""Tokens from which on torch's matrix products are faster than the compiled operator."""
+LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 4 << 20}
+"""Tokens times elements of A and B from which on torch's matrix products are faster than the compiled operator."""
+LONG_SLICE = 64
+"""Tokens from which on they always are used."""
 MAX_RANK = 512
 """As adapters/validate.py: no projection has more."""
 
@@ -32,6 +35,10 @@ class Product:
         """Without `compiled`, or where there is no compiler, torch computes short slices too."""
         self._host, self._layout = host, layout
         self._units = host.pool.view(-1, ROW_ALIGN // host.pool.element_size())
+        # numpy's views of the table: reading single entries through torch takes longer than small products
+        table = host.table
+        self._rank, self._scale = table.rank.numpy(), table.scale.numpy()
+        self._first, self._row_offset = table.first.numpy(), table.row_offset.numpy()
         self._operators = _operators() if compiled else None
         self._groups: dict[tuple[int, int], CompiledGroup] = {}
         widest = max(d_in for d_in, _ in layout.widths)
@@ -47,16 +54,21 @@ class Product:
     def compute(self, ys: Sequence[torch.Tensor], x: torch.Tensor, slot: int, layer: int, group: int) -> None:
         """ys[p] = scale * (x @ A_p^T) @ B_p in fp32 sums, zeros where rank is 0. ys [T, d_out of p] and x [T, d_in] of
         the pool's dtype. Raises IndexError for a slot, layer or rank that the table can't have."""
-        slots, layers, _ = self._host.table.rank.shape
+        slots, layers, _ = self._rank.shape
         if not (0 <= slot < slots and 0 <= layer < layers and 0 <= group < ECHO):
             raise IndexError(
                 f"no slot {slot}, layer {layer}, group {group}: the table has {slots} slots, {layers} layers"
             )
-        if self._operators is not None and len(x) < LONG_SLICE:
+        members, (tokens, d_in) = GROUPS[GROUP_NAMES[group]], x.shape
+        ranks = [int(self._rank[slot, layer, p]) for p in members]
+        if not 0 <= min(ranks) <= max(ranks) <= MAX_RANK:
+            names = [PROJECTIONS[p] for p in members]
+            raise IndexError(f"slot {slot}, layer {layer}, {names}: ranks {ranks}, the most is {MAX_RANK}")
+        work = tokens * sum(rank * (d_in + y.shape[1]) for rank, y in zip(ranks, ys, strict=True))
+        if self._operators is not None and tokens < LONG_SLICE and work < LONG_WORK[x.dtype]:
             self._by_operator(ys, x, slot, layer, group)
-            return
-        for y, p in zip(ys, GROUPS[GROUP_NAMES[group]], strict=True):
-            self._by_torch(y, x, slot, layer, p)
+        else:
+            self._by_torch(ys, x, (slot, layer), members, ranks)
 
     def _by_operator(self, ys: Sequence[torch.Tensor], x: torch.Tensor, slot: int, layer: int, group: int) -> None:
         for y in ys:
@@ -79,29 +91,47 @@ class Product:
         )
         return CompiledGroup(self._operators, view, *self._layout.group_widths(group))
 
-    def _by_torch(self, y: torch.Tensor, x: torch.Tensor, slot: int, layer: int, projection: int) -> None:
-        host = self._host
-        rank = int(host.table.rank[slot, layer, projection])
-        if not rank:
-            y.zero_()
-            return
-        if not 0 < rank <= MAX_RANK:
-            where = f"slot {slot}, layer {layer}, {PROJECTIONS[projection]}"
-            raise IndexError(f"{where}: rank {rank}, the most is {MAX_RANK}")
-        a_first, b_first = host.table.first[slot, layer, projection].tolist()
-        a = self._matrix(a_first, rank, x.shape[1])
-        b = self._matrix(b_first, rank, y.shape[1])
-        y.addmm_(x @ a.t(), b, beta=0, alpha=float(host.table.scale[slot, layer, projection]))
+    def _by_torch(
+        self,
+        ys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        where: tuple[int, int],
+        members: Sequence[int],
+        ranks: Sequence[int],
+    ) -> None:
+        """One product for the A of all projections, where their rows follow each other, and one for each B."""
+        firsts = [self._first[(*where, p)] for p in members]
+        rows = [self._row_offset[a : a + rank] for (a, _), rank in zip(firsts, ranks, strict=True)]
+        together = self._view(np.concatenate(rows), x.shape[1])
+        if together is not None:
+            xa = x @ together.t()
+        else:
+            xa = torch.cat([x @ self._matrix(part, x.shape[1]).t() for part in rows if len(part)] or [x], dim=1)
+        at = 0
+        for y, p, (_, b), rank in zip(ys, members, firsts, ranks, strict=True):
+            if rank:
+                rows_b = self._matrix(self._row_offset[b : b + rank], y.shape[1])
+                y.addmm_(xa[:, at : at + rank], rows_b, beta=0, alpha=float(self._scale[(*where, p)]))
+            else:
+                y.zero_()
+            at += rank
 
-    def _matrix(self, first: int, rank: int, width: int) -> torch.Tensor:
-        """[rank, width]: a view where the rows follow each other, a copy where they are scattered over pages."""
-        offsets = self._host.table.row_offset[first : first + rank]
+    def _view(self, offsets: np.ndarray, width: int) -> torch.Tensor | None:
+        """[rows, width], where the rows follow each other."""
+        units, rows = row_units(width, self._host.pool.element_size()), len(offsets)
+        if not rows or int(offsets[-1] - offsets[0]) != (rows - 1) * units or not (np.diff(offsets) == units).all():
+            return None
+        start = int(offsets[0])
+        return self._units[start : start + rows * units].view(rows, -1)[:, :width]
+
+    def _matrix(self, offsets: np.ndarray, width: int) -> torch.Tensor:
+        """[rows, width]: a copy where the rows are scattered over pages."""
+        found = self._view(offsets, width)
+        if found is not None:
+            return found
         units = row_units(width, self._host.pool.element_size())
-        start, end = int(offsets[0]), int(offsets[-1])
-        if end - start == (rank - 1) * units and bool((offsets.diff() == units).all()):
-            return self._units[start : start + rank * units].view(rank, -1)[:, :width]
-        index = offsets.long()[:, None] + torch.arange(units)
-        return self._units[index].view(rank, -1)[:, :width]
+        index = torch.from_numpy(offsets.astype(np.int64)[:, None] + np.arange(units))
+        return self._units[index].view(len(offsets), -1)[:, :width]
 
 
 def _operators() -> Operators | None:

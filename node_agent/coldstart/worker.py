@@ -78,7 +78,7 @@ class Worker:
 
 def warm_up(product: Product, layout: Layout) -> None:
     """Whatever a first call sets up (libraries, oneDNN's code, the compiled operator) is set up now. The host table may
-    be empty yet, so products of both kinds are made of zeros as well."""
+    be empty yet, so products of zeros are made as well."""
     for tokens in (1, LONG_SLICE):
         for group in range(ECHO):
             d_in, widths = layout.group_widths(group)

@@ -59,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     worker = Worker(config)
     warm_up(worker.product, config.layout)
-    ready = WorkerReady(worker.product.compiled, torch.cuda.is_initialized())
+    ready = WorkerReady(worker.product.compiled, torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     os.write(report, msgspec.json.encode(ready) + b"\n")
     while True:
         worker.serve_while_armed(POLL_NS)

@@ -138,7 +138,7 @@ def test_both_ways_of_computing(dtype: torch.dtype, tokens: int) -> None:
     with pytest.raises(IndexError, match="no slot 3"):
         product.compute([], draw_x(1, 40, dtype), 3, 0, 0)
     case.weights.table.rank[0, 0, 3] = 600
-    with pytest.raises(IndexError, match="rank 600"):
+    with pytest.raises(IndexError, match=r"ranks \[600\]"):
         plain.compute([torch.zeros(1, 40, dtype=dtype)], draw_x(1, 33, dtype), 0, 0, 1)
     case.close()
 
