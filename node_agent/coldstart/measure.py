@@ -88,9 +88,11 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
 def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
     """Copies of one page and of as many as there are, up to 16, from host memory to the device, as a load makes them;
     a simulated link's own cost is added."""
-    pages = max(1, min(16, store.host_memory.pool.pages.count, store.pool.pages.count))
     host, device = store.host_memory.pool, store.pool
-    per_page = host.data.numel() // max(1, host.pages.count)
+    pages = min(16, host.pages.count, device.pages.count)
+    if not pages:
+        return LinkCost(0.0, 1e9)  # nothing will be loaded
+    per_page = host.data.numel() // host.pages.count
     seconds = {}
     for count in (1, pages):
         elements = count * per_page

@@ -143,7 +143,7 @@ def test_deadlines(make_engine: MakeEngine, adapter_dir: Path) -> None:
 
 def test_a_load_never_holds_up_others(make_engine: MakeEngine, adapter_dir: Path) -> None:
     """While one adapter takes its time, base requests start, finish and start again."""
-    engine = make_engine(max_cold=1)
+    engine = make_engine(max_cold=1, cold_start="wait")
     gate = Gate(engine)
     adapter = engine.deploy(adapter_dir)
     slow = engine.submit(STORY, 2, adapter)

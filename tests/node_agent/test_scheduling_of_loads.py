@@ -198,7 +198,7 @@ def test_all_who_wait_for_a_broken_adapter_fail_together(make_engine: MakeEngine
     broken, healthy = engine.deploy(by_size[-1]), engine.deploy(by_size[0])
     valve = Valve(engine)
     valve.broken.add(broken.artifact)
-    writing = engine.submit(STORY, 30, ignore_eos=True)
+    writing = engine.submit(STORY, 400, ignore_eos=True)  # longer than all tries
     engine.run(until=lambda: bool(engine.engine.running))
     requests = [engine.submit(STORY, 2, broken) for _ in range(8)]
     step_until(engine, lambda: valve.reads > 0 and not engine.engine.store.hosts._fetching)
@@ -206,7 +206,7 @@ def test_all_who_wait_for_a_broken_adapter_fail_together(make_engine: MakeEngine
     engine.run()
     assert [ended(engine, r).error_type for r in requests] == ["unavailable"] * 8
     assert valve.reads == TRIES  # one load for all
-    assert len(engine.outcomes[writing].tokens) == 30
+    assert len(engine.outcomes[writing].tokens) == 400
     engine.submit(STORY, 2, healthy)
     engine.run()
 
@@ -270,7 +270,7 @@ def test_nothing_is_evicted_in_vain(make_engine: MakeEngine, by_size: list[Path]
 
 def test_cold_start_figures_are_what_happened(make_engine: MakeEngine, by_size: list[Path]) -> None:
     """All who waited say so, also those for whom no pass was open; later calls say none."""
-    engine = make_engine(max_cold=1, max_rows=16)
+    engine = make_engine(max_cold=1, max_rows=16, cold_start="wait")
     adapter = engine.deploy(by_size[-1])
     valve = Valve(engine)
     valve.hold(adapter)
