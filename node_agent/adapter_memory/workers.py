@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ class Workers:
         self.name, self.count = name, count
         self.changed = threading.Condition()
         self.closed = False
+        self._cores = os.sched_getaffinity(0)
+        """of the maker: a thread would inherit those of whoever asked for it first, an engine that has its own"""
         self._jobs: list[Job] = []
         self._threads: list[threading.Thread] = []
         self._idle = 0
@@ -69,6 +72,7 @@ class Workers:
             self._threads[-1].start()
 
     def _serve(self) -> None:
+        os.sched_setaffinity(0, self._cores)
         while work := self._next():
             work()
 

@@ -26,7 +26,6 @@ class Assist:
         hold = self.store.hold_host(lease)
         if hold is None:
             return None
-        self.workers.arm()
         return AssistedPass(self, hold, layout)
 
     def slice_tokens(self, elements: int, tokens: int, group: str) -> int:
@@ -35,7 +34,6 @@ class Assist:
         return self.profile.slice_tokens(elements, budget)
 
     def end(self, hold: HostHold) -> None:
-        self.workers.disarm()
         self._ended.append(hold)
         self.poll()
 
@@ -52,15 +50,29 @@ class AssistedPass:
 
     def __init__(self, assist: Assist, hold: HostHold, layout: AdapterLayout) -> None:
         self._assist, self._hold, self._layout = assist, hold, layout
-        self._open = True
+        self._armed, self._open = False, True
+        self._arm()
 
     def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
+        self._arm()
         elements = group_elements(self._layout, layer, self._assist.base)[group]
         slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
         return self._assist.workers.open(x, self._hold.slot, layer, group, slice_tokens)
 
+    def rest(self) -> None:
+        """The pass goes on on the device: workers need not spin, until the next `open`."""
+        if self._armed:
+            self._armed = False
+            self._assist.workers.disarm()
+
     def end(self) -> None:
         """The pass has ended, one way or the other."""
+        self.rest()
         if self._open:
             self._open = False
             self._assist.end(self._hold)
+
+    def _arm(self) -> None:
+        if not self._armed:
+            self._armed = True
+            self._assist.workers.arm()

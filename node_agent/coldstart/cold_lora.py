@@ -30,6 +30,9 @@ class Workers(Protocol):
     def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
         """Begin to compute the adapter's part for x [T, d_in]; None when no worker can take it."""
 
+    def rest(self) -> None:
+        """The pass asks for nothing in this layer."""
+
     def end(self) -> None:
         """The pass asks for nothing more."""
 
@@ -67,6 +70,8 @@ class ColdLora:
         here = self._here.get(layer)
         if here is None:
             here = self._here[layer] = self._state(layer) == LayerState.DEVICE
+            if here and self._workers is not None:
+                self._workers.rest()
         if here:
             self._on_device.begin(layer, group, x)
         elif not self.poisoned and self._adapted(layer, group):

@@ -202,20 +202,27 @@ class Engine:
             self.store.retract(request.adapter.digest)
 
     def _is_loaded(self, request: Request) -> bool:
+        """Whether the whole adapter is on the device; notes what its load cost the request."""
         if request.lease is None:
             return True
-        if not self.store.loaded(request.lease):
+        cold, loaded = request.cold, self.store.loaded(request.lease)
+        if cold is None or cold.load:
+            return loaded
+        now = time.monotonic()
+        if not loaded:
+            if request.decoding:  # its prompt is computed, and its next token waits for the rest
+                cold.waits_since = cold.waits_since or now
             return False
-        cold = request.cold
-        if cold is not None and not cold.load:
-            cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
-            if not cold.opened:
-                cold.exposed = time.monotonic() - cold.begun
+        cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
+        if not cold.opened:
+            cold.exposed = now - cold.begun
+        elif cold.waits_since:
+            cold.exposed += now - cold.waits_since
         return True
 
     def _fail_loads(self) -> None:
         for request in list(self.running.values()):
-            if request.lease is not None and not request.decoding:
+            if request.cold is not None and not request.cold.load and request.lease is not None:
                 failure = self.store.failure(request.lease)
                 if failure:
                     self._fail_load(request, failure)

@@ -29,6 +29,8 @@ class ColdPhases:
     layers_cpu: int = 0
     layers_device: int = 0
     """layers of cold chunks, by where the adapter's part was computed"""
+    waits_since: float = 0.0
+    """when its prompt was computed, but not its whole adapter there; monotonic"""
     opened: bool = False
     """a chunk began before the whole adapter was there"""
     replays: int = 0

@@ -116,9 +116,10 @@ def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:
 def choose_hot(running: list[Request], loaded: Callable[[Request], bool], chunk_tokens: int) -> tuple[list[Row], int]:
     """Rows of the next hot pass (decode rows first, each part in order of adapter slots), and how many decode.
 
-    Every decoding request advances; prompt chunks share what is left of `chunk_tokens`, oldest first.
+    Every decoding request advances (one whose prompt was computed before its whole adapter was there waits for the
+    rest); prompt chunks share what is left of `chunk_tokens`, oldest first.
     """
-    decode = [Row(r, 1) for r in running if r.decoding]
+    decode = [Row(r, 1) for r in running if r.decoding and loaded(r)]
     budget = max(chunk_tokens - len(decode), 1)
     prefill: list[Row] = []
     for request in running:
