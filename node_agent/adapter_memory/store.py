@@ -130,11 +130,16 @@ class AdapterStore:
         """A request waits no more."""
         self.hosts.retract(digest)
 
-    def acquire(self, adapter: Adapter) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
-        """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever)."""
+    def acquire(
+        self, adapter: Adapter, order: Sequence[int] | None = None
+    ) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
+        """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever).
+
+        `order`: as in `set_order`, for a copy that this call begins.
+        """
         entry = self.device.get(adapter.digest)
         if entry is None:
-            found = self._place(adapter)
+            found = self._place(adapter, order)
             if not isinstance(found, DeviceAdapter):
                 return found
             entry = found
@@ -292,7 +297,9 @@ class AdapterStore:
 
     # --- inside
 
-    def _place(self, adapter: Adapter) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
+    def _place(
+        self, adapter: Adapter, order: Sequence[int] | None
+    ) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
         """Room on the device for an adapter that has none; each layer is copied once it is in host memory."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
         if host.failed:
@@ -314,6 +321,8 @@ class AdapterStore:
             return Pending()  # the next call says how
         began = time.monotonic() if host.complete else host.began
         copy = CopyStates.of(len(host.layout.layers))
+        if order is not None:
+            self.loader.set_order(copy, order)
         entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), *room, began, copy)
         self.table.set(entry.slot, entry.run, entry.layout, entry.layout.positions(entry.pages))
         self.device[adapter.digest] = entry
