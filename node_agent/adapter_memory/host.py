@@ -126,6 +126,8 @@ class HostTier:
 
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
         host = HostAdapter(digest, artifact, waiters=self._waiters[digest])
+        if self.loader.cache is not None and self.loader.cache.has(digest):
+            host.origin = "disk"
         self._all[digest] = host
         self._measuring.append(host)
         self.loader.measure(host)
