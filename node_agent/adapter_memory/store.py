@@ -24,7 +24,7 @@ from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import Loader
-from node_agent.adapter_memory.loads import CopyStates, HostAdapter
+from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable, rows_for
@@ -35,35 +35,6 @@ from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, Too
 
 MOST_ON_DISK = 256
 """Adapters on the disk that a report names."""
-
-
-@dataclass
-class DeviceAdapter:
-    """One adapter that has room on the device."""
-
-    host: HostAdapter
-    layout: AdapterLayout
-    slot: int
-    pages: list[int]
-    run: int
-    began: float
-    """when the load that brings it here began; monotonic seconds"""
-    copy: CopyStates
-    leases: int = 0
-    settled: bool = False
-    """Its load is over, one way or the other."""
-    load_seconds: float = 0.0
-    weights: AdapterWeights | None = None
-    """Set when the adapter is wholly there. The table names it from the start."""
-
-    @property
-    def size(self) -> int:
-        return self.layout.size
-
-    @property
-    def idle(self) -> bool:
-        """Nobody reads or writes it."""
-        return self.leases == 0 and self.settled
 
 
 @dataclass(frozen=True)
