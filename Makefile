@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Garnish needs Python 3.11 or 3.12; name one with make PYTHON=/path/to/python" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt --upgrade pip torch==2.13.0
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[node,dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[node,lightllm,dev]'
 	@touch $@
 
 demo-model: install
@@ -42,8 +42,11 @@ lint: install
 bench: install demo-model
 	$(BIN)/python -m benchmarks.exactness --json benchmarks/results/exactness.json
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
+	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
+	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.plots
 
 clean:
 	rm -rf .venv models .garnish

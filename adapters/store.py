@@ -44,7 +44,8 @@ class ObjectStore(Protocol):
 
     Every write is atomic and durable when it returns: readers see the old content or the new, never a part. Conditional
     writes hold between threads, processes and hosts. An etag changes whenever the content does, and only then. Calls
-    block; each raises StoreUnavailable when the store can't answer in bounded time, InvalidRequest for a malformed key.
+    block; each raises StoreUnavailable when the store can't answer in bounded time (a write may have taken effect all
+    the same), InvalidRequest for a malformed key.
     """
 
     def get(self, key: str) -> Object:
@@ -57,7 +58,10 @@ class ObjectStore(Protocol):
         """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
 
     def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
-        """Fill `buffer` from byte `start`; returns how many bytes, fewer where the object ends. Raises NotFound."""
+        """Fill `buffer` (contiguous, writable) from byte `start`; returns how many bytes there were before the end.
+
+        Raises NotFound. Nothing writes to `buffer` any more when this ends, in whichever way.
+        """
 
     def put(self, key: str, data: bytes | Path) -> str:
         """Write unconditionally; returns the etag."""

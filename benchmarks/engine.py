@@ -7,36 +7,20 @@ requests, all sent at once. Tokens/s counts generated tokens over the whole run,
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.http_service import HttpService
+from benchmarks.in_process import RANKS, TARGETS, Measured, PeftGenerate, Workload, run_engine
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.step_profile import breakdown
-from cluster.messages import Adapter
 from node_agent.cores import usable_cores
-
-RANKS = (8, 16, 32, 64, 128, 8, 16, 32)
-TARGETS = ["q_proj", "k_proj", "v_proj"]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """`adapters` names one adapter (or None) per request; all requests are sent at once."""
-
-    name: str
-    adapters: tuple[int | None, ...]
-
 
 WORKLOADS = (
     Workload("base_1", (None,)),
@@ -44,78 +28,6 @@ WORKLOADS = (
     Workload("mixed_1", (3,)),
     Workload("mixed_8", tuple(range(8))),
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    ttft: float
-    """seconds, median over the requests"""
-    tokens_per_second: float
-
-
-class PeftGenerate:
-    """transformers + PEFT in process: a static batch, adapters mixed through `adapter_names`."""
-
-    def __init__(self, model_dir: Path, adapters: list[Path], dtype: torch.dtype) -> None:
-        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
-        self.base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
-        self.model = PeftModel.from_pretrained(base, adapters[0], adapter_name="a0", autocast_adapter_dtype=False)
-        for i, path in enumerate(adapters[1:], start=1):
-            self.model.load_adapter(path, adapter_name=f"a{i}", autocast_adapter_dtype=False)
-        self.model.eval()
-
-    def run(self, workload: Workload, prompts: list[list[int]], count: int) -> Measured:
-        clock = FirstToken()
-        ids = torch.tensor(prompts)
-        options: dict[str, Any] = {
-            "attention_mask": torch.ones_like(ids),
-            "max_new_tokens": count,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            "stopping_criteria": StoppingCriteriaList([clock]),
-        }
-        model: Any = self.base
-        if workload.adapters[0] is not None:
-            model = self.model
-            if len(workload.adapters) > 1:
-                options["adapter_names"] = [f"a{i}" for i in workload.adapters]
-            else:
-                self.model.set_adapter(f"a{workload.adapters[0]}")
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(input_ids=ids, **options)
-        total = time.perf_counter() - begin
-        if tuple(out.shape) != (len(prompts), len(prompts[0]) + count):
-            raise RuntimeError(f"generate gave {tuple(out.shape)}")
-        return Measured(clock.first - begin, len(prompts) * count / total)
-
-
-class FirstToken(StoppingCriteria):
-    """Notes when the first token was there; stops nothing."""
-
-    def __init__(self) -> None:
-        self.first = 0.0
-
-    def __call__(self, input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        self.first = self.first or time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-def run_engine(
-    engine: LocalEngine, adapters: list[Adapter], workload: Workload, prompts: list[list[int]], count: int
-) -> Measured:
-    begin = time.perf_counter()
-    requests = [
-        engine.submit(prompt, count, None if i is None else adapters[i], ignore_eos=True)
-        for prompt, i in zip(prompts, workload.adapters, strict=True)
-    ]
-    engine.run()
-    total = time.perf_counter() - begin
-    outcomes = [engine.outcomes.pop(request) for request in requests]
-    if any(len(outcome.tokens) != count for outcome in outcomes):
-        raise RuntimeError("a request did not get all its tokens")
-    return Measured(median(outcome.times[0] for outcome in outcomes) - begin, len(prompts) * count / total)
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:

@@ -1,43 +1,66 @@
-"""Everything that needs a GPU, in one command of under eight minutes; one JSON object. Fails without a GPU."""
+"""Everything that needs a GPU, in one command of under eight minutes; one JSON object. Fails without a GPU.
+
+First every operation is held against the float64 reference; a wrong result ends the run. Then speed.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.kernels import FLUSH_BYTES, Shape, floor, gpu_rows
+from benchmarks.gpu_check import OPERATIONS, check_operations, draw_cases, scratch_for
+from benchmarks.gpu_timing import gpu_seconds
+from benchmarks.kernels import Shape, floor, gpu_rows
+from benchmarks.peers import PEERS, installed_peers
 from benchmarks.report import arguments, publish, report
-from kernels.bgmv import bgmv, rank_bucket
-from kernels.mbgmv import mbgmv
-from kernels.sgmv import sgmv
+from kernels.cases import Case, relative_error
+from kernels.launch import launch_for
 
-ROUNDS = 15
+PEER_TOLERANCE = 3e-2
+"""bf16, and weights that were scaled before"""
 
 
 def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
     """Microseconds (median) of each operation that serves the shape, and of torch's products of the same weights."""
     case = shape.case(torch.bfloat16, "cuda", seed)
-    ys, arguments_of = case.fresh(), (case.x, case.seg_start, case.seg_slot, case.view)
-    pad = rank_bucket(max(case.ranks))
-    scratch = torch.empty(*case.xa.shape[:3], max(pad, case.xa.shape[3]), device="cuda")
-    runs: dict[str, Callable[[], object]] = {"sgmv": lambda: sgmv(ys, *arguments_of, scratch)}
-    if shape.operation == "decode":
-        runs["mbgmv"] = lambda: mbgmv(ys, *arguments_of, scratch)
-        runs["bgmv"] = lambda: bgmv(ys, *arguments_of, scratch, pad)
+    runs: dict[str, Callable[[], object]] = {}
+    for name in ("mbgmv", "bgmv", "sgmv") if shape.operation == "decode" else ("sgmv",):
+        how, ys = launch_for(name, case.x.device), case.fresh()
+        given = (ys, case.x, case.seg_start, case.seg_slot, case.view, scratch_for(case, how), case.max_rank, how)
+        runs[name] = partial(OPERATIONS[name], *given)
     runs["torch"] = _torch_products(shape)
+    skipped = _add_peers(runs, case)
     least = floor(shape, 2)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, run in runs.items():
-        seconds = _time(run)
+        seconds = gpu_seconds(run)
         rows.append({
             "shape": shape.name, "run": name, "us": round(seconds * 1e6, 2), "weight_bytes": least["weight_bytes"],
             "gb_s": round(least["bytes"] / seconds / 1e9, 1),
         })  # fmt: skip
-    return rows
+    return rows + [{"shape": shape.name, "run": name, "skipped": why} for name, why in skipped.items()]
+
+
+def _add_peers(runs: dict[str, Callable[[], object]], case: Case) -> dict[str, str]:
+    """Adds the peers that compute the right result here; returns why the others are left out."""
+    skipped = {}
+    for name in installed_peers():
+        try:
+            ys, run = PEERS[name](case)
+            run()
+        except Exception as error:  # whatever another project's code raises: it is named in the report
+            skipped[name] = f"{type(error).__name__}: {error}"
+            continue
+        found = relative_error(ys, case)
+        if found <= PEER_TOLERANCE:
+            runs[name] = run
+        else:
+            skipped[name] = f"its result is {found:.1e} off"
+    return skipped
 
 
 def _torch_products(shape: Shape) -> Callable[[], object]:
@@ -54,40 +77,28 @@ def _torch_products(shape: Shape) -> Callable[[], object]:
     return lambda: [torch.bmm(torch.bmm(x, a), b) for a, b in pairs]
 
 
-def _time(run: Callable[[], object]) -> float:
-    """Seconds by CUDA events, the cache flushed before every call."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    run()
-    times = []
-    for _ in range(ROUNDS):
-        flush.fill_(1)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return median(times)
-
-
 def _copy_bandwidth() -> float:
     """GB/s read plus written, of one large copy."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / _time(lambda: target.copy_(source)) / 1e9
+    return 2 * source.numel() / gpu_seconds(lambda: target.copy_(source)) / 1e9
 
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: benchmarks.kernels gives the floors")
+    checked = check_operations(draw_cases(20 if options.quick else 150, options.seed, "cuda"))
     copy = _copy_bandwidth()
-    rows = gpu_rows(options.quick, options.seed)
-    figures = {"copy_gb_s": copy, "empty_launch_us": _time(lambda: torch.empty(1, device="cuda").fill_(1)) * 1e6}
+    rows = [{"checked": row} for row in checked] + gpu_rows(options.quick, options.seed)
+    figures = {"copy_gb_s": copy, "empty_launch_us": gpu_seconds(lambda: torch.empty(1, device="cuda").fill_(1)) * 1e6}
     large = [row for row in rows if row.get("run") == "mbgmv" and row["weight_bytes"] >= 64 << 20]
     if large:
         figures["mbgmv_copy_share_from_64MB"] = min(row["gb_s"] for row in large) / copy
-    publish(report("gpu_suite", {"quick": options.quick}, options.seed, rows, figures), options.json)
+    publish(
+        report("gpu_suite", {"quick": options.quick, "peers": installed_peers()}, options.seed, rows, figures),
+        options.json,
+    )
 
 
 if __name__ == "__main__":

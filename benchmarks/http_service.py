@@ -15,6 +15,9 @@ from types import TracebackType
 
 import aiohttp
 
+from cluster.secret import read_secret
+from garnish.credentials import FILE_NAME, read_credentials
+
 START_LIMIT = 300.0
 
 
@@ -34,6 +37,7 @@ class HttpService:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> HttpService:
         command = [str(Path(sys.executable).parent / "garnish"), "up", "-f", "serverless.yml", "--port", str(self.port)]
@@ -44,8 +48,11 @@ class HttpService:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the service did not start:\n{(self.root / 'up.log').read_text()}")
             time.sleep(0.2)
-        text = (self.root / ".garnish" / "credentials.toml").read_text()
-        self._key = text.split('api_key = "')[1].split('"')[0]
+        state = self.root / ".garnish"
+        keys = read_credentials(state / FILE_NAME)
+        if keys is None:
+            raise RuntimeError(f"the service left no {FILE_NAME} in {state}")
+        self.key, self.admin_key, self.secret = keys.api_key, keys.admin_key, read_secret(state / "cluster.secret")
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -62,7 +69,7 @@ class HttpService:
         return asyncio.run(self._run(adapters, prompt_tokens, count))
 
     async def _run(self, adapters: tuple[int | None, ...], prompt_tokens: int, count: int) -> tuple[float, float]:
-        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {self._key}"}) as session:
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {self.key}"}) as session:
             begin = time.perf_counter()
             firsts = await asyncio.gather(
                 *(self._call(session, i, n, prompt_tokens, count, begin) for n, i in enumerate(adapters))
@@ -78,7 +85,7 @@ class HttpService:
             "ignore_eos": True, "stream": True,
         }  # fmt: skip
         first = 0.0
-        async with session.post(f"http://127.0.0.1:{self.port}/invoke/{name}", json=body) as reply:
+        async with session.post(f"{self.url}/invoke/{name}", json=body) as reply:
             if reply.status != 200:
                 raise RuntimeError(f"{reply.status}: {await reply.text()}")
             async for line in reply.content:

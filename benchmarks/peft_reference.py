@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from dataclasses import dataclass
@@ -53,6 +54,25 @@ def make_adapter(model_dir: Path, out: Path, seed: int, dtype: torch.dtype = tor
         spread = tensor.shape[1] ** -0.5
         tensors[name] = (torch.randn(tensor.shape, generator=generator) * spread).to(dtype)
     save_file(tensors, file, metadata={"format": "pt"})
+    return out
+
+
+def pad_adapter(source: Path, out: Path, rank: int) -> Path:
+    """The same adapter with every rank raised to `rank` by zeros: it computes the same, and as much as the largest.
+
+    `source` has one rank and one alpha for all its projections.
+    """
+    config = json.loads((source / "adapter_config.json").read_bytes())
+    tensors = load_file(source / "adapter_model.safetensors")
+    more = rank - config["r"]
+    for name, tensor in tensors.items():
+        # lora_A.weight is [r, d_in], lora_B.weight [d_out, r]
+        padding = (0, 0, 0, more) if "lora_A" in name else (0, more)
+        tensors[name] = torch.nn.functional.pad(tensor, padding).contiguous()
+    out.mkdir(parents=True)
+    padded = {**config, "r": rank, "lora_alpha": config["lora_alpha"] * rank / config["r"]}
+    (out / "adapter_config.json").write_text(json.dumps(padded))
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     return out
 
 

@@ -17,6 +17,7 @@ import torch
 from node_agent.cores import usable_cores
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "triton", "transformers", "peft", "tokenizers", "numpy")
 
 
@@ -55,6 +56,21 @@ def publish(document: dict[str, Any], file: Path | None) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document["figures"], indent=1))
+
+
+def load(study: str) -> dict[str, Any]:
+    """A committed report."""
+    document: dict[str, Any] = json.loads((RESULTS / f"{study}.json").read_text())
+    return document
+
+
+def origin(document: dict[str, Any]) -> str:
+    """Where a report's figures come from, as a sentence."""
+    of, versions = document["machine"], document["versions"]
+    return (
+        f"Commit {document['commit']}, {of['cores']} cores of {of['cpu']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, PEFT {versions['peft']}, seed {document['seed']}."
+    )
 
 
 def machine() -> dict[str, Any]:

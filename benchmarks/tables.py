@@ -1,22 +1,15 @@
-"""Writes the tables of docs/benchmarks.md from the reports in benchmarks/results/, between their markers."""
+"""Writes the tables of docs/ from the reports in benchmarks/results/, between their markers."""
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT
+from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
+from benchmarks.report import RESULTS, ROOT, load, origin
 from benchmarks.step_profile import KINDS
-
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
-
-
-def load(study: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((RESULTS / f"{study}.json").read_text())
-    return document
 
 
 def engine_table(document: dict[str, Any]) -> str:
@@ -31,7 +24,7 @@ def engine_table(document: dict[str, Any]) -> str:
         f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads for each, "
         f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
         f"median of {settings['rounds']} alternated rounds. "
-        f"{_origin(document)}",
+        f"{origin(document)}",
         "",
         "| | engine | PEFT `generate` | ratio (lowest round) | engine TTFT | PEFT TTFT | service over HTTP |",
         "|---|---|---|---|---|---|---|",
@@ -62,7 +55,7 @@ def engine_table(document: dict[str, Any]) -> str:
 def exactness_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
     return "\n".join([
-        f"{settings['model']}, fp32, {settings['adapters']} drawn adapters. {_origin(document)}",
+        f"{settings['model']}, fp32, {settings['adapters']} drawn adapters. {origin(document)}",
         "",
         "| cases | tokens compared | mismatches | excused ties |",
         "|---|---|---|---|",
@@ -76,7 +69,7 @@ def memory_table(document: dict[str, Any]) -> str:
     lines = [
         f"{settings['calls']} calls of {settings['functions']} functions at most, "
         f"ranks {settings['ranks']} in equal parts, "
-        f"{settings['running']} requests at once. {_origin(document)}",
+        f"{settings['running']} requests at once. {origin(document)}",
         "",
         "| base, projections, pool | left out | demand / pool | memory | utilisation | fragmentation "
         "| adapters per GiB | hits |",
@@ -92,25 +85,76 @@ def memory_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _origin(document: dict[str, Any]) -> str:
-    machine, versions = document["machine"], document["versions"]
-    return (
-        f"Commit {document['commit']}, {machine['cores']} cores of {machine['cpu']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, PEFT {versions['peft']}, seed {document['seed']}."
-    )
+def serve_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    lines = [
+        f"{settings['dtype']}, {settings['threads']} threads for each, {settings['concurrency']} requests at once, "
+        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
+        f"median of {settings['rounds']} alternated rounds, the worst round in brackets. {origin(document)}",
+        "",
+        "| | base | eight adapters | over PEFT, base | over PEFT, adapters | step: base | adapters | padded "
+        "| padded / mixed | added / floor |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, title in settings["models"].items():
+        of = {figure.removesuffix(f"_{name}"): value for figure, value in figures.items() if figure.endswith(name)}
+        steps = " | ".join(f"{of[f'{kind}_step_ms']:.1f} ms" for kind in ("base", "mixed", "padded"))
+        ratios = [
+            f"{of[figure]:.2f} ({of[f'{figure}_{worst}']:.2f})"
+            for figure, worst in (
+                ("over_peft_static_base", "min"), ("over_peft", "min"), ("padded_over_mixed_step", "min"),
+                ("added_step_over_floor", "max"),
+            )
+        ]  # fmt: skip
+        lines.append(
+            f"| {title} | {of['base_tok_s']:.0f} tok/s | {of['mixed_tok_s']:.0f} tok/s | {ratios[0]} | {ratios[1]} "
+            f"| {steps} | {ratios[2]} | {ratios[3]} |"
+        )
+    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
+    lines += [
+        "",
+        f"Over HTTP ({settings['models']['smollm2']}, the client on the same cores): "
+        f"{figures['http_base_tok_s']:.0f} tok/s for the base and {figures['http_mixed_tok_s']:.0f} tok/s for eight "
+        f"adapters. Open loop, {figures['open_rate']:.2f} requests/s: TTFT p50 {figures['open_ttft_p50_ms']:.0f} ms "
+        f"and p99 {figures['open_ttft_p99_ms']:.0f} ms, TPOT p50 {figures['open_tpot_p50_ms']:.0f} ms, sends late by "
+        f"{figures['open_late_max_ms']:.1f} ms at most. The gateway adds {figures['gateway_added_p50_ms']:.1f} ms to "
+        f"the median TTFT of {settings['pairs']} short requests, each sent through it and straight to the node.",
+        "",
+        f"Contention probe: {before:.2f} ms before, {after:.2f} ms after.",
+    ]
+    return "\n".join(lines)
 
 
-def render(page: str) -> str:
-    for study, table in (("engine", engine_table), ("exactness", exactness_table), ("memory", memory_table)):
-        block = f"<!-- {study} -->\n{table(load(study))}\n<!-- /{study} -->"
-        page, found = re.subn(f"<!-- {study} -->.*?<!-- /{study} -->", lambda _, b=block: b, page, flags=re.DOTALL)
+TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
+    ROOT / "docs" / "benchmarks.md": {
+        "engine": ("engine", engine_table),
+        "exactness": ("exactness", exactness_table),
+        "serve": ("serve", serve_table),
+        "memory": ("memory", memory_table),
+    },
+    ROOT / "docs" / "kernels.md": {
+        "floors": ("kernels", floor_table),
+        "resources": ("kernels", resource_table),
+        "cpu": ("kernels", cpu_table),
+    },
+}
+"""Page -> markers -> (study, what turns its report into a table)"""
+
+
+def render(page: Path, text: str) -> str:
+    """The page's text with its tables made anew. Raises ValueError."""
+    for marker, (study, table) in TABLES[page].items():
+        measured = (RESULTS / f"{study}.json").exists()
+        block = f"<!-- {marker} -->\n{table(load(study)) if measured else 'Not measured yet.'}\n<!-- /{marker} -->"
+        text, found = re.subn(f"<!-- {marker} -->.*?<!-- /{marker} -->", lambda _, b=block: b, text, flags=re.DOTALL)
         if found != 1:
-            raise ValueError(f"{PAGE} must have one pair of markers for {study}")
-    return page
+            raise ValueError(f"{page} must have one pair of markers for {marker}")
+    return text
 
 
 def main() -> None:
-    PAGE.write_text(render(Path(PAGE).read_text()))
+    for page in TABLES:
+        page.write_text(render(page, page.read_text()))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from adapters.errors import InvalidRequest
 from adapters.names import is_alias, is_name
+from adapters.s3_url import parse_s3_url
 from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
@@ -64,6 +66,7 @@ def load_service_file(file: Path, environment: Mapping[str, str] | None = None) 
         infra=_section(document, ("infra",), Infra),
     )
     _refuse_unbuilt(document)
+    _check_registry(document, loaded)
     _check_together(document, loaded)
     return loaded
 
@@ -116,9 +119,17 @@ def _refuse_unbuilt(document: Document) -> None:
             shown = ", ".join(str(item) for item in served)
             hint = f"only {shown} is served" if served else "leave the key out"
             raise document.error(path, f"{value!r} is not built yet in this version: {hint}")
-    registry = str(document.value.get("registry", ""))
-    if "://" in registry and not registry.startswith("file://"):
-        raise document.error(("registry",), f"{registry!r} is not built yet in this version: expected a directory")
+
+
+def _check_registry(document: Document, loaded: ServiceFile) -> None:
+    registry = loaded.registry or ""
+    if registry.startswith("s3://"):
+        try:
+            parse_s3_url(registry)
+        except InvalidRequest as error:
+            raise document.error(("registry",), str(error)) from None
+    elif "://" in registry and not registry.startswith("file://"):
+        raise document.error(("registry",), "expected a directory's path, a file:// URL or s3://bucket/prefix")
 
 
 def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:

@@ -74,7 +74,7 @@ def _fetch(hub_id: str) -> Path:
 def registry_of(service: ServiceFile, state: Path) -> str:
     if service.registry is None:
         return str(state / "registry")
-    if service.registry.startswith("file://"):
+    if service.registry.startswith(("file://", "s3://")):
         return service.registry
     return str(service.path(service.registry))
 

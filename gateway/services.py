@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import aiohttp
 from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
-from adapters.open_store import open_store
+from adapters.open_store import open_checked_store
 from adapters.registry import Registry
 from adapters.tenants import Tenants
 from cluster.secret import read_secret
@@ -64,7 +65,7 @@ def services_of(request: Request) -> Services:
 async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterator[Services]:
     """Raises what the parts raise when a file is missing or a setting is wrong: the gateway does not start then."""
     base = load_base_model(Path(config.model_dir), config.base_id)
-    store = open_store(config.registry)
+    store = await asyncio.to_thread(open_checked_store, config.registry)
     registry, tenants = Registry(store, base), Tenants(store)
     threads = StoreThreads(config.store_seconds)
     cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)

@@ -1,6 +1,6 @@
-"""Compiles grouped_lora.cpp for this very processor, once per user, source, compiler and processor.
+"""Compiles the CPU's operators for this very processor, once per user, sources, compiler and processor.
 
-Plain C++ behind a C interface: neither Python's nor torch's headers are needed, and it takes two seconds. OpenMP's
+Plain C++ behind a C interface: neither Python's nor torch's headers are needed, and it takes three seconds. OpenMP's
 functions are left open at the link, so that they are those of the OpenMP that torch has loaded: one pool of threads.
 """
 
@@ -16,28 +16,30 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+SOURCES = ("grouped_lora.cpp", "decoder.cpp")
+HEADERS = ("vectors.h",)
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fPIC", "-fopenmp")
 COMPILE_LIMIT_S = 120
 
 
 class CompileError(RuntimeError):
-    """The operator can't be had here; says why. The torch path does the same work."""
+    """The operators can't be had here; says why. The torch path does the same work."""
 
 
 def load_library(cache: Path | None = None) -> ctypes.CDLL:
-    """The compiled operator from `cache` (None: ~/.cache/garnish), compiled first if it isn't there. Raises
+    """The compiled operators from `cache` (None: ~/.cache/garnish), compiled first if they aren't there. Raises
     CompileError. torch must have been imported."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise CompileError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed")
-    source = (files(__package__) / "grouped_lora.cpp").read_bytes()
+    texts = {name: (files(__package__) / name).read_bytes() for name in (*SOURCES, *HEADERS)}
     try:
         folder = cache or Path.home() / ".cache" / "garnish"
         _make_private(folder)
-        library = folder / f"grouped_lora-{_key(source, compiler)}.so"
+        library = folder / f"operators-{_key(texts, compiler)}.so"
         if not library.exists():
-            _compile(compiler, source, library)
+            _compile(compiler, texts, library)
         return ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise CompileError(f"{compiler}: {error}") from error
@@ -51,23 +53,31 @@ def _make_private(folder: Path) -> None:
         raise CompileError(f"{folder} must belong to this user and be writable by nobody else")
 
 
-def _key(source: bytes, compiler: str) -> str:
+def _key(texts: dict[str, bytes], compiler: str) -> str:
     """Differs wherever the result may: a home directory can be shared by unlike machines."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_LIMIT_S, check=True)  # noqa: S603
     processor = re.search(rb"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_bytes(), re.MULTILINE)
-    parts = (source, version.stdout, repr(FLAGS).encode(), processor[0] if processor else b"")
+    parts = (*texts.values(), version.stdout, repr(FLAGS).encode(), processor[0] if processor else b"")
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _compile(compiler: str, source: bytes, library: Path) -> None:
+def _compile(compiler: str, texts: dict[str, bytes], library: Path) -> None:
     """Compile beside the library and rename: a process that comes at the same time does the same, and either wins."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as place:
-        text, code, linked = Path(place, "grouped_lora.cpp"), Path(place, "code.o"), Path(place, "linked.so")
-        text.write_bytes(source)
-        for command in ([*FLAGS, "-c", str(text), "-o", str(code)], ["-shared", str(code), "-o", str(linked)]):
-            done = subprocess.run(  # noqa: S603 - a compiler, and our own source
-                [compiler, *command], capture_output=True, text=True, timeout=COMPILE_LIMIT_S
-            )
-            if done.returncode:
-                raise CompileError(done.stderr.strip()[-500:])
+    with tempfile.TemporaryDirectory(dir=library.parent) as name:
+        place = Path(name)
+        for text, content in texts.items():
+            (place / text).write_bytes(content)
+        objects = [str(place / source) + ".o" for source in SOURCES]
+        for source, code in zip(SOURCES, objects, strict=True):
+            _call([compiler, *FLAGS, "-c", str(place / source), "-o", code])
+        linked = place / "linked.so"
+        _call([compiler, "-shared", *objects, "-o", str(linked)])
         linked.replace(library)
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(  # noqa: S603 - a compiler, and our own sources
+        command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S
+    )
+    if done.returncode:
+        raise CompileError(done.stderr.strip()[-500:])

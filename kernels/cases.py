@@ -30,6 +30,10 @@ class Case:
     ranks: list[int]
     """per slot"""
 
+    @property
+    def max_rank(self) -> int:
+        return max(self.ranks)
+
     def expected(self) -> list[torch.Tensor]:
         """float64 results by the reference."""
         ys = [y.double() for y in self.ys]

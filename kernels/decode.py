@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import Launch, column_blocks, three
+from kernels.launch import TABLE_VIEWS, Launch, launch_pair
 from kernels.tiles import choose_output, expand_tile, shrink_tile, store_xa
-from kernels.view import GroupView, check_call
+from kernels.view import GroupView
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLE_VIEWS)
 def decode_shrink(
     x, x_stride, xa, seg_start, seg_slot, pool, rank, first, row_offset, table_stride,
     projections, tokens, capacity, d_in,
@@ -48,7 +48,7 @@ def decode_shrink(
             store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, r, BT, BR)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLE_VIEWS)
 def decode_expand(
     xa, y0, y1, y2, s0, s1, s2, d0, d1, d2, seg_start, seg_slot, pool, rank, scale, first, row_offset, table_stride,
     projections, tokens, capacity,
@@ -86,26 +86,10 @@ def launch_decode(
     seg_slot: torch.Tensor,
     view: GroupView,
     xa: torch.Tensor,
+    max_rank: int,
     pad: int,
     how: Launch,
 ) -> None:
     """Two launches. Grids depend on shapes alone. `pad` 0: each adapter's own rank."""
-    check_call(ys, x, seg_start, seg_slot, view, xa, how.splits)
-    segments, projections = seg_slot.shape[0], view.projections
-    if not segments or not x.shape[0]:
-        return
-    sizes = (xa.shape[1], xa.shape[2], xa.shape[3])
-    stride = view.rank.stride(0)
-    decode_shrink[(segments, projections * how.rank_programs, how.splits)](
-        x, x.stride(0), xa, seg_start, seg_slot, view.pool, view.rank, view.first, view.row_offset, stride,
-        *sizes, x.shape[1],
-        PAD=pad, UNIT=view.unit, SPLITS=how.splits, RANK_PROGRAMS=how.rank_programs,
-        BT=how.tokens, BR=how.ranks, BK=how.shrink_width, num_warps=how.warps, num_stages=how.stages,
-    )  # fmt: skip
-    widths = [y.shape[1] for y in ys]
-    decode_expand[(segments, column_blocks(widths, how.expand_width))](
-        xa, *three(ys, ys[0]), *three([y.stride(0) for y in ys], 0), *three(widths, 0),
-        seg_start, seg_slot, view.pool, view.rank, view.scale, view.first, view.row_offset, stride, *sizes,
-        PAD=pad, UNIT=view.unit, SPLITS=how.splits,
-        BT=how.tokens, BR=how.ranks, BN=how.expand_width, num_warps=how.warps, num_stages=how.stages,
-    )  # fmt: skip
+    pair, segments = (decode_shrink, decode_expand), seg_slot.shape[0]
+    launch_pair(pair, segments, ys, x, seg_start, seg_slot, view, xa, max_rank, how, PAD=pad)

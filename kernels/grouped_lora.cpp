@@ -5,61 +5,13 @@
 // threads and any batch around a token.
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "vectors.h"
 
 namespace {
 
-constexpr int LANES = 16;
-constexpr int BLOCK = 2 * LANES;  // elements that are loaded and widened together
-constexpr int AHEAD = 8;          // rows of B to ask for before they are needed
-typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4)));
-
-struct bf16 {
-    uint16_t bits;
-};
-struct pair {
-    vec a, b;
-};
-
-inline float widen(float value) { return value; }
-inline float widen(bf16 value) {
-    uint32_t bits = uint32_t(value.bits) << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
-// A block in two vectors; `place` is where an element of the block lies in them. bf16 comes as even and odd elements,
-// for that takes two operations.
-inline pair load(const float* at) {
-    pair out;
-    std::memcpy(&out, at, sizeof out);
-    return out;
-}
-inline pair load(const bf16* at) {
-    uvec bits;
-    std::memcpy(&bits, at, sizeof bits);
-    return {(vec)(bits << 16), (vec)(bits & 0xffff0000u)};
-}
-inline int place(const float*, int i) { return i; }
-inline int place(const bf16*, int i) { return i / 2 + (i & 1) * LANES; }
-
-inline void store(float* at, float value) { *at = value; }
-inline void store(bf16* at, float value) {  // to the nearest even, NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    at->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-inline float total(pair p) {
-    vec v = p.a + p.b;
-    float lanes[LANES];
-    std::memcpy(lanes, &v, sizeof v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
-}
+constexpr int AHEAD = 8;  // rows of B to ask for before they are needed
 
 // x in fp32, every whole block in the order that `load` gives the weights
 template <typename W>
@@ -122,10 +74,8 @@ void add_columns(const W* pool, const int32_t* offsets, int64_t unit, int column
     }
     for (int t = 0; t < TOKENS; t++)
         for (int v = 0; v < BLOCKS; v++) {
-            float sums[BLOCK];
-            std::memcpy(sums, &acc[t][v], sizeof sums);
             W* at = y + t * y_stride + v * BLOCK;
-            for (int i = 0; i < BLOCK; i++) store(at + i, widen(at[i]) + scale * sums[place(at, i)]);
+            store(at, load(at) + acc[t][v] * scale);
         }
 }
 

@@ -3,59 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
+from kernels.view import MAX_PROJECTIONS, GroupView, check_call
 
-@dataclass(frozen=True)
-class Launch:
-    """Tile sizes and splits of one operation. They never depend on ranks."""
+TABLE = files(__package__) / "launch_table.json"
+DEFAULT = "default"
+OPERATIONS = ("bgmv", "mbgmv", "sgmv")
+TABLE_VIEWS = ("rank", "scale", "first")
+"""Arguments that begin anywhere in the AdapterTable: a kernel compiled for their alignment would serve some layers."""
 
-    tokens: int = 16
+Tile = Annotated[int, msgspec.Meta(ge=16, le=512)]
+Few = Annotated[int, msgspec.Meta(ge=1, le=32)]
+
+
+class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tile sizes and splits of one operation. They never depend on ranks. Sizes are powers of two."""
+
+    tokens: Tile
     """tokens of one tile; 16 is the least that a tensor core takes"""
-    ranks: int = 16
-    shrink_width: int = 128
+    ranks: Tile
+    shrink_width: Tile
     """input columns of one step of the shrink"""
-    expand_width: int = 128
+    expand_width: Tile
     """output columns of one program of the expand"""
-    splits: int = 4
+    splits: Few
     """programs that share a segment's input columns; their parts are added in a fixed order"""
-    rank_programs: int = 2
+    rank_programs: Few
     """programs that share a segment's ranks"""
-    warps: int = 4
-    stages: int = 3
+    warps: Few = 4
+    stages: Few = 3
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "ranks", "shrink_width", "expand_width", "warps"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, not {value}")
 
 
-DEFAULTS = {
-    "bgmv": Launch(),
-    "mbgmv": Launch(),
-    "sgmv": Launch(tokens=64, ranks=32, shrink_width=64, expand_width=128, splits=1, rank_programs=1),
-}
+class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the table says of one device."""
+
+    tuned: str
+    """when and with what, or that it was not"""
+    operations: dict[str, Launch]
+
+    def __post_init__(self) -> None:
+        if set(self.operations) != set(OPERATIONS):
+            raise ValueError(f"operations must be {', '.join(OPERATIONS)}, not {', '.join(sorted(self.operations))}")
+
+
+def read_table(text: bytes) -> dict[str, Tuned]:
+    """Device name -> what was found for it. Raises ValueError that says what is wrong and where."""
+    try:
+        table = msgspec.json.decode(text, type=dict[str, Tuned])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"launch table: {error}; make it again with benchmarks.tune_kernels") from error
+    if DEFAULT not in table:
+        raise ValueError(f"launch table: there is no {DEFAULT!r}, which every unlisted device needs")
+    return table
 
 
 @cache
-def launch_table() -> dict[str, dict[str, Launch]]:
-    """Device name -> operation -> Launch, as committed in launch_table.json."""
-    text = (files(__package__) / "launch_table.json").read_bytes()
-    return msgspec.json.decode(text, type=dict[str, dict[str, Launch]])
+def launch_table() -> dict[str, Tuned]:
+    """As committed in launch_table.json. Raises ValueError."""
+    return read_table(TABLE.read_bytes())
 
 
 @cache
 def launch_for(operation: str, device: torch.device) -> Launch:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return launch_table().get(name, {}).get(operation, DEFAULTS[operation])
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT
+    return launch_table().get(name, launch_table()[DEFAULT]).operations[operation]
 
 
-def three(values: Sequence[Any], absent: Any) -> list[Any]:
-    """Kernels take three outputs; a smaller group leaves the others empty (width 0, no program)."""
-    return [*values, *[absent] * (3 - len(values))]
+def default_launch(operation: str) -> Launch:
+    return launch_table()[DEFAULT].operations[operation]
 
 
 def column_blocks(widths: Sequence[int], block: int) -> int:
     """Programs that cover the columns of all outputs, each in one of them."""
     return sum(-(-width // block) for width in widths)
+
+
+def launch_pair(
+    pair: tuple[Any, Any],
+    tiles: int,
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    seg_start: torch.Tensor,
+    seg_slot: torch.Tensor,
+    view: GroupView,
+    xa: torch.Tensor,
+    max_rank: int,
+    how: Launch,
+    **own: int,
+) -> None:
+    """A shrink and an expand of `tiles` programs each per slice; `own` are the arguments that this pair alone has.
+
+    The other arguments are those of the operations (`mbgmv`). Raises KernelArgumentError before anything is launched.
+    """
+    check_call(ys, x, seg_start, seg_slot, view, xa, max_rank, how.splits)
+    if not seg_slot.shape[0] or not x.shape[0]:
+        return
+    shrink, expand = pair
+    widths, absent = [y.shape[1] for y in ys], MAX_PROJECTIONS - len(ys)
+    # a group of fewer outputs leaves the others empty: width 0, no program
+    outputs = (*ys, *[ys[0]] * absent, *(y.stride(0) for y in ys), *[0] * absent, *widths, *[0] * absent)
+    table_stride, scratch_sizes = view.rank.stride(0), xa.shape[1:]
+    shared = {"UNIT": view.unit, "SPLITS": how.splits, "BT": how.tokens, "BR": how.ranks,
+              "num_warps": how.warps, "num_stages": how.stages, **own}  # fmt: skip
+    shrink[(tiles, view.projections * how.rank_programs, how.splits)](
+        x, x.stride(0), xa, seg_start, seg_slot, view.pool, view.rank, view.first, view.row_offset, table_stride,
+        *scratch_sizes, x.shape[1], RANK_PROGRAMS=how.rank_programs, BK=how.shrink_width, **shared,
+    )  # fmt: skip
+    expand[(tiles, column_blocks(widths, how.expand_width))](
+        xa, *outputs, seg_start, seg_slot, view.pool, view.rank, view.scale, view.first, view.row_offset, table_stride,
+        *scratch_sizes, BN=how.expand_width, **shared,
+    )  # fmt: skip

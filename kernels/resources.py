@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.decode import decode_expand, decode_shrink
-from kernels.launch import DEFAULTS, Launch
+from kernels.launch import TABLE_VIEWS, Launch, default_launch
 from kernels.sgmv import sgmv_expand, sgmv_shrink
 from kernels.view import WEIGHT_DTYPES
 
@@ -42,7 +42,7 @@ class Compiled:
 def compile_kernels(capability: int, dtype: torch.dtype) -> list[Compiled]:
     """Every kernel with its default tiles for sm_`capability`. Raises what Triton's compiler raises."""
     return [
-        _compile(f"{name}_{side}", kernel, DEFAULTS[name], pad, capability, dtype)
+        _compile(f"{name}_{side}", kernel, default_launch(name), pad, capability, dtype)
         for name, pad, kernels in (
             ("bgmv", 64, (decode_shrink, decode_expand)),
             ("mbgmv", 0, (decode_shrink, decode_expand)),
@@ -68,7 +68,7 @@ def _compile(
     }
     places = {name: (at,) for at, name in enumerate(function.arg_names)}
     # what the just-in-time compiler finds of real arguments: pointers, strides and widths are multiples of 16
-    aligned = [name for name, kind in signature.items() if kind[0] == "*" or name in ALIGNED]
+    aligned = [n for n, kind in signature.items() if n in ALIGNED or (kind[0] == "*" and n not in TABLE_VIEWS)]
     source = ASTSource(
         function,
         signature,

@@ -8,9 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import Launch, column_blocks, launch_for, three
+from kernels.launch import TABLE_VIEWS, Launch, launch_for, launch_pair
 from kernels.tiles import choose_output, expand_tile, shrink_tile, store_xa
-from kernels.view import GroupView, check_call
+from kernels.view import GroupView
+
+LEAST_SEGMENTS = 32
+"""Batches of so many segments share one compiled kernel; each doubling above has its own."""
 
 
 @triton.jit
@@ -27,10 +30,10 @@ def find_tile(tile, seg_start, segments, BS: tl.constexpr, BT: tl.constexpr):
     return segment, tl.sum(tl.where(s == segment, begins, 0), 0) + inside * BT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=TABLE_VIEWS)
 def sgmv_shrink(
-    x, x_stride, xa, seg_start, seg_slot, segments, pool, rank, first, row_offset, table_stride,
-    projections, tokens, capacity, d_in,
+    x, x_stride, xa, seg_start, seg_slot, pool, rank, first, row_offset, table_stride,
+    projections, tokens, capacity, d_in, segments,
     UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -54,10 +57,10 @@ def sgmv_shrink(
         store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, r, BT, BR)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=TABLE_VIEWS)
 def sgmv_expand(
-    xa, y0, y1, y2, s0, s1, s2, d0, d1, d2, seg_start, seg_slot, segments, pool, rank, scale, first, row_offset,
-    table_stride, projections, tokens, capacity,
+    xa, y0, y1, y2, s0, s1, s2, d0, d1, d2, seg_start, seg_slot, pool, rank, scale, first, row_offset,
+    table_stride, projections, tokens, capacity, segments,
     UNIT: tl.constexpr, SPLITS: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +92,7 @@ def sgmv(
     seg_slot: torch.Tensor,
     view: GroupView,
     xa: torch.Tensor,
+    max_rank: int,
     how: Launch | None = None,
 ) -> None:
     """ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its slot s, fp32 accumulation.
@@ -98,7 +102,8 @@ def sgmv(
     seg_start i32[S + 1]: first token of each segment, and the end of the last; segments may be empty
     seg_slot  i32[S], -1 = base
     view      the group's part of the AdapterTable; its dtype (fp32, fp16, bf16) is that of x and ys
-    xa        f32[>= splits, >= P, >= T, capacity], scratch, in place; capacity at least the batch's largest rank
+    xa        f32[>= splits, >= P, >= T, capacity], scratch, in place
+    max_rank  the batch's largest rank, or a bound on it, as the host knows it: at most the scratch's capacity
     how       tile sizes; None: those of this device
 
     xA is rounded to the weights' dtype before the second product, as tensor cores want it. Two launches of as many
@@ -106,23 +111,7 @@ def sgmv(
     the same bits. Raises KernelArgumentError before anything is launched.
     """
     how = how or launch_for("sgmv", x.device)
-    check_call(ys, x, seg_start, seg_slot, view, xa, how.splits)
     segments = seg_slot.shape[0]
-    if not segments or not x.shape[0]:
-        return
     tiles = -(-x.shape[0] // how.tokens) + segments
-    sizes = (xa.shape[1], xa.shape[2], xa.shape[3])
-    stride, BS = view.rank.stride(0), triton.next_power_of_2(segments)
-    sgmv_shrink[(tiles, view.projections * how.rank_programs, how.splits)](
-        x, x.stride(0), xa, seg_start, seg_slot, segments, view.pool, view.rank, view.first, view.row_offset, stride,
-        *sizes, x.shape[1],
-        UNIT=view.unit, SPLITS=how.splits, RANK_PROGRAMS=how.rank_programs,
-        BS=BS, BT=how.tokens, BR=how.ranks, BK=how.shrink_width, num_warps=how.warps, num_stages=how.stages,
-    )  # fmt: skip
-    widths = [y.shape[1] for y in ys]
-    sgmv_expand[(tiles, column_blocks(widths, how.expand_width))](
-        xa, *three(ys, ys[0]), *three([y.stride(0) for y in ys], 0), *three(widths, 0),
-        seg_start, seg_slot, segments, view.pool, view.rank, view.scale, view.first, view.row_offset, stride, *sizes,
-        UNIT=view.unit, SPLITS=how.splits,
-        BS=BS, BT=how.tokens, BR=how.ranks, BN=how.expand_width, num_warps=how.warps, num_stages=how.stages,
-    )  # fmt: skip
+    pair, block = (sgmv_shrink, sgmv_expand), max(LEAST_SEGMENTS, triton.next_power_of_2(max(1, segments)))
+    launch_pair(pair, tiles, ys, x, seg_start, seg_slot, view, xa, max_rank, how, segments=segments, BS=block)

@@ -82,6 +82,7 @@ def check_call(
     seg_slot: torch.Tensor,
     view: GroupView,
     xa: torch.Tensor,
+    max_rank: int,
     splits: int,
 ) -> None:
     """Everything about a call that can be seen without reading a device. Raises KernelArgumentError."""
@@ -106,7 +107,11 @@ def check_call(
     if xa.dtype is not torch.float32 or xa.device != device or not xa.is_contiguous() or xa.dim() != 4:
         raise KernelArgumentError(f"the scratch xa must be contiguous f32[splits, P, T, capacity] on {device}")
     if xa.shape[0] < splits or xa.shape[1] < view.projections or xa.shape[2] < tokens:
-        raise KernelArgumentError(f"xa is {tuple(xa.shape)}; [{splits}, {view.projections}, {tokens}, ...] is needed")
+        raise KernelArgumentError(
+            f"xa is {tuple(xa.shape)}; at least [{splits}, {view.projections}, {tokens}, {max_rank}] is needed"
+        )
+    if not 0 <= max_rank <= xa.shape[3]:
+        raise KernelArgumentError(f"the batch's largest rank is {max_rank}; the scratch xa has room for {xa.shape[3]}")
 
 
 def add_group(ys: Sequence[torch.Tensor], x: torch.Tensor, token_slot: torch.Tensor, view: GroupView) -> None:

@@ -25,7 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     base_id: str
     registry: str
-    """Directory (or, later, s3:// URL) of the object store."""
+    """Directory, or s3:// URL, of the object store."""
     device: str = "auto"
     """auto, cpu or cuda"""
     dtype: str = "auto"

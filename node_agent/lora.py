@@ -11,7 +11,7 @@ from adapters.base_model import BaseModel
 from kernels.build import CompileError
 from kernels.compiled import DTYPES, CompiledGroup, load_operators
 from kernels.grouped import add_segment
-from kernels.view import group_view
+from kernels.view import GroupView, group_view
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.adapter_memory.weights import AdapterWeights
 from node_agent.types import GROUPS, Lease, LoraBatch
@@ -22,23 +22,27 @@ LONG_SEGMENT = 32
 """Tokens from which on torch's matrix products are faster than the compiled operator."""
 
 
+def table_views(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> list[dict[str, GroupView]]:
+    """What the operations read, per layer and projection group."""
+    tensors = (pool, table.rank, table.scale, table.first, table.row_offset)
+    return [
+        {group: group_view(*tensors, layer, members) for group, members in GROUPS.items()}
+        for layer in range(base.num_layers)
+    ]
+
+
 class CompiledLora:
     """The compiled operator for every projection group of a table. Raises CompileError."""
 
     def __init__(self, table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> None:
         operators = load_operators()
-        widths = base.widths
+        widths = {
+            group: (base.widths[members[0]][0], [base.widths[p][1] for p in members])
+            for group, members in GROUPS.items()
+        }
         self.groups = [
-            {
-                group: CompiledGroup(
-                    operators,
-                    group_view(pool, table.rank, table.scale, table.first, table.row_offset, layer, members),
-                    widths[members[0]][0],
-                    [widths[p][1] for p in members],
-                )
-                for group, members in GROUPS.items()
-            }
-            for layer in range(base.num_layers)
+            {group: CompiledGroup(operators, view, *widths[group]) for group, view in layer.items()}
+            for layer in table_views(table, pool, base)
         ]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).parents[1]
+S3_BUCKET = "garnish-tests"
 CONVERSION_TIMEOUT_S = 280  # below pytest's own limit, so that the reason is shown
 
 
@@ -54,6 +57,34 @@ def stories_adapters() -> dict[str, Path]:
 def smollm_adapters() -> dict[str, Path]:
     """Directories of the committed PEFT adapters of SmolLM2-135M-Instruct by name."""
     return _adapters("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """An S3 server (moto's, a process of its own) with the bucket `garnish-tests`; boto3's environment points to it.
+
+    The address names the server for those who want to come between.
+    """
+    command = [sys.executable, str(ROOT / "tests" / "s3_server.py")]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,
+    ):
+        assert server.stdout is not None and server.stdin is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        patch.setenv("AWS_ENDPOINT_URL_S3", url)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
+        patch.setenv("AWS_CONFIG_FILE", os.devnull)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        request = urllib.request.Request(f"{url}/{S3_BUCKET}", method="PUT")
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            assert reply.status == 200
+        yield url
+        server.stdin.close()
 
 
 def _adapters(base: str) -> dict[str, Path]:

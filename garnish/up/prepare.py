@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.open_store import open_store
+from adapters.open_store import open_checked_store
 from adapters.tenants import Tenants
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
@@ -124,7 +124,7 @@ def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials,
     names = tenant_names(service)
     try:
         create_secret(secret_file_of(service, state))
-        tenants = Tenants(open_store(registry_of(service, state)))
+        tenants = Tenants(open_checked_store(registry_of(service, state)))
         if service.auth == "none":
             for name in {*names, OPEN_TENANT}:
                 tenants.put(name, declared=True)

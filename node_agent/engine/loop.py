@@ -16,7 +16,7 @@ from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
 from node_agent.engine.scheduler import Admission, choose_hot
 from node_agent.ipc import Admitted, EngineEvent, Finished, Generated, Stats, Submit, Top
-from node_agent.lora import SegmentedLora, compiled_lora
+from node_agent.lora_choice import choose_lora
 from node_agent.types import ModelRunner, Pass, StepOutput
 
 log = logging.getLogger("garnish.engine")
@@ -52,7 +52,7 @@ class Engine:
         eos_ids: frozenset[int],
     ) -> None:
         self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
-        self.compiled = compiled_lora(store.table, store.pool.data, store.base)
+        self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.queue: list[Request] = []
         self.running: dict[str, Request] = {}
@@ -245,7 +245,7 @@ class Engine:
     def _start(self, rows: list[Row], n_decode: int) -> Pass:
         batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
         lora = build_lora(rows, self.runner.device)
-        adapted = None if lora.empty else SegmentedLora(lora, self.store.weights, self.compiled)
+        adapted = None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
         return self.runner.start(batch, adapted)
 
     def _book(self, rows: list[Row], output: StepOutput) -> None:

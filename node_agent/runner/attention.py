@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.decoder import AttentionPass
 from node_agent.types import StepBatch
 
 
@@ -55,10 +56,16 @@ class AttentionPlan:
     chunks: list[Chunk]
     masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
     """(bucket, or -1 - chunk; sliding window) -> mask, shared by the layers"""
+    compiled: AttentionPass | None = None
+    """where the compiled operators attend for the decode rows, in the place of buckets"""
 
 
 def plan_attention(
-    batch: StepBatch, keys: list[torch.Tensor], values: list[torch.Tensor], block_tokens: int
+    batch: StepBatch,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    block_tokens: int,
+    compiled: AttentionPass | None = None,
 ) -> AttentionPlan:
     device = batch.token_ids.device
     offsets = torch.arange(block_tokens, device=device)
@@ -68,7 +75,7 @@ def plan_attention(
         return (blocks[:, None] * block_tokens + offsets).flatten()[:context]
 
     buckets: dict[int, list[int]] = {}
-    for row in range(batch.n_decode):
+    for row in range(0 if compiled else batch.n_decode):
         buckets.setdefault(batch.context_lens[row].bit_length(), []).append(row)
     decode: list[DecodeBucket] = []
     for rows in buckets.values():
@@ -92,7 +99,7 @@ def plan_attention(
         length, context = batch.query_lens[row], batch.context_lens[row]
         chunks.append(Chunk(start, start + length, context, slots_of(row, context)))
         start += length
-    return AttentionPlan(keys, values, batch.slot_mapping[: batch.n_tokens], decode, chunks)
+    return AttentionPlan(keys, values, batch.slot_mapping[: batch.n_tokens], decode, chunks, compiled=compiled)
 
 
 def paged_attention(
@@ -128,11 +135,11 @@ def paged_attention(
         done = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         out.index_copy_(0, bucket.rows, done.reshape(b, heads, head_dim))
     for i, chunk in enumerate(plan.chunks):
-        _attend_chunk(plan, i, chunk, query, keys, values, out, scaling, sliding_window)
+        attend_chunk(plan, i, chunk, query, keys, values, out, scaling, sliding_window)
     return out.unsqueeze(0), None
 
 
-def _attend_chunk(
+def attend_chunk(
     plan: AttentionPlan,
     i: int,
     chunk: Chunk,

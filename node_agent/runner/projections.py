@@ -36,15 +36,19 @@ class FusedProjection(nn.Module):
         self.linear = Linear(torch.cat([module.weight.data for module in linears]), bias)
         self.parts: dict[int, torch.Tensor] = {}
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, d_in] -> [T, sum of widths], the adapters' part included"""
+        lora = self.current.lora
+        if lora is None:
+            return self.linear.forward(x)
+        lora.begin(self.layer, self.group, x)
+        y = self.linear.forward(x)
+        lora.finish(self.layer, self.group, y.split_with_sizes(self.widths, dim=1))
+        return y
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, T, d_in] -> [1, T, widths[0]]"""
-        lora = self.current.lora
-        if lora is not None:
-            lora.begin(self.layer, self.group, x[0])
-        y = self.linear(x)
-        parts = torch.split(y, self.widths, dim=-1)
-        if lora is not None:
-            lora.finish(self.layer, self.group, [part[0] for part in parts])
+        parts = self.product(x[0]).unsqueeze(0).split_with_sizes(self.widths, dim=-1)
         self.parts = dict(enumerate(parts[1:], start=1))
         return parts[0]
 

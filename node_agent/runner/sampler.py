@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from node_agent.types import SamplingBatch
+from node_agent.device import record_event
+from node_agent.types import SamplingBatch, StepOutput
 
 _MASK = (1 << 64) - 1
 
@@ -40,6 +41,17 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, li
             batch.uniform[row],
         )
     return tokens, _logprobs(raw, tokens, batch)
+
+
+@torch.inference_mode()
+def step_output(logits: torch.Tensor, batch: SamplingBatch) -> StepOutput:
+    """What a pass with these logits [Q, V] ends in; Q may be 0."""
+    if not logits.shape[0]:
+        return StepOutput(torch.empty(0, dtype=torch.int64), [], frozenset(), record_event(logits.device))
+    tokens, logprobs = sample(logits, batch)
+    # amax hands on NaN and +inf, and costs one read of the logits
+    poisoned = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
+    return StepOutput(tokens.cpu(), logprobs, poisoned, record_event(logits.device))
 
 
 def _penalised(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -16,9 +16,10 @@ from transformers.modeling_utils import AttentionInterface
 from adapters.base_model import SUPPORTED_MODEL_TYPES
 from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.attention import paged_attention, plan_attention
+from node_agent.runner.compiled import compile_layers, compiled_pass, decoder_operators
 from node_agent.runner.linear import Linear
 from node_agent.runner.projections import Current, fuse_projections
-from node_agent.runner.sampler import sample
+from node_agent.runner.sampler import step_output
 from node_agent.types import PassLora, StepBatch, StepOutput
 
 ATTENTION = "garnish_paged"
@@ -63,6 +64,11 @@ class TransformersRunner:
         slots = num_blocks * block_tokens
         self.keys = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
         self.values = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
+        operators = decoder_operators(device, self.dtype)
+        self.heads = None
+        """set where decode attention is compiled"""
+        if operators is not None:
+            self.heads = compile_layers(self.model, operators, self.keys, self.values, block_tokens)
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> TransformersPass:
         return TransformersPass(self, batch, lora)
@@ -78,7 +84,8 @@ class TransformersPass:
         self.hidden = model.embed_tokens(batch.token_ids[: batch.n_tokens].unsqueeze(0))
         self.positions = batch.positions[: batch.n_tokens].unsqueeze(0)
         self.rotary = model.rotary_emb(self.hidden, position_ids=self.positions)
-        self.plan = plan_attention(batch, runner.keys, runner.values, runner.block_tokens)
+        compiled = None if runner.heads is None else compiled_pass(batch, self.rotary, runner.heads)
+        self.plan = plan_attention(batch, runner.keys, runner.values, runner.block_tokens, compiled)
 
     @torch.inference_mode()
     def advance(self, to_layer: int) -> None:
@@ -94,24 +101,20 @@ class TransformersPass:
         self.layer = max(self.layer, to_layer)
         self.runner.current.lora = None
 
-    @torch.inference_mode()
     def finish(self) -> StepOutput:
-        if not self.batch.logit_rows.shape[0]:
-            empty = torch.empty(0, dtype=torch.int64)
-            return StepOutput(empty, [], frozenset(), record_event(self.runner.device))
-        logits = self.logits()
-        tokens, logprobs = sample(logits, self.batch.sampling)
-        # amax hands on NaN and +inf, and costs one read of the logits
-        poisoned = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
-        return StepOutput(tokens.cpu(), logprobs, poisoned, record_event(self.runner.device))
+        return step_output(self.logits(), self.batch.sampling)
 
     @torch.inference_mode()
     def logits(self) -> torch.Tensor:
         """[Q, V] of `logit_rows`, in the model's dtype. All layers must have been advanced."""
         if self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
-        hidden = self.hidden[0].index_select(0, self.batch.logit_rows)
-        found: torch.Tensor = self.runner.head(self.runner.model.model.norm(hidden))
+        model, rows = self.runner.model, self.batch.logit_rows
+        found: torch.Tensor
+        if rows.shape[0]:
+            found = self.runner.head(model.model.norm(self.hidden[0].index_select(0, rows)))
+        else:
+            found = self.hidden.new_empty(0, model.config.vocab_size)
         return found
 
     def abort(self) -> Event:

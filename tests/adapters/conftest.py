@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,10 @@ from peft_files import adapter, tiny_model
 
 from adapters.base_model import BaseModel, load_base_model
 from adapters.local_store import LocalStore
+from adapters.open_store import open_store
 from adapters.registry import Registry
+from adapters.s3_store import S3Store
+from adapters.s3_url import parse_s3_url
 from adapters.store import ObjectStore
 
 
@@ -27,6 +33,30 @@ def base(base_dir: Path) -> BaseModel:
 def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Path]:
     """(config, weights) of a plain adapter of the tiny base: r 4 on q and v."""
     return adapter(tmp_path_factory.mktemp("good"), r=4, lora_alpha=8)
+
+
+@pytest.fixture(scope="session", params=["local", "s3"])
+def new_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], str]:
+    """Makes addresses of empty stores, of each kind."""
+    if request.param == "local":
+        return lambda: str(tmp_path_factory.mktemp("local") / "store")
+    request.getfixturevalue("s3_endpoint")
+    return lambda: f"s3://garnish-tests/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="session")
+def new_store(new_url: Callable[[], str]) -> Callable[[], ObjectStore]:
+    """Makes empty stores; those on S3 share one client, which takes longer to make than a drawn example to run."""
+    first = open_store(new_url())
+
+    def make() -> ObjectStore:
+        if not isinstance(first, S3Store):
+            return open_store(new_url())
+        other = copy.copy(first)
+        other.place = parse_s3_url(new_url())
+        return other
+
+    return make
 
 
 @pytest.fixture

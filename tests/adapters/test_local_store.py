@@ -1,4 +1,4 @@
-"""What is special to the directory store: modes, crashes, and exclusion between processes."""
+"""What is special to the directory store: modes and crashes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,6 @@ import pytest
 
 from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
-
-COUNT = """
-import sys
-from pathlib import Path
-from adapters.errors import PreconditionFailed
-from adapters.local_store import LocalStore
-store = LocalStore(Path(sys.argv[1]))
-done = 0
-while done < 25:
-    found = store.get("count")
-    try:
-        store.put_if_match("count", str(int(found.data) + 1).encode(), found.etag)
-        done += 1
-    except PreconditionFailed:
-        pass
-"""
 
 HANG_IN_WRITE = """
 import os, sys
@@ -51,14 +35,6 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
         os.umask(old)
     for path in [store.root, *store.root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_no_increment_is_lost_between_processes(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    store.put_if_absent("count", b"0")
-    workers = [subprocess.Popen([sys.executable, "-c", COUNT, str(tmp_path)]) for _ in range(3)]
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
-    assert store.get("count").data == b"75"
 
 
 def test_a_writer_killed_midway_leaves_nothing_visible_and_its_file_is_swept(tmp_path: Path) -> None:

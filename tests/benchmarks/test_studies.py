@@ -11,26 +11,37 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"study", "commit", "machine", "versions", "settings", "seed", "simulated", "rows", "figures"}
+SERVE = {
+    *(f"{figure}_{model}" for model in ("smollm2", "llama12") for figure in (
+        "base_tok_s", "mixed_tok_s", "over_peft", "over_peft_static_base", "added_step_over_floor",
+        "padded_over_mixed_step",
+    )),
+    "gateway_added_p50_ms", "http_mixed_tok_s", "open_ttft_p99_ms", "open_late_max_ms",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "options", "figures"),
     [
-        ("engine", ["--dtype", "float32"], {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"}),
-        ("exactness", [], {"cases", "tokens", "mismatches", "ties"}),
+        (
+            "engine",
+            ["--dtype", "float32", "--model"],
+            {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
+        ),
+        ("exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
+        ("serve", ["--base"], SERVE),
     ],
 )
 def test_quick_run(stories_dir: Path, tmp_path: Path, name: str, options: list[str], figures: set[str]) -> None:
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--seed", "3", "--json", str(file)]
-    done = subprocess.run(
-        [*command, "--model", str(stories_dir), *options], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([*command, *options, str(stories_dir)], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(file.read_text())
     assert set(document) == KEYS
     assert (document["study"], document["seed"]) == (name, 3)
     assert figures <= set(document["figures"])
+    assert "over_vllm" not in document["figures"], "no peer was named"
     if name == "exactness":
         assert document["figures"]["mismatches"] == 0
         assert document["figures"]["tokens"] > 100

@@ -20,9 +20,10 @@ def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeServi
         functions: dict[str, Any] | None = None,
         tenants: tuple[str, ...] = ("acme", "globex"),
         dtype: str = "float32",
+        registry: str | None = None,
     ) -> Service:
         service = Service(tmp_path_factory.mktemp("service"), free_port())
-        (service.folder / "serverless.yml").write_text(service_file(model, functions or {}, tenants, dtype))
+        (service.folder / "serverless.yml").write_text(service_file(model, functions or {}, tenants, dtype, registry))
         made.append(service)
         return service
 

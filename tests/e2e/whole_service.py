@@ -125,12 +125,15 @@ class Service:
 MakeService = Callable[..., Service]
 
 
-def service_file(model: Path, functions: dict[str, Any], tenants: tuple[str, ...], dtype: str) -> str:
+def service_file(
+    model: Path, functions: dict[str, Any], tenants: tuple[str, ...], dtype: str, registry: str | None = None
+) -> str:
     """JSON is YAML, too."""
     return json.dumps(
         {
             "service": "e2e",
             "base_model": str(model),
+            "registry": registry,
             "node": {
                 "device": "cpu",
                 "dtype": dtype,

@@ -104,9 +104,18 @@ def test_mistakes(tmp_path: Path, text: str, line: int | None, field: str, told:
 
 
 @pytest.mark.parametrize(
+    ("registry", "told"),
+    [("s3://bucket/a b", "prefix"), ("s3://B", "no name of an S3 bucket"), ("http://host/x", "expected a directory")],
+)
+def test_registries_that_can_not_be(tmp_path: Path, registry: str, told: str) -> None:
+    with pytest.raises(ServiceFileError, match=told) as refused:
+        load(tmp_path, HEAD + f"registry: {registry}")
+    assert (refused.value.field, refused.value.line) == ("registry", 3)
+
+
+@pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("registry", "registry: s3://bucket/prefix"),
         ("gateway.redis", "gateway: {redis: 'redis://127.0.0.1:6379/0'}"),
         ("gateway.workers", "gateway: {workers: 2}"),
         ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),

@@ -37,6 +37,13 @@ def test_defaults_lie_in_the_state(tmp_path: Path, base: Base) -> None:
     assert (config.secret_file, config.registry) == (str(state / "cluster.secret"), str(state / "registry"))
 
 
+def test_a_registry_on_s3_is_no_path(tmp_path: Path, base: Base) -> None:
+    service = load(tmp_path, "registry: s3://acme-adapters/prod\n")
+    assert gateway_config(service, base, tmp_path).registry == "s3://acme-adapters/prod"
+    node = node_config(service, base, tmp_path, node_id="n", gateway_url="http://g")
+    assert node.engine.registry == "s3://acme-adapters/prod"
+
+
 def test_no_keys_only_on_loopback(tmp_path: Path, base: Base) -> None:
     service = load(tmp_path, "auth: none\n")
     assert gateway_config(service, base, tmp_path).auth == "none"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from kernels.cases import POPULARITY, Case, draw_case
 from kernels.launch import launch_for
@@ -15,7 +14,7 @@ from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_
 
 
 def run(ys: list[torch.Tensor], case: Case) -> None:
-    sgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, SMALL)
+    sgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
 
 
 @pytest.mark.parametrize("popularity", POPULARITY)
@@ -54,5 +53,5 @@ def test_more_tiles_than_segments_and_the_reverse() -> None:
 def test_device_default_tiles() -> None:
     case = draw_case([33, 8], [(0, 66), (-1, 3), (1, 5)], 100, [150, 60], torch.bfloat16, device=DEVICE)
     how = launch_for("sgmv", case.x.device)
-    check(lambda ys, c: sgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa, replace(how, splits=2)), case)
-    check(lambda ys, c: sgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa), case)
+    check(lambda ys, c: sgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa, c.max_rank, replace(how, splits=2)), case)
+    check(lambda ys, c: sgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa, c.max_rank), case)

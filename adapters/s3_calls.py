@@ -1,0 +1,185 @@
+"""One call to S3: a client without retries of its own, and ours, bounded in number and in time.
+
+botocore's retries are off for two reasons. They know no deadline, and they hide whether an earlier attempt may have
+taken effect, which decides what a refused condition means: a 412 after a lost reply can be our own success.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import boto3
+import botocore.session
+import msgspec
+import urllib3
+from botocore import exceptions as aws
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+
+from adapters.errors import StoreUnavailable
+
+T = TypeVar("T")
+
+CONNECTIONS = 32
+"""Kept open at most: a gateway's reading threads (16), the transfers (8), and some to spare."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
+READ_BYTES = 256 << 10
+ANSWERS = (404, 412, 416)
+"""Statuses that say something about the object, and are left to the caller."""
+CONFLICTS = ("ConditionalRequestConflict", "OperationAborted")
+NOT_DONE = ("SlowDown", "ServiceUnavailable", "RequestTimeout", *CONFLICTS)
+"""Codes by which S3 says that it did nothing and that the same request may work later."""
+
+
+class S3Limits(msgspec.Struct, frozen=True):
+    """Seconds and bytes. A call ends within `call` + `connect` + `read` seconds, and one more per `slowest` bytes.
+
+    (Longer only if the host has several addresses, of which none answers, or a server sends its headers by the byte.)
+    """
+
+    connect: float = 3.0
+    read: float = 10.0
+    """Longest silence inside one attempt."""
+    call: float = 20.0
+    """No attempt begins later than this after the first one."""
+    slowest: int = 1 << 20
+    """Bytes per second that a transfer must make; it gets so much more time."""
+    attempts: int = 8
+    part: int = 8 << 20
+    """A larger object is written in parts, a larger range read in pieces, of this size (S3: 5 MiB at least)."""
+
+
+class Refused(Exception):
+    """S3 answered with one of the statuses that the caller handles."""
+
+    def __init__(self, status: int, code: str, *, doubt: bool) -> None:
+        super().__init__(f"{status} {code}")
+        self.status, self.code = status, code
+        self.doubt = doubt
+        """An earlier attempt of the same call may have taken effect."""
+
+
+class Interrupted(Exception):
+    """An answer that is not whole: shorter than announced, or not the range that was asked for."""
+
+
+MAY_PASS = (aws.HTTPClientError, aws.ConnectionError)
+"""Of botocore's errors; the others (no credentials, say) are there to stay."""
+FAILURES = (BotoCoreError, ClientError, ResponseParserError, urllib3.exceptions.HTTPError, Interrupted)
+
+
+class S3Calls:
+    """A bucket's client. Methods may be called from any thread."""
+
+    def __init__(self, bucket: str, limits: S3Limits) -> None:
+        """Raises StoreUnavailable when boto3's configuration can't be used (an unknown profile, say)."""
+        self.bucket, self.limits = bucket, limits
+        try:
+            self.client = make_client(limits)
+        except (BotoCoreError, ValueError) as error:
+            raise StoreUnavailable(f"no S3 client can be made ({type(error).__name__}): {error}") from error
+
+    def deadline(self, size: int = 0) -> float:
+        """By `time.monotonic()`, for a call that begins now and carries `size` bytes."""
+        return time.monotonic() + self.limits.call + size / self.limits.slowest
+
+    def run(self, work: Callable[[Any], T], deadline: float, answers: Collection[int] = ANSWERS) -> T:
+        """`work(client)`, again while it fails in ways that pass.
+
+        Raises Refused for the statuses in `answers`, StoreUnavailable for every other failure that lasts.
+        """
+        doubt = False
+        for attempt in range(1, self.limits.attempts + 1):
+            try:
+                return work(self.client)
+            except FAILURES as error:
+                doubt = self._judge(error, answers, doubt)
+                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
+                if attempt == self.limits.attempts or time.monotonic() + pause > deadline:
+                    raise StoreUnavailable(
+                        f"bucket {self.bucket} did not answer as it should in {attempt} attempts; "
+                        f"the last one: {describe(error)}"
+                    ) from error
+            time.sleep(pause)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _judge(self, error: Exception, answers: Collection[int], doubt: bool) -> bool:
+        """Whether an attempt may have taken effect, if the call may be tried again; raises if not."""
+        if isinstance(error, ClientError):
+            status, code = status_and_code(error)
+            if status in answers and code != "NoSuchBucket":
+                raise Refused(status, code, doubt=doubt) from error
+            if code in NOT_DONE or status == 429:
+                return doubt
+            if status < 500 or status == 501:
+                raise StoreUnavailable(f"bucket {self.bucket} refuses the request: {describe(error)}") from error
+            return True
+        if isinstance(error, (aws.EndpointConnectionError, aws.ConnectTimeoutError)):
+            return doubt  # nothing was sent
+        if isinstance(error, BotoCoreError) and not isinstance(error, MAY_PASS):
+            raise StoreUnavailable(f"bucket {self.bucket} can't be used: {describe(error)}") from error
+        return True
+
+
+def make_client(limits: S3Limits) -> Any:
+    """A client by boto3's own chain of credentials, profile, region and endpoint (AWS_ENDPOINT_URL_S3)."""
+    settings = botocore.session.get_session()
+    session = boto3.session.Session(botocore_session=settings)
+    options: dict[str, Any] = {
+        "connect_timeout": limits.connect,
+        "read_timeout": limits.read,
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "max_pool_connections": CONNECTIONS,
+        "tcp_keepalive": True,
+        # Bodies are taken as they arrive, and what matters in them has a SHA-256 of its own.
+        "response_checksum_validation": "when_required",
+    }
+    client = session.client("s3", config=Config(**options))
+    chosen = (settings.get_scoped_config().get("s3") or {}).get("addressing_style")
+    if chosen is None and not _is_aws(client.meta.endpoint_url):
+        # Few other servers have a host name for each bucket.
+        client = session.client("s3", config=Config(**options, s3={"addressing_style": "path"}))
+    return client
+
+
+def _is_aws(endpoint: str) -> bool:
+    host = urlsplit(endpoint).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def status_and_code(error: ClientError) -> tuple[int, str]:
+    response = error.response
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return int(status), str(response.get("Error", {}).get("Code", ""))
+
+
+def describe(error: Exception) -> str:
+    """What failed, without addresses and request data: those stay in the cause."""
+    if isinstance(error, ClientError):
+        status, code = status_and_code(error)
+        return f"{error.operation_name} was answered {status} {code[:100]}"
+    return str(error) if isinstance(error, Interrupted) else type(error).__name__
+
+
+def read_body(reply: Any, target: memoryview, deadline: float) -> None:
+    """Fill `target` with the body, all of it. Raises Interrupted when the body has another length or is too slow.
+
+    Takes what one receive brings at a time: a body that drips can't pass the deadline by more than one silence.
+    """
+    filled = 0
+    with reply["Body"] as raw:  # a connection whose body was read to its end is in the pool already when this ends
+        if reply["ContentLength"] != len(target):
+            raise Interrupted(f"{reply['ContentLength']} bytes came instead of {len(target)}")
+        while filled < len(target):
+            data = raw.read1(min(READ_BYTES, len(target) - filled))
+            if not data:
+                raise Interrupted(f"the body ended after {filled} of {len(target)} bytes")
+            target[filled : filled + len(data)] = data
+            filled += len(data)
+            if filled < len(target) and time.monotonic() > deadline:
+                raise Interrupted(f"{filled} of {len(target)} bytes came in time")

@@ -1,0 +1,75 @@
+"""Ranged reads from S3 into the caller's memory, large ones in pieces at once."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, NamedTuple
+
+from adapters.errors import StoreUnavailable
+from adapters.s3_calls import Interrupted, Refused, S3Calls, read_body
+from adapters.s3_upload import gather
+
+REREADS = 4
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)", re.ASCII)
+
+
+class Piece(NamedTuple):
+    length: int
+    """Bytes that were read."""
+    total: int
+    """Bytes of the whole object."""
+    etag: str
+
+
+def read_range(calls: S3Calls, pool: Executor, target: dict[str, str], start: int, buffer: memoryview) -> int:
+    """Fill `buffer` (bytes) from byte `start`, as far as the object goes; returns how many bytes were read.
+
+    Raises Refused (404) and StoreUnavailable; nothing writes to `buffer` any more by then.
+    """
+    size = calls.limits.part
+    for _ in range(REREADS):
+        try:
+            first = read_piece(calls, target, start, buffer[:size])
+        except Refused as refused:
+            if refused.status == 416:  # it ends before `start`
+                return 0
+            raise
+        wanted = min(len(buffer), first.total - start)
+        rest = [
+            partial(read_piece, calls, target, start + at, buffer[at : min(at + size, wanted)], first.etag)
+            for at in range(size, wanted, size)
+        ]
+        try:
+            gather(pool, rest)
+        except Refused:
+            continue  # written anew, or deleted, between the first piece and another one
+        return wanted
+    raise StoreUnavailable("an object is written anew too often to be read")
+
+
+def read_piece(calls: S3Calls, target: dict[str, str], start: int, buffer: memoryview, etag: str = "") -> Piece:
+    """One ranged get, of the content that has this ETag if one is given. Raises Refused (404, 412, 416)."""
+    deadline = calls.deadline(len(buffer))
+    condition = {"IfMatch": etag} if etag else {}
+
+    def read(client: Any) -> Piece:
+        reply = client.get_object(**target, **condition, Range=f"bytes={start}-{start + len(buffer) - 1}")
+        with reply["Body"]:
+            piece = _checked(reply, start, len(buffer))
+            read_body(reply, buffer[: piece.length], deadline)
+        return piece
+
+    return calls.run(read, deadline)
+
+
+def _checked(reply: Any, start: int, length: int) -> Piece:
+    """What the reply's header says, if it is an answer to what was asked. Raises Interrupted."""
+    found = _CONTENT_RANGE.fullmatch(reply.get("ContentRange", ""))
+    if found is None:
+        raise Interrupted("the answer to a ranged read says no range")
+    first, last, total = map(int, found.groups())
+    if first != start or last + 1 != min(start + length, total):
+        raise Interrupted(f"bytes {first} to {last} of {total} came instead of {length} from {start}")
+    return Piece(last + 1 - first, total, reply["ETag"])

@@ -1,0 +1,52 @@
+"""The address of a registry on S3: `s3://bucket` or `s3://bucket/prefix`. Imports no boto3."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from adapters.errors import InvalidRequest
+from adapters.store import check_key
+
+MAX_PREFIX = 256
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_URL = re.compile(r"s3://([^/?#]*)/?(.*)", re.DOTALL)
+
+
+class S3Place(msgspec.Struct, frozen=True):
+    bucket: str
+    prefix: str = ""
+    """Without a slash at its ends; empty: the whole bucket."""
+
+
+def parse_s3_url(url: str) -> S3Place:
+    """Raises InvalidRequest, saying what is wrong."""
+    found = _URL.fullmatch(url)
+    if found is None:
+        raise InvalidRequest("registry", f"{url[:200]!r} is not of the form s3://bucket/prefix")
+    bucket, prefix = found[1], found[2].rstrip("/")
+    if "@" in bucket:  # not shown: it may be a secret
+        raise InvalidRequest(
+            "registry", "an s3:// address holds no credentials; they come from a profile or the environment"
+        )
+    if not _BUCKET.fullmatch(bucket):
+        raise InvalidRequest("registry", f"{bucket[:200]!r} in {url[:200]!r} is no name of an S3 bucket")
+    if bucket.endswith("--x-s3"):
+        raise InvalidRequest("registry", f"{bucket} is a directory bucket, and those do not list keys in order")
+    if prefix:
+        _check_prefix(prefix)
+    return S3Place(bucket, prefix)
+
+
+def _check_prefix(prefix: str) -> None:
+    try:
+        if len(prefix) > MAX_PREFIX:
+            raise InvalidRequest("registry", "too long")
+        check_key(prefix)
+    except InvalidRequest:
+        raise InvalidRequest(
+            "registry",
+            f"the prefix {prefix[:200]!r} is not made of segments of letters, digits, '.', '_', '-' (no '.' in front) "
+            f"or has more than {MAX_PREFIX} bytes",
+        ) from None

@@ -1,0 +1,28 @@
+"""Times of single GPU calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+"""More than any cache in use"""
+ROUNDS = 15
+
+
+def gpu_seconds(run: Callable[[], object]) -> float:
+    """Median of a call's seconds by CUDA events, the cache flushed before every call."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    run()
+    times = []
+    for _ in range(ROUNDS):
+        flush.fill_(1)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return median(times)

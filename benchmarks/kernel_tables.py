@@ -1,0 +1,67 @@
+"""The tables of docs/kernels.md, from the report of benchmarks.kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.report import origin
+
+WIDTH = 4096
+"""The width whose shapes the page shows; the report has the others."""
+
+
+def floor_table(document: dict[str, Any]) -> str:
+    lines = [
+        f"bf16. {origin(document)}",
+        "",
+        "| requests x tokens, ranks, widths | adapter bytes | all bytes | launches | programs: shrink, expand |",
+        "|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        if f" {WIDTH}->" in row.get("shape", ""):
+            lines.append(
+                f"| {row['shape']} | {_mib(row['weight_bytes'])} | {_mib(row['bytes'])} | {row['launches']} "
+                f"| {row['shrink_programs']}, {row['expand_programs']} |"
+            )
+    return "\n".join(lines)
+
+
+def resource_table(document: dict[str, Any]) -> str:
+    found = [row["resources"] for row in document["rows"] if "resources" in row]
+    targets = sorted({(row["sm"], row["dtype"]) for row in found})
+    lines = [
+        f"Triton {document['versions']['triton']}. {origin(document)}",
+        "",
+        "| kernel | " + " | ".join(f"sm_{sm} {dtype}" for sm, dtype in targets) + " |",
+        "|---" * (len(targets) + 1) + "|",
+    ]
+    for kernel in dict.fromkeys(row["kernel"] for row in found):
+        cells = {
+            (row["sm"], row["dtype"]): f"{row['registers']}, {row['spills']} B, {row['shared_bytes'] / 1024:.0f} KiB"
+            for row in found
+            if row["kernel"] == kernel
+        }
+        lines.append(f"| `{kernel}` | " + " | ".join(cells[target] for target in targets) + " |")
+    return "\n".join(lines)
+
+
+def cpu_table(document: dict[str, Any]) -> str:
+    figures, threads = document["figures"], document["settings"]["threads"]
+    lines = [
+        f"{threads} threads. {origin(document)} Contention probe: {figures['probe_before_ms']:.2f} ms before, "
+        f"{figures['probe_after_ms']:.2f} ms after.",
+        "",
+        "| layers, weights | ranks | adapter bytes | compiled | torch | read | compiled / read | torch / compiled |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in (row["cpu"] for row in document["rows"] if "cpu" in row):
+        lines.append(
+            f"| {row['model']}, {row['dtype']} | {row['ranks']} | {_mib(row['weight_bytes'])} "
+            f"| {row['compiled_ms']:.1f} ms | {row['torch_ms']:.1f} ms | {row['read_ms']:.1f} ms "
+            f"| {row['compiled_ms'] / row['read_ms']:.1f} | {row['torch_ms'] / row['compiled_ms']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.2f} MiB"

@@ -1,0 +1,188 @@
+"""What a decoder layer computes between its products, on a CPU, as compiled operators (decoder.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.build import load_library
+from kernels.view import KernelArgumentError
+
+SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+PIECE = 64
+"""Context positions of one item of work, as in decoder.cpp."""
+
+
+class _Layer(ctypes.Structure):
+    """As in decoder.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "q_norm", "k_norm")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_tokens", "window")),
+        *((name, ctypes.c_float) for name in ("scaling", "norm_eps")),
+    )
+
+
+class _Pass(ctypes.Structure):
+    """As in decoder.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "table", "contexts", "scratch")),
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "table_stride", "threads")),
+    )
+
+
+class DecoderOperators:
+    """The operators for one dtype, fp32 or bf16. Raises CompileError, or KernelArgumentError for another dtype."""
+
+    def __init__(self, dtype: torch.dtype, cache: Path | None = None) -> None:
+        if dtype not in SUFFIX:
+            raise KernelArgumentError(f"the compiled operators take fp32 and bf16, not {dtype}")
+        self.dtype = dtype
+        library, pointer, count = load_library(cache), ctypes.c_void_p, ctypes.c_int64
+        self.attention = getattr(library, f"attention_{SUFFIX[dtype]}")
+        self.attention.argtypes = (pointer, pointer, pointer, pointer)
+        self._rms_norm = getattr(library, f"rms_norm_{SUFFIX[dtype]}")
+        self._rms_norm.argtypes = (pointer, pointer, count, count, ctypes.c_float, pointer, count)
+        self._silu_mul = getattr(library, f"silu_mul_{SUFFIX[dtype]}")
+        self._silu_mul.argtypes = (pointer, count, count, pointer, count)
+        for operator in (self.attention, self._rms_norm, self._silu_mul):
+            operator.restype = None
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """weight * (x / sqrt(mean(x^2) + eps)), the mean in fp32, the quotient rounded to x's dtype before it is
+        multiplied (Zhang and Sennrich 2019, as Hugging Face rounds it). x [..., width], weight [width]."""
+        width = weight.shape[0]
+        self._check(x, width)
+        out = torch.empty_like(x)
+        rows, threads = x.numel() // width, torch.get_num_threads()
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr(), threads)
+        return out
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(x[..., :half]) * x[..., half:], the first factor rounded to x's dtype. x [..., 2 * half]."""
+        double = x.shape[-1]
+        self._check(x, double)
+        out = x.new_empty(*x.shape[:-1], double // 2)
+        self._silu_mul(x.data_ptr(), x.numel() // double, double // 2, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def _check(self, x: torch.Tensor, width: int) -> None:
+        if x.dtype is not self.dtype or x.shape[-1] != width or not x.is_contiguous():
+            raise KernelArgumentError(
+                f"x is {x.dtype} {tuple(x.shape)}; contiguous {self.dtype} [..., {width}] is needed"
+            )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What attention of one layer is like.
+
+    `norms` are the weights [head_dim] of RMS norms over each head of q and of k, before they are rotated.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int | None = None
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    norm_eps: float = 0.0
+
+
+class AttentionPass:
+    """A pass as every layer's attention sees it; holds what the operator reads.
+
+    cos, sin [T, head_dim], of the operators' dtype; slots i64[T], below 0: not written; block_table i32[>= R, blocks];
+    contexts i32[>= R]. The first `rows` tokens are decode rows, one token each. Raises KernelArgumentError.
+    """
+
+    def __init__(
+        self,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slots: torch.Tensor,
+        block_table: torch.Tensor,
+        contexts: torch.Tensor,
+        context_lens: Sequence[int],
+        rows: int,
+        heads: Heads,
+    ) -> None:
+        tokens = slots.shape[0]
+        for name, tensor, dtype, shape in (
+            ("cos", cos, cos.dtype, (tokens, heads.head_dim)),
+            ("sin", sin, cos.dtype, (tokens, heads.head_dim)),
+            ("slots", slots, torch.int64, (tokens,)),
+            ("block_table", block_table, torch.int32, tuple(block_table.shape)),
+            ("contexts", contexts, torch.int32, (block_table.shape[0],)),
+        ):
+            if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+                raise KernelArgumentError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {dtype} {shape} is needed"
+                )
+        if rows > min(tokens, block_table.shape[0], len(context_lens)):
+            raise KernelArgumentError(f"{rows} decode rows of {tokens} tokens and {block_table.shape[0]} block tables")
+        pieces = sum(-(-context // PIECE) for context in context_lens[:rows])
+        scratch = torch.empty(pieces * heads.heads * (heads.head_dim + 2))
+        self.dtype, self.head_dim, self.tokens = cos.dtype, heads.head_dim, tokens
+        self._held = (cos, sin, slots, block_table, contexts, scratch)
+        self._struct = _Pass(
+            *(tensor.data_ptr() for tensor in self._held),
+            tokens=tokens,
+            rows=rows,
+            table_stride=block_table.shape[1],
+            threads=torch.get_num_threads(),
+        )
+        self.address = ctypes.addressof(self._struct)
+
+
+class PagedAttention:
+    """One layer's rotary embedding, cache writes and decode attention.
+
+    keys, values [slots, kv_heads, head_dim]; position p of row r lies in slot block_table[r, p // block_tokens] *
+    block_tokens + p % block_tokens. Raises KernelArgumentError.
+    """
+
+    def __init__(
+        self, operators: DecoderOperators, heads: Heads, keys: torch.Tensor, values: torch.Tensor, block_tokens: int
+    ) -> None:
+        shape = (keys.shape[0], heads.kv_heads, heads.head_dim)
+        weights = heads.norms or ()
+        for tensor, wanted in ((keys, shape), (values, shape), *((w, (heads.head_dim,)) for w in weights)):
+            if tensor.dtype is not operators.dtype or tuple(tensor.shape) != wanted or not tensor.is_contiguous():
+                raise KernelArgumentError(f"{tensor.dtype} {tuple(tensor.shape)}; {operators.dtype} {wanted} is needed")
+        if heads.head_dim % 2 or heads.heads % heads.kv_heads:
+            raise KernelArgumentError(
+                f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads} can't be computed"
+            )
+        self._run, self._dtype, self.heads = operators.attention, operators.dtype, heads
+        self._held = (keys, values, heads.norms)
+        self.width = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
+        q_norm, k_norm = (w.data_ptr() for w in heads.norms) if heads.norms else (None, None)
+        self._struct = _Layer(
+            *(keys.data_ptr(), values.data_ptr(), q_norm, k_norm),
+            *(heads.heads, heads.kv_heads, heads.head_dim, block_tokens, heads.window or 0),
+            *(heads.scaling, heads.norm_eps),
+        )
+        self._address = ctypes.addressof(self._struct)
+
+    def __call__(self, qkv: torch.Tensor, pass_: AttentionPass) -> torch.Tensor:
+        """qkv [T, width], contiguous: rotates q and k in place, writes k and v of all tokens into the cache.
+
+        Returns [T, heads * head_dim]: attention's output for the decode rows, memory as it was found for the others.
+        Raises KernelArgumentError.
+        """
+        if pass_.dtype is not self._dtype or pass_.head_dim != self.heads.head_dim:
+            raise KernelArgumentError(f"the pass is of {pass_.dtype} and heads of {pass_.head_dim}, the layer is not")
+        if qkv.dtype is not self._dtype or qkv.shape != (pass_.tokens, self.width) or not qkv.is_contiguous():
+            wanted = (pass_.tokens, self.width)
+            raise KernelArgumentError(
+                f"qkv is {qkv.dtype} {tuple(qkv.shape)}; contiguous {self._dtype} {wanted} is needed"
+            )
+        out = qkv.new_empty(pass_.tokens, self.heads.heads * self.heads.head_dim)
+        self._run(self._address, pass_.address, qkv.data_ptr(), out.data_ptr())
+        return out

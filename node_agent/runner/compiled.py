@@ -1,0 +1,131 @@
+"""Exchanges a decoder layer's parts by ones that compute on a CPU with compiled operators (kernels/decoder.cpp).
+
+The layer's own forward stays: norms, attention and MLP are modules in it, and each is exchanged in place, after
+`fuse_projections`. What no operator covers stays what it was, and so does everything where there is no compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels.build import CompileError
+from kernels.decoder import SUFFIX, AttentionPass, DecoderOperators, Heads, PagedAttention
+from node_agent.runner.attention import AttentionPlan, attend_chunk
+from node_agent.runner.projections import FusedProjection
+from node_agent.types import StepBatch
+
+log = logging.getLogger(__name__)
+
+
+def decoder_operators(device: torch.device, dtype: torch.dtype) -> DecoderOperators | None:
+    """None where they can't be used; why is logged."""
+    if device.type != "cpu" or dtype not in SUFFIX:
+        return None
+    try:
+        return DecoderOperators(dtype)
+    except CompileError as error:
+        log.warning("the base runs without compiled operators, more slowly", extra={"reason": str(error)})
+        return None
+
+
+class CompiledNorm(nn.Module):
+    """An RMS norm as all supported models have it."""
+
+    def __init__(self, norm: Any, operators: DecoderOperators) -> None:
+        super().__init__()
+        self.weight, self.eps, self.operators = norm.weight.data, norm.variance_epsilon, operators
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.operators.rms_norm(x, self.weight, self.eps)
+
+
+class CompiledMlp(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, mlp: Any, operators: DecoderOperators) -> None:
+        super().__init__()
+        self.gate_up: FusedProjection = mlp.gate_proj
+        self.down: FusedProjection = mlp.down_proj
+        self.operators = operators
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [1, T, d] -> [1, T, d]"""
+        return self.down.product(self.operators.silu_mul(self.gate_up.product(x[0]))).unsqueeze(0)
+
+
+class CompiledAttention(nn.Module):
+    """Projections, rotary embedding, the cache and decode attention; prompt chunks by torch's attention."""
+
+    def __init__(
+        self,
+        attention: Any,
+        heads: Heads,
+        operators: DecoderOperators,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block: int,
+    ) -> None:
+        super().__init__()
+        self.qkv: FusedProjection = attention.q_proj
+        self.o: FusedProjection = attention.o_proj
+        self.heads, self.keys, self.values = heads, keys, values
+        self.paged = PagedAttention(operators, heads, keys, values, block)
+
+    def forward(
+        self, hidden_states: torch.Tensor, garnish_plan: AttentionPlan, **_: object
+    ) -> tuple[torch.Tensor, None]:
+        """[1, T, d] -> [1, T, d]"""
+        plan, heads = garnish_plan, self.heads
+        assert plan.compiled is not None
+        qkv = self.qkv.product(hidden_states[0])
+        out = self.paged(qkv, plan.compiled)
+        if plan.chunks:
+            width = heads.heads * heads.head_dim
+            query = qkv[:, :width].view(1, -1, heads.heads, heads.head_dim).transpose(1, 2)
+            done = out.view(-1, heads.heads, heads.head_dim)
+            for i, chunk in enumerate(plan.chunks):
+                attend_chunk(plan, i, chunk, query, self.keys, self.values, done, heads.scaling, heads.window)
+        return self.o.product(out).unsqueeze(0), None
+
+
+def compile_layers(
+    model: Any, operators: DecoderOperators, keys: list[torch.Tensor], values: list[torch.Tensor], block_tokens: int
+) -> Heads | None:
+    """Exchange what can be exchanged in a model whose projections are fused. Returns the heads of a layer (all have
+    the same number and width) if attention is among it."""
+    config, heads = model.config, None
+    for layer, layer_keys, layer_values in zip(model.model.layers, keys, values, strict=True):
+        layer.input_layernorm = CompiledNorm(layer.input_layernorm, operators)
+        layer.post_attention_layernorm = CompiledNorm(layer.post_attention_layernorm, operators)
+        if config.hidden_act == "silu":
+            layer.mlp = CompiledMlp(layer.mlp, operators)
+        if layer.self_attn.head_dim % 2 == 0:
+            heads = _heads(layer.self_attn, config, *layer_keys.shape[1:])
+            layer.self_attn = CompiledAttention(
+                layer.self_attn, heads, operators, layer_keys, layer_values, block_tokens
+            )
+    model.model.norm = CompiledNorm(model.model.norm, operators)
+    return heads
+
+
+def _heads(attention: Any, config: Any, kv_heads: int, head_dim: int) -> Heads:
+    # Mistral's window is the configuration's; other models tell each layer its own
+    window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
+    norms, eps = None, 0.0
+    if hasattr(attention, "q_norm"):
+        norms, eps = (attention.q_norm.weight.data, attention.k_norm.weight.data), attention.q_norm.variance_epsilon
+    return Heads(config.num_attention_heads, kv_heads, head_dim, attention.scaling, window, norms, eps)
+
+
+def compiled_pass(batch: StepBatch, rotary: tuple[torch.Tensor, torch.Tensor], heads: Heads) -> AttentionPass:
+    """`rotary` is the model's own cos and sin [1, T, head dim]."""
+    cos, sin = rotary
+    slots = batch.slot_mapping[: batch.n_tokens]
+    return AttentionPass(
+        *(cos[0].contiguous(), sin[0].contiguous(), slots, batch.block_table, batch.context_len),
+        *(batch.context_lens, batch.n_decode, heads),
+    )

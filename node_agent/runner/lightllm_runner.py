@@ -1,0 +1,112 @@
+"""A ModelRunner over LightLLM's layers and Triton attention, for NVIDIA GPUs.
+
+Not yet a value of `node.runner`: nothing chooses it and no GPU has run it; its kernels are tested in Triton's
+interpreter (docs/seams.md).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from node_agent.device import ENDED, Event, record_event
+from node_agent.runner.lightllm_layers import KvMemory, LightllmModel, PassState, TokenTable
+from node_agent.runner.sampler import step_output
+from node_agent.types import PassLora, StepBatch, StepOutput
+
+
+class LightllmRunner:
+    """A ModelRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+
+    def __init__(self, model: LightllmModel, block_tokens: int, num_blocks: int) -> None:
+        self.model = model
+        self.device: torch.device = model.pre_post_weight.wte_weight_.device
+        self.dtype: torch.dtype = model.data_type
+        self.num_layers: int = model.layers_num
+        self.block_tokens, self.num_blocks = block_tokens, num_blocks
+        self.kv_shape = 2 * model.tp_k_head_num_, model.head_dim_
+        slots = num_blocks * block_tokens
+        self.memory = KvMemory(
+            [torch.zeros(slots, *self.kv_shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
+        )
+
+    def start(self, batch: StepBatch, lora: PassLora | None) -> LightllmPass:
+        return LightllmPass(self, batch, lora)
+
+
+class LightllmPass:
+    """One forward of a StepBatch: decode rows alone, or any rows as prompt chunks.
+
+    A decode row beside a chunk is computed as a chunk of one token, for LightLLM's decode kernel takes no others.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, runner: LightllmRunner, batch: StepBatch, lora: PassLora | None) -> None:
+        self.runner, self.batch, self.layer = runner, batch, 0
+        self.state: PassState | None = pass_state(runner, batch, lora)
+        model = runner.model
+        tokens = batch.token_ids[: batch.n_tokens]
+        self.hidden: torch.Tensor | None = model.pre_infer.token_forward(tokens, self.state, model.pre_post_weight)
+
+    @torch.inference_mode()
+    def advance(self, to_layer: int) -> None:
+        if self.hidden is None:
+            raise RuntimeError("a pass that has ended was advanced")
+        model = self.runner.model
+        for index in range(self.layer, to_layer):
+            weights = model.trans_layers_weight[index]
+            self.hidden = model.layers_infer[index].token_forward(self.hidden, self.state, weights)
+        self.layer = max(self.layer, to_layer)
+
+    def finish(self) -> StepOutput:
+        return step_output(self.logits(), self.batch.sampling)
+
+    @torch.inference_mode()
+    def logits(self) -> torch.Tensor:
+        """f32[Q, V] of `logit_rows`. All layers must have been advanced."""
+        if self.hidden is None or self.layer != self.runner.num_layers:
+            raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
+        model, rows = self.runner.model, self.batch.logit_rows
+        if not rows.shape[0]:
+            return self.hidden.new_empty(0, model.vocab_size, dtype=torch.float32)
+        every = PassState()  # as in a decode pass: a row of hidden states per row of logits
+        every.is_prefill, every.batch_size = False, rows.shape[0]
+        hidden = self.hidden.index_select(0, rows)
+        found: torch.Tensor = model.post_infer.token_forward(hidden, every, model.pre_post_weight, return_logics=True)
+        return found
+
+    def abort(self) -> Event:
+        self.hidden = self.state = None
+        return record_event(self.runner.device) if self.layer else ENDED
+
+
+def pass_state(runner: LightllmRunner, batch: StepBatch, lora: PassLora | None) -> PassState:
+    """LightLLM's view of a StepBatch, without the copies to the host by which its own model makes it."""
+    state, model = PassState(), runner.model
+    state.lora = lora
+    state.mem_manager, state.req_manager = runner.memory, TokenTable(_slots(batch, runner.block_tokens))
+    state.mem_is_contiguous, state.mem_index = False, batch.slot_mapping[: batch.n_tokens]
+    state.kv_buffer = torch.empty(batch.n_tokens, *runner.kv_shape, dtype=runner.dtype, device=runner.device)
+    state.other_kv_index = 0  # what masked positions read: block 0 is never handed out and stays zero
+    positions = batch.positions[: batch.n_tokens]
+    state.position_cos = model._cos_cached.index_select(0, positions)
+    state.position_sin = model._sin_cached.index_select(0, positions)
+    state.batch_size = batch.n_rows
+    state.b_req_idx = torch.arange(batch.n_rows, dtype=torch.int32, device=runner.device)
+    state.b_seq_len = batch.context_len
+    state.is_prefill = batch.n_decode < batch.n_rows
+    if state.is_prefill:
+        state.use_dynamic_prompt_cache = True  # chunks see what earlier passes wrote
+        state.b_start_loc = batch.query_start[:-1]
+        state.b_ready_cache_len = batch.context_len - batch.query_start.diff()
+        state.max_len_in_batch = batch.max_query
+    else:
+        state.b_start_loc = batch.context_len.cumsum(0, dtype=torch.int32) - batch.context_len
+        state.max_len_in_batch = batch.max_context
+        state.total_token_num = sum(batch.context_lens)
+    return state
+
+
+def _slots(batch: StepBatch, block_tokens: int) -> torch.Tensor:
+    """i64[R, max_blocks * block_tokens]: the cache slot of every position."""
+    offsets = torch.arange(block_tokens, device=batch.block_table.device)
+    return (batch.block_table.long()[:, :, None] * block_tokens + offsets).flatten(1)

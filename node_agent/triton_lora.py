@@ -1,0 +1,97 @@
+"""A pass's LoRA by the Triton kernels: the AdapterTable is read on the device, nothing is allocated per call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from adapters.base_model import BaseModel
+from adapters.peft_config import MAX_RANK
+from kernels.launch import Launch, launch_for
+from kernels.mbgmv import mbgmv
+from kernels.sgmv import sgmv
+from kernels.view import MAX_PROJECTIONS, GroupView
+from node_agent.adapter_memory.table import AdapterTable
+from node_agent.adapter_memory.weights import AdapterWeights
+from node_agent.lora import table_views
+from node_agent.types import GROUPS, Lease, LoraBatch
+
+Weights = Callable[[Lease], AdapterWeights]
+
+
+class TritonLora:
+    """The kernels over every projection group of a table, with scratch for the largest pass.
+
+    Decode passes of at most `max_rows` tokens, others of at most `max_tokens`; a larger one raises KernelArgumentError.
+    All passes share the scratch: their kernels follow one another on one stream. `weights` says, on the host, what an
+    adapter adapts. `decode` and `prefill` are for tests; None: the device's own.
+    """
+
+    def __init__(
+        self,
+        table: AdapterTable,
+        pool: torch.Tensor,
+        base: BaseModel,
+        weights: Weights,
+        max_rows: int,
+        max_tokens: int,
+        decode: Launch | None = None,
+        prefill: Launch | None = None,
+    ) -> None:
+        self.weights = weights
+        self.groups = table_views(table, pool, base)
+        self.decode = decode or launch_for("mbgmv", pool.device)
+        self.prefill = prefill or launch_for("sgmv", pool.device)
+        self.decode_scratch = _scratch(self.decode, max_rows, pool.device)
+        self.prefill_scratch = _scratch(self.prefill, max_tokens, pool.device)
+        self._warm(base, pool)
+
+    def start(self, batch: LoraBatch, decode: bool) -> TritonPass:
+        """A PassLora. `decode`: every row of the pass has one token."""
+        return TritonPass(self, batch, decode)
+
+    def add(self, view: GroupView, ys: Sequence[torch.Tensor], x: torch.Tensor, batch: LoraBatch, decode: bool) -> None:
+        """Two launches. ys P tensors [T, d_out] in place, x [T, d_in]. Raises KernelArgumentError before them."""
+        if decode:
+            operation, scratch, how = mbgmv, self.decode_scratch, self.decode
+        else:
+            operation, scratch, how = sgmv, self.prefill_scratch, self.prefill
+        operation(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank, how)
+
+    def _warm(self, base: BaseModel, pool: torch.Tensor) -> None:
+        """Triton compiles at a kernel's first launch: here, on a base token, and not while a request waits."""
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=pool.device)
+        slots = torch.tensor([-1], dtype=torch.int32, device=pool.device)
+        batch = LoraBatch(starts, slots, slots, [None], [(0, 1)], max_rank=0, empty=True)
+        for group, members in GROUPS.items():
+            widths = [base.widths[p][1] for p in members]
+            x = torch.zeros(1, base.widths[members[0]][0], dtype=pool.dtype, device=pool.device)
+            y = torch.zeros(1, sum(widths), dtype=pool.dtype, device=pool.device)
+            ys = torch.split(y, widths, dim=1)
+            for decode in (True, False):
+                self.add(self.groups[0][group], ys, x, batch, decode)
+
+
+class TritonPass:
+    """The PassLora of one pass. Groups that no adapter of the batch adapts are not launched."""
+
+    def __init__(self, lora: TritonLora, batch: LoraBatch, decode: bool) -> None:
+        self._lora, self._batch, self._decode = lora, batch, decode
+        self._weights: list[AdapterWeights] | None = None
+        self._x: torch.Tensor | None = None
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> None:  # noqa: ARG002 - the seam's signature
+        self._x = x
+        if self._weights is None:  # a cold pass is made before its adapter has arrived
+            self._weights = [self._lora.weights(lease) for lease in self._batch.leases if lease is not None]
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
+        assert self._x is not None and self._weights is not None
+        if any(group in weights[layer] for weights in self._weights):
+            self._lora.add(self._lora.groups[layer][group], ys, self._x, self._batch, self._decode)
+        self._x = None
+
+
+def _scratch(how: Launch, tokens: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(how.splits, MAX_PROJECTIONS, tokens, MAX_RANK, device=device)

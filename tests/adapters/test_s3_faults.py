@@ -1,0 +1,345 @@
+"""The store on S3 when network and server fail: what passes is tried again, and what was written is known or said not
+to be."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from s3_proxy import Fault, Proxy
+
+from adapters.errors import AdapterError, Conflict, InvalidRequest, NotFound, PreconditionFailed, StoreUnavailable
+from adapters.open_store import open_checked_store, open_store
+from adapters.s3_calls import S3Limits
+from adapters.s3_store import S3Store
+from adapters.s3_url import S3Place
+
+LIMITS = S3Limits(connect=2.0, read=1.0, call=6.0, attempts=4, part=5 << 20)
+ALWAYS = 1000
+
+
+@pytest.fixture(scope="module")
+def clients(s3_endpoint: str) -> Iterator[tuple[Proxy, S3Store, S3Store]]:
+    """A proxy, a store behind it, and one that speaks to the server itself."""
+    place = S3Place("garnish-tests")
+    with Proxy(s3_endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+        direct = S3Store(place)
+        patch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        yield proxy, S3Store(place, LIMITS), direct
+
+
+@pytest.fixture
+def place() -> S3Place:
+    return S3Place("garnish-tests", uuid.uuid4().hex)
+
+
+@pytest.fixture
+def proxy(clients: tuple[Proxy, S3Store, S3Store]) -> Proxy:
+    proxy = clients[0]
+    proxy.faults, proxy.requests = [], []
+    return proxy
+
+
+@pytest.fixture
+def store(clients: tuple[Proxy, S3Store, S3Store], place: S3Place) -> S3Store:
+    return at(clients[1], place)
+
+
+@pytest.fixture
+def direct(clients: tuple[Proxy, S3Store, S3Store], place: S3Place) -> S3Store:
+    """The same objects, without the proxy."""
+    return at(clients[2], place)
+
+
+def at(store: S3Store, place: S3Place) -> S3Store:
+    """The same client at another place: to make one takes longer than most tests."""
+    other = copy.copy(store)
+    other.place = place
+    return other
+
+
+def uploads(store: S3Store) -> list[str]:
+    """Uploads that were begun and not ended."""
+    found = store.calls.client.list_multipart_uploads(Bucket=store.place.bucket, Prefix=store.place.prefix)
+    return [upload["Key"] for upload in found.get("Uploads", ())]
+
+
+ETAG_OF_1 = hashlib.md5(b"1").hexdigest()
+CALLS: dict[str, Callable[[S3Store], object]] = {
+    "get": lambda store: store.get("key"),
+    "head": lambda store: store.head("key"),
+    "get_range": lambda store: store.get_range("key", 0, 9),
+    "list": lambda store: store.list(""),
+    "folders": lambda store: store.folders(""),
+    "put": lambda store: store.put("key", b"2"),
+    "put_if_absent": lambda store: store.put_if_absent("new", b"2"),
+    "put_if_match": lambda store: store.put_if_match("key", b"2", ETAG_OF_1),
+    "delete": lambda store: store.delete("key"),
+}
+
+PASSING = [
+    Fault("reset", times=2),
+    Fault("lose", times=2),
+    Fault("refuse", times=2),
+    Fault("blind", times=2),
+    Fault("blind", times=1, status=503, code="elsewhere"),
+    Fault("refuse", times=3, status=503, code="SlowDown"),
+    Fault("refuse", times=3, status=429, code="TooManyRequests"),
+    Fault("refuse", "PUT", times=2, status=409, code="ConditionalRequestConflict"),
+    Fault("refuse", "PUT", times=2, status=400, code="RequestTimeout"),
+    Fault("stall", "PUT", times=1),
+    Fault("stall", "GET", times=1),
+]
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: f"{fault.kind}-{fault.status}")
+def test_what_passes_is_tried_again(proxy: Proxy, store: S3Store, direct: S3Store, fault: Fault) -> None:
+    """The outcome is that of a call without fault, and happened once."""
+    for name, call in CALLS.items():
+        if not name.startswith(fault.match.lower()):
+            continue
+        direct.put("key", b"1")
+        proxy.faults = [replace(fault)]
+        outcome = call(store)
+        assert proxy.faults[0].times == 0, "the fault has happened"
+        if name == "delete":
+            assert direct.head("key") is None
+        elif name.startswith("put"):
+            written = direct.get("new" if name == "put_if_absent" else "key")
+            assert (written.data, written.etag) == (b"2", outcome), name
+        else:
+            assert direct.get("key").data == b"1"
+            assert outcome == call(direct), name
+
+
+LASTING = [
+    Fault("reset", times=ALWAYS),
+    Fault("stall", "GET", times=ALWAYS),
+    Fault("refuse", times=ALWAYS),
+    Fault("refuse", times=ALWAYS, status=503, code="SlowDown"),
+    Fault("refuse", "PUT", times=ALWAYS, status=409, code="ConditionalRequestConflict"),
+]
+
+
+@pytest.mark.parametrize("fault", LASTING, ids=lambda fault: f"{fault.kind}-{fault.status}")
+def test_what_lasts_ends_after_a_few_attempts(proxy: Proxy, store: S3Store, fault: Fault) -> None:
+    for name, call in CALLS.items():
+        proxy.faults = [replace(fault)]
+        if not name.startswith(fault.match.lower()):
+            continue
+        proxy.requests.clear()
+        with pytest.raises(StoreUnavailable, match="did not answer as it should"):
+            call(store)
+        assert 1 <= len(proxy.requests) <= LIMITS.attempts, name
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(403, "AccessDenied"), (405, "MethodNotAllowed"), (501, "NotImplemented")]
+)
+def test_what_will_not_change_is_not_tried_again(proxy: Proxy, store: S3Store, status: int, code: str) -> None:
+    proxy.faults = [Fault("refuse", "", ALWAYS, status, code)]
+    for name, call in CALLS.items():
+        proxy.requests.clear()
+        with pytest.raises(StoreUnavailable, match=str(status)) as raised:
+            call(store)
+        assert len(proxy.requests) == 1, name
+        assert "testing-secret" not in str(raised.value)
+
+
+def test_nobody_listens(s3_endpoint: str, place: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    store = S3Store(place, LIMITS)
+    for call in CALLS.values():
+        with pytest.raises(StoreUnavailable, match="EndpointConnectionError"):
+            call(store)
+
+
+@pytest.mark.parametrize("fault", [Fault("lose", "PUT"), Fault("blind", "PUT", status=502, code="BadGateway")])
+def test_a_conditional_write_whose_reply_is_lost_has_succeeded(
+    proxy: Proxy, store: S3Store, direct: S3Store, fault: Fault
+) -> None:
+    """The second attempt finds the condition unmet, by the first one's own doing."""
+    proxy.faults = [replace(fault)]
+    etag = store.put_if_absent("key", b"1")
+    assert [line.split()[0] for line in proxy.requests] == ["PUT", "PUT", "HEAD"]
+    assert direct.get("key").etag == etag
+    proxy.faults = [replace(fault, times=3)]
+    etag = store.put_if_match("key", b"2", etag)
+    assert (direct.get("key").data, direct.get("key").etag) == (b"2", etag)
+
+
+def test_a_lost_reply_and_another_write_since_are_told_apart_from_a_refusal(
+    proxy: Proxy, store: S3Store, direct: S3Store
+) -> None:
+    """Ours was there, and someone who had read it wrote next: neither success nor refusal would be true."""
+    etag = direct.put("key", b"1")
+
+    def other() -> None:
+        direct.put_if_match("key", b"3", direct.get("key").etag)
+
+    proxy.faults = [Fault("lose", "PUT", meanwhile=other)]
+    with pytest.raises(StoreUnavailable, match="not known"):
+        store.put_if_match("key", b"2", etag)
+    proxy.faults = [Fault("lose", "PUT", meanwhile=lambda: direct.put("new", b"3"))]
+    with pytest.raises(StoreUnavailable, match="not known"):
+        store.put_if_absent("new", b"2")
+    proxy.faults = [Fault("refuse", "PUT", status=503, code="SlowDown", meanwhile=None)]
+    with pytest.raises(PreconditionFailed):  # the first attempt did nothing for sure
+        store.put_if_match("key", b"2", etag)
+    proxy.faults = [Fault("refuse", "PUT", status=409, code="ConditionalRequestConflict")]
+    with pytest.raises(Conflict):
+        store.put_if_absent("new", b"2")
+    assert (direct.get("key").data, direct.get("new").data) == (b"3", b"3")
+
+
+@pytest.mark.parametrize("short", [1, 500, 1000])
+def test_a_body_that_ends_early_is_read_again(proxy: Proxy, store: S3Store, direct: S3Store, short: int) -> None:
+    data = os.urandom(1000)
+    direct.put("key", data)
+    for call in (
+        lambda: store.get("key").data,
+        lambda: store.get_range("key", 0, 1000),
+        lambda: store.get_range("key", 10, 2000)[:990],
+    ):
+        proxy.faults = [Fault("cut", "GET", times=2, bytes_short=min(short, 990))]
+        assert call() in (data, data[10:])
+        assert proxy.faults[0].times == 0
+    proxy.faults = [Fault("cut", "GET", times=ALWAYS, bytes_short=min(short, 990))]
+    with pytest.raises(StoreUnavailable, match="did not answer as it should"):
+        store.get_range("key", 10, 990)
+
+
+def test_a_body_that_drips_is_given_up(proxy: Proxy, store: S3Store, direct: S3Store) -> None:
+    direct.put("key", bytes(100_000))
+    proxy.faults = [Fault("drip", "GET", times=ALWAYS)]
+    for call in (lambda: store.get("key"), lambda: store.get_range("key", 0, 100_000)):
+        with pytest.raises(StoreUnavailable, match="came in time"):
+            call()
+
+
+def test_a_server_that_ignores_ranges_is_noticed(proxy: Proxy, store: S3Store, direct: S3Store) -> None:
+    direct.put("key", bytes(100))
+    proxy.faults = [Fault("whole", "GET", times=2)]
+    assert store.get_range("key", 5, 10) == bytes(10)
+    proxy.faults = [Fault("whole", "GET", times=ALWAYS)]
+    with pytest.raises(StoreUnavailable, match="says no range"):
+        store.get_range("key", 5, 10)
+
+
+def test_a_bucket_that_is_gone_is_no_empty_store(s3_endpoint: str) -> None:
+    store = open_store("s3://garnish-no-such-bucket/x")
+    for call in CALLS.values():
+        with pytest.raises(StoreUnavailable):
+            call(store)  # type: ignore[arg-type]
+
+
+def test_a_large_object_survives_faults_in_every_step(
+    proxy: Proxy, store: S3Store, direct: S3Store, tmp_path: Path
+) -> None:
+    data, file = os.urandom((12 << 20) + 5), tmp_path / "file"
+    file.write_bytes(data)
+    proxy.faults = [
+        Fault("refuse", "?uploads", status=503, code="SlowDown"),
+        Fault("reset", "partNumber=1"),
+        Fault("lose", "partNumber=2"),
+        Fault("refuse", "partNumber=3"),
+        Fault("lose", "POST /garnish-tests/" + store.place.prefix + "/big?uploadId"),
+    ]
+    etag = store.put_if_absent("big", file)
+    assert [fault.times for fault in proxy.faults] == [0] * 5
+    assert direct.get("big").data == data
+    assert direct.get("big").etag == etag
+    assert uploads(direct) == []
+    piece = f"GET /garnish-tests/{store.place.prefix}/big"
+    proxy.faults = [Fault("reset", piece), Fault("cut", piece), Fault("refuse", piece)]  # a piece has 4 attempts
+    memory = bytearray(len(data))
+    assert store.get_range_into("big", 1, memoryview(memory)) == len(data) - 1
+    assert memory[:-1] == data[1:]
+    assert [fault.times for fault in proxy.faults] == [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        (Fault("refuse", "partNumber=2", ALWAYS), StoreUnavailable),
+        (Fault("refuse", "partNumber=2", ALWAYS, 403, "AccessDenied"), StoreUnavailable),
+        (Fault("refuse", "POST /garnish-tests/{}/big?uploadId", ALWAYS), StoreUnavailable),
+        (Fault("refuse", "POST /garnish-tests/{}/big?uploadId", ALWAYS, 409, "OperationAborted"), StoreUnavailable),
+        (Fault("refuse", "POST /garnish-tests/{}/big?uploadId", 1, 412, "PreconditionFailed"), Conflict),
+    ],
+)  # fmt: skip
+def test_an_upload_that_fails_leaves_no_parts(
+    proxy: Proxy, store: S3Store, direct: S3Store, fault: Fault, raised: type[AdapterError]
+) -> None:
+    match = fault.match.format(store.place.prefix)
+    proxy.faults = [Fault(fault.kind, match, fault.times, fault.status, fault.code)]
+    with pytest.raises(raised):
+        store.put_if_absent("big", bytes(12 << 20))
+    assert uploads(direct) == []
+    assert direct.head("big") is None
+
+
+def test_a_conflict_at_the_end_of_an_upload_begins_it_anew(proxy: Proxy, store: S3Store, direct: S3Store) -> None:
+    match = f"POST /garnish-tests/{store.place.prefix}/big?uploadId"
+    proxy.faults = [Fault("refuse", match, 2, 409, "ConditionalRequestConflict")]
+    store.put_if_absent("big", bytes(6 << 20))
+    assert sum("?uploads" in line for line in proxy.requests) == 3
+    assert direct.get("big").data == bytes(6 << 20)
+    assert uploads(direct) == []
+
+
+def test_who_comes_second_with_a_large_object_is_refused(proxy: Proxy, store: S3Store, direct: S3Store) -> None:
+    """Also when the first one comes after the upload has begun: the condition holds at its end."""
+    proxy.faults = [Fault("none", "partNumber=1", meanwhile=lambda: direct.put("big", b"first"))]
+    with pytest.raises(Conflict):
+        store.put_if_absent("big", bytes(6 << 20))
+    assert direct.get("big").data == b"first"
+    assert uploads(direct) == []
+    proxy.requests.clear()
+    with pytest.raises(Conflict):
+        store.put_if_absent("big", bytes(6 << 20))
+    assert [line.split()[0] for line in proxy.requests] == ["HEAD"], "nothing is sent in vain"
+
+
+def test_a_large_range_is_of_one_content(proxy: Proxy, store: S3Store, direct: S3Store) -> None:
+    """Written anew between two pieces, it is read again; written anew each time, it is given up."""
+    size = 11 << 20
+    direct.put("big", b"1" * size)
+    match = f"GET /garnish-tests/{store.place.prefix}/big"
+    proxy.faults = [Fault("none", match, meanwhile=lambda: direct.put("big", b"2" * size))]
+    assert store.get_range("big", 0, size) == b"2" * size
+    assert proxy.faults[0].times == 0
+    proxy.faults = [Fault("none", match, ALWAYS, meanwhile=lambda: direct.put("big", os.urandom(size)))]
+    with pytest.raises(StoreUnavailable, match="anew too often"):
+        store.get_range("big", 0, size)
+    proxy.faults = [Fault("none", match, meanwhile=lambda: direct.delete("big"))]
+    with pytest.raises(NotFound):
+        store.get_range("big", 0, size)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "told"),
+    [(("if-none-match",), "ignores If-None-Match"), (("if-match",), "ignores If-Match"), ((), None)],
+)
+def test_a_store_that_ignores_conditions_is_refused_at_start(
+    s3_endpoint: str, place: S3Place, monkeypatch: pytest.MonkeyPatch, ignored: tuple[str, ...], told: str | None
+) -> None:
+    direct = S3Store(place)
+    with Proxy(s3_endpoint, ignored) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        url = f"s3://{place.bucket}/{place.prefix}"
+        if told is None:
+            assert isinstance(open_checked_store(url), S3Store)
+        else:
+            with pytest.raises(InvalidRequest, match=told):
+                open_checked_store(url)
+    assert direct.list("") == ()
+    assert uploads(direct) == []

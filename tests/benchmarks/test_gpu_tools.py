@@ -1,0 +1,100 @@
+"""What runs before and beside the GPU's timings, on Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import WrongResult, check_operations, draw_cases
+from benchmarks.peers import _stacked
+from benchmarks.tune_kernels import tune, with_device
+from kernels.cases import draw_case
+from kernels.launch import OPERATIONS, TABLE, default_launch, read_table
+from kernels.mbgmv import mbgmv
+from tests.kernels.drawn import DEVICE
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_operation_is_checked() -> None:
+    rows = check_operations(draw_cases(2, 1, DEVICE, widest=40, largest_rank=9))
+    assert {row["operation"] for row in rows} == set(OPERATIONS)
+    assert sum(row["calls"] for row in rows) == 6
+    assert all(0 <= row["worst_error"] <= 1e-2 for row in rows)
+    assert any(row["worst_error"] > 0 for row in rows)
+
+
+def half_a_scale(ys: list[torch.Tensor], *given: object) -> None:
+    before = [y.clone() for y in ys]
+    mbgmv(ys, *given)  # type: ignore[arg-type]
+    for y, old in zip(ys, before, strict=True):
+        y.sub_((y - old) / 2)
+
+
+def write_elsewhere(ys: list[torch.Tensor], *given: object) -> None:
+    mbgmv(ys, *given)  # type: ignore[arg-type]
+    ys[0].nan_to_num_(0.0)
+
+
+@pytest.mark.parametrize("wrong", [half_a_scale, write_elsewhere])
+def test_a_wrong_operation_ends_the_check(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., None]) -> None:
+    case = draw_case([5], [(-1, 1), (0, 1)], 20, [12], torch.float32, device=DEVICE)
+    assert check_operations(iter([case]))
+    monkeypatch.setitem(gpu_check.OPERATIONS, "mbgmv", wrong)
+    with pytest.raises(WrongResult, match=r"mbgmv in torch.float32 .* ranks \[5\], slots \[-1, 0\]"):
+        check_operations(iter([case]))
+
+
+def test_tuning_keeps_the_fastest_that_runs() -> None:
+    """Times are given: fewer splits are slower, a split of 8 needs too much; stages make no difference."""
+
+    def measure(call: Callable[[], object]) -> float:
+        assert isinstance(call, partial)
+        call()
+        if call.keywords["how"].splits == 8:
+            raise OutOfResources(2, 1, "shared memory")
+        return 1.0 / float(call.keywords["how"].splits)
+
+    case = draw_case([5, 3], [(0, 1), (1, 1)], 20, [12], torch.float32, device=DEVICE)
+    best, ratio = tune("mbgmv", [case], {"splits": (2, 6, 8), "stages": (1,)}, measure, seconds=60)
+    default = default_launch("mbgmv")
+    assert (best.splits, best.stages) == (6, default.stages)
+    assert ratio == pytest.approx(default.splits / 6)
+
+
+def test_a_tuned_device_is_added_to_the_table() -> None:
+    operations = {name: default_launch(name) for name in OPERATIONS}
+    text = with_device(TABLE.read_bytes(), "Some GPU", "today", operations)
+    assert read_table(text)["Some GPU"].operations == operations
+    assert set(read_table(text)) == {*read_table(TABLE.read_bytes()), "Some GPU"}
+    with pytest.raises(ValueError, match="operations must be"):
+        with_device(TABLE.read_bytes(), "Some GPU", "today", {"mbgmv": default_launch("mbgmv")})
+
+
+def test_weights_for_peers_are_the_same_weights() -> None:
+    case = draw_case([5, 0, 3], [(0, 1), (1, 1), (2, 2)], 20, [12, 9], torch.float32, device=DEVICE)
+    a, b = _stacked(case)
+    for p, (before, want) in enumerate(zip(case.ys, case.expected(), strict=True)):
+        for token, slot in enumerate(case.token_slot.tolist()):
+            found = before[token].double() + b[p][slot, 0].double() @ (a[p][slot, 0].double() @ case.x[token].double())
+            assert torch.allclose(found, want[token], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["gpu_suite", "tune_kernels"])
+def test_without_a_gpu_it_says_so(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, env=os.environ, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("no GPU is here")

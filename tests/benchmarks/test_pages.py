@@ -1,0 +1,32 @@
+"""The committed reports make the committed tables, and every plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plots import cpu_plot, floor_plot, memory_plot, save
+from benchmarks.report import ROOT, load
+from benchmarks.tables import TABLES, render
+
+
+@pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
+def test_tables_are_those_of_the_reports(page: Path) -> None:
+    text = page.read_text()
+    assert render(page, text) == text
+    with pytest.raises(ValueError, match="one pair of markers"):
+        render(page, text.replace("<!-- /", "<!-- ", 1))
+
+
+def test_plots(tmp_path: Path) -> None:
+    """The same report gives the same picture, and the pages show it."""
+    plots = {"memory": (memory_plot, "memory"), "kernels-cpu": (cpu_plot, "kernels"),
+             "kernels-floor": (floor_plot, "kernels")}  # fmt: skip
+    for name, (plot, study) in plots.items():
+        files = [tmp_path / f"{name}{i}.svg" for i in range(2)]
+        for file in files:
+            save(plot(load(study)), file)
+        assert files[0].read_bytes() == files[1].read_bytes()
+        assert (ROOT / "docs" / "images" / f"{name}.svg").exists()
+        assert any(f"images/{name}.svg" in page.read_text() for page in TABLES)
