@@ -58,9 +58,9 @@ class HostAdapter:
         return not (self.waiters or self.placed or self.holds)
 
     @property
-    def read(self) -> bool:
-        """Somebody may still read its pages."""
-        return self.placed or self.holds > 0
+    def in_use(self) -> bool:
+        """Somebody may still read its pages, or a worker write them."""
+        return self.placed or self.holds > 0 or not (self.complete or self.failed)
 
     @property
     def size(self) -> int:

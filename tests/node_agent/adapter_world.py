@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,8 +142,8 @@ class Turnstile:
     def __init__(self, inner: ObjectStore) -> None:
         self._inner = inner
         self._changed = threading.Condition()
-        self.waiting: dict[int, int] = {}
-        """Reads that wait, by the byte they start from: how often each was asked for."""
+        self.waiting: Counter[int] = Counter()
+        """Reads that wait, by the byte they start from."""
         self._passes: set[int] = set()
         self.reads: list[int] = []
         self.open = False
@@ -155,11 +156,11 @@ class Turnstile:
     def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
         with self._changed:
             self.reads.append(start)
-            self.waiting[start] = self.waiting.get(start, 0) + 1
+            self.waiting[start] += 1
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: self.open or start in self._passes, 60)
             self._passes.discard(start)
-            del self.waiting[start]
+            self.waiting -= Counter([start])
         found = self._inner.get_range_into(key, start, buffer)
         other = self.spoil(start, buffer)
         return found if other is None else other

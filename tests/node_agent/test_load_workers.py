@@ -157,7 +157,7 @@ class Caller:
         return things.pop(self.rng.randrange(len(things)))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_drawn_faults_and_changes_of_mind(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -174,7 +174,7 @@ def test_drawn_faults_and_changes_of_mind(
     store = world.store(turnstile, host_memory=2 << 20, disk_cache=cache, **links)  # type: ignore[arg-type]
     store.hosts.failure_memory = 0.0
     caller = Caller(store, world, seed)
-    for _ in range(250):
+    for _ in range(120):
         caller.step()
     caller.leave()
     hosts, deadline = store.hosts, time.monotonic() + 60

@@ -322,6 +322,44 @@ def test_a_hold_outlives_a_failed_load(
     assert store.hosts.used == 0
 
 
+class Breaking:
+    """A link that fails at its second transfer."""
+
+    def __init__(self) -> None:
+        self.carried = 0
+
+    def carry(self, size: int) -> None:
+        self.carried += 1
+        if self.carried == 2:
+            raise OSError("the device is gone")
+
+
+@pytest.mark.usefixtures("by_layer")
+def test_a_copy_that_fails_leaves_the_pages_to_the_fetch_that_still_runs(
+    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
+) -> None:
+    offsets, link = starts(world, adapter), store.loader.device_link
+    store.loader.device_link = Breaking()  # type: ignore[assignment]
+    held = lease(store, adapter)
+    host = store.hosts.get(adapter.digest)
+    assert host is not None
+    for layer in (0, 1):
+        turnstile.await_waiting(RANGES_IN_FLIGHT)
+        turnstile.let(offsets[layer])
+    until(store, lambda: "the device is gone" in store.failure(held) and not host.placed)
+    store.release(held, [])
+    store.poll()
+    assert host.pages is not None and store.hosts.pool.pages.owner[host.pages[0]] == adapter.digest
+    assert check_memory(store) == []
+    store.loader.device_link = link
+    again = lease(store, adapter)  # beside the load that is ending
+    turnstile.open_all()
+    until(store, lambda: store.loaded(again) and host.pages is None)
+    assert_contents(store, world, again)
+    assert check_memory(store) == []
+    store.release(again, [])
+
+
 CHILD = """
 import json, sys
 import msgspec, torch
