@@ -82,8 +82,8 @@ class Fetch:
         self._ranges.remove(ready)
         self._running += 1
         source = self.host.cached
-        sizes = [block.size if source is None else 0 for block in self.header.layers[ready.first : ready.end]]
-        return partial(self._bring, ready, source, [self.flow.begin(size) for size in sizes])  # in layer order
+        layers = self.header.layers[ready.first : ready.end] if source is None else ()
+        return partial(self._bring, ready, source, [self.flow.begin(block.size) for block in layers])  # in layer order
 
     def due(self) -> float | None:
         later = [r.not_before for r in self._ranges if r.not_before]
@@ -112,9 +112,10 @@ class Fetch:
         at = wanted.first
         try:
             data = self._read(wanted, source)
-            for at, transfer in zip(range(wanted.first, wanted.end), transfers, strict=True):
+            for at in range(wanted.first, wanted.end):
                 block = self.header.layers[at]
-                self.flow.wait(transfer)
+                if source is None:
+                    self.flow.wait(transfers[at - wanted.first])
                 if self._error or self.host.unwanted:
                     self._put_back(wanted, at)
                     break

@@ -42,7 +42,7 @@ class HostTier:
         self._fetching: list[HostAdapter] = []
         self._failed: deque[tuple[float, HostAdapter]] = deque()
         self._leaving: list[HostAdapter] = []
-        """Forgotten, and still read."""
+        """Forgotten, and still in use."""
 
     def get(self, digest: str) -> HostAdapter | None:
         return self._all.get(digest)
@@ -91,9 +91,10 @@ class HostTier:
         return (host for host in self._all.values() if host.complete and not host.failed)
 
     def forget(self, host: HostAdapter) -> None:
-        """Drop the adapter, and its bytes once nobody reads them. Its fetch has ended."""
+        """Drop the adapter, and its bytes once nobody reads or writes them."""
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
+            host.waiters = 0  # whoever waits for the adapter waits for its next load: this one may end
         self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
 
     def hold(self, host: HostAdapter) -> bool:
@@ -132,6 +133,8 @@ class HostTier:
 
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
         host = HostAdapter(digest, artifact, waiters=self._waiters[digest])
+        if self.loader.cache is not None and self.loader.cache.has(digest):
+            host.origin = "disk"
         self._all[digest] = host
         self._measuring.append(host)
         self.loader.measure(host)
@@ -186,7 +189,7 @@ class HostTier:
     def _free(self, host: HostAdapter) -> None:
         if host.pages is None:
             return
-        if host.read:
+        if host.in_use:
             if host not in self._leaving:
                 self._leaving.append(host)
             return

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 from node_agent.config import LinkConfig
 
-SPIN = 2e-4
-"""Seconds: a condition wakes about this late, so the rest of a delay is spun."""
 LONGEST_WAIT = 1.0
 """Seconds after which a waiter looks again, whatever happens."""
 
@@ -104,21 +102,16 @@ class Link:
     def wait(self, transfer: Transfer) -> None:
         if self.config is None:
             return
-        while True:
-            with self._changed:
+        with self._changed:
+            while True:
                 now = self.clock()
                 self._advance(now)
                 if transfer.flow.closed or self._closed:
                     raise LinkClosed("the node is stopping, or nobody waits for this load")
                 left = self._arrival(transfer) - now
-                if left > SPIN:
-                    self._changed.wait(min(left - SPIN, LONGEST_WAIT))  # whoever joins makes it later: look again
-                    continue
-            if left <= 0:
-                return
-            end = now + left
-            while self.clock() < end:
-                pass
+                if left <= 0:
+                    return
+                self._changed.wait(min(left, LONGEST_WAIT))  # whoever joined meanwhile made it later: look again
 
     def leave(self, flow: Flow) -> None:
         with self._changed:

@@ -12,7 +12,7 @@ import torch
 from adapters.artifact import ArtifactHeader
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import AdapterLayout
-from node_agent.adapter_memory.weights import LayerWeights
+from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.device import Event
 from node_agent.types import LayerState
 
@@ -68,9 +68,9 @@ class HostAdapter:
         return not (self.waiters or self.placed or self.holds)
 
     @property
-    def read(self) -> bool:
-        """Somebody may still read its pages."""
-        return self.placed or self.holds > 0
+    def in_use(self) -> bool:
+        """Somebody may still read its pages, or a worker write them."""
+        return self.placed or self.holds > 0 or not (self.complete or self.failed)
 
     @property
     def size(self) -> int:
@@ -97,3 +97,32 @@ class CopyStates:
     @classmethod
     def of(cls, layers: int) -> CopyStates:
         return cls([LayerState.NO] * layers, [None] * layers, range(layers), [None] * layers)
+
+
+@dataclass
+class DeviceAdapter:
+    """One adapter that has room on the device."""
+
+    host: HostAdapter
+    layout: AdapterLayout
+    slot: int
+    pages: list[int]
+    run: int
+    began: float
+    """when the load that brings it here began; monotonic seconds"""
+    copy: CopyStates
+    leases: int = 0
+    settled: bool = False
+    """Its load is over, one way or the other."""
+    load_seconds: float = 0.0
+    weights: AdapterWeights | None = None
+    """Set when the adapter is wholly there. The table names it from the start."""
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def idle(self) -> bool:
+        """Nobody reads or writes it."""
+        return self.leases == 0 and self.settled

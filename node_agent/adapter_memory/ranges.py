@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from adapters.artifact import LayerBlock
 
 LARGEST_RANGE = 8 << 20
-"""Bytes. Stores answer large reads several times as fast as small ones; a layer that is larger is read in pieces."""
+"""Bytes. Each read has its fixed cost, so few large ones are fastest; a layer that is larger is read in pieces."""
 FIRST_RANGE = 1 << 20
 """Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large."""
 

@@ -25,7 +25,7 @@ from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import Loader
-from node_agent.adapter_memory.loads import CopyStates, HostAdapter
+from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable, rows_for
@@ -36,35 +36,6 @@ from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, Too
 
 MOST_ON_DISK = 256
 """Adapters on the disk that a report names."""
-
-
-@dataclass
-class DeviceAdapter:
-    """One adapter that has room on the device."""
-
-    host: HostAdapter
-    layout: AdapterLayout
-    slot: int
-    pages: list[int]
-    run: int
-    began: float
-    """when the load that brings it here began; monotonic seconds"""
-    copy: CopyStates
-    leases: int = 0
-    settled: bool = False
-    """Its load is over, one way or the other."""
-    load_seconds: float = 0.0
-    weights: AdapterWeights | None = None
-    """Set when the adapter is wholly there. The table names it from the start."""
-
-    @property
-    def size(self) -> int:
-        return self.layout.size
-
-    @property
-    def idle(self) -> bool:
-        """Nobody reads or writes it."""
-        return self.leases == 0 and self.settled
 
 
 @dataclass(frozen=True)
@@ -145,11 +116,16 @@ class AdapterStore:
         """A request waits no more."""
         self.hosts.retract(digest)
 
-    def acquire(self, adapter: Adapter) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
-        """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever)."""
+    def acquire(
+        self, adapter: Adapter, order: Sequence[int] | None = None
+    ) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
+        """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever).
+
+        `order`: as in `set_order`, for a copy that this call begins.
+        """
         entry = self.device.get(adapter.digest)
         if entry is None:
-            found = self._place(adapter)
+            found = self._place(adapter, order)
             if not isinstance(found, DeviceAdapter):
                 return found
             entry = found
@@ -321,7 +297,9 @@ class AdapterStore:
 
     # --- inside
 
-    def _place(self, adapter: Adapter) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
+    def _place(
+        self, adapter: Adapter, order: Sequence[int] | None
+    ) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
         """Room on the device for an adapter that has none; each layer is copied once it is in host memory."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
         if host.failed:
@@ -343,6 +321,8 @@ class AdapterStore:
             return Pending()  # the next call says how
         began = time.monotonic() if host.complete else host.began
         copy = CopyStates.of(len(host.layout.layers))
+        if order is not None:
+            self.loader.set_order(copy, order)
         entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), *room, began, copy)
         self.table.set(entry.slot, entry.run, entry.layout, entry.layout.positions(entry.pages))
         self.device[adapter.digest] = entry

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from benchmarks.peft_reference import draw_adapter, make_adapter
 from cluster.messages import Adapter
 from kernels.reference import lora_rows
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.adapter_memory.table import AdapterTable
 from node_agent.config import EngineConfig
 from node_agent.types import Lease, Pending
 
@@ -35,6 +38,7 @@ class World:
         rng = random.Random(5)
         self.adapters: list[Adapter] = []
         self.files: dict[str, Path] = {}
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         for i in range(6):
             path = make_adapter(stories_dir, root / f"a{i}", i, **draw_adapter(rng, 5))
             config = (path / "adapter_config.json").read_bytes()
@@ -42,6 +46,12 @@ class World:
             found = registry.resolve("t", f"a{i}")
             self.adapters.append(Adapter(found.digest, found.artifact_key, found.bytes, tuple(found.ranks)))
             self.files[found.digest] = path / "adapter_model.safetensors"
+
+    def tensors(self, digest: str) -> dict[str, torch.Tensor]:
+        """What the PEFT file holds."""
+        if digest not in self._tensors:
+            self._tensors[digest] = load_file(self.files[digest])
+        return self._tensors[digest]
 
     def store(self, objects: ObjectStore | None = None, **settings: object) -> AdapterStore:
         config = EngineConfig(
@@ -78,25 +88,28 @@ def loaded_lease(store: AdapterStore, adapter: Adapter) -> Lease:
 
 def assert_contents(store: AdapterStore, world: World, held: Lease) -> None:
     """Every row that the table names is the row of the PEFT file."""
-    tensors = load_file(world.files[held.digest])
-    table = store.table
+    layers = range(world.base.num_layers)
+    seen = sum(assert_layer(world, held.digest, store.table, store.pool.data, held.slot, layer) for layer in layers)
+    assert seen == len(world.tensors(held.digest))
+
+
+def assert_layer(world: World, digest: str, table: AdapterTable, data: torch.Tensor, slot: int, layer: int) -> int:
+    """One layer's rows are those of the PEFT file; returns how many tensors it has."""
+    tensors = world.tensors(digest)
     seen = 0
-    for layer in range(world.base.num_layers):
-        for p, name in enumerate(PROJECTIONS):
-            key = f"base_model.model.model.layers.{layer}.{MODULES[name]}.lora_{{}}.weight"
-            rank = int(table.rank[held.slot, layer, p])
-            if key.format("A") not in tensors:
-                assert rank == 0
-                continue
-            a, b = tensors[key.format("A")], tensors[key.format("B")]
-            assert rank == a.shape[0]
-            first_a, first_b = table.first[held.slot, layer, p].tolist()
-            got_a = lora_rows(store.pool.data, table.row_offset[first_a : first_a + rank], a.shape[1])
-            got_b = lora_rows(store.pool.data, table.row_offset[first_b : first_b + rank], b.shape[0])
-            assert torch.equal(got_a, a)
-            assert torch.equal(got_b, b.T)
-            seen += 2
-    assert seen == len(tensors)
+    for p, name in enumerate(PROJECTIONS):
+        key = f"base_model.model.model.layers.{layer}.{MODULES[name]}.lora_{{}}.weight"
+        rank = int(table.rank[slot, layer, p])
+        if key.format("A") not in tensors:
+            assert rank == 0
+            continue
+        a, b = tensors[key.format("A")], tensors[key.format("B")]
+        assert rank == a.shape[0]
+        first_a, first_b = table.first[slot, layer, p].tolist()
+        assert torch.equal(lora_rows(data, table.row_offset[first_a : first_a + rank], a.shape[1]), a)
+        assert torch.equal(lora_rows(data, table.row_offset[first_b : first_b + rank], b.shape[0]), b.T)
+        seen += 2
+    return seen
 
 
 class LateEvent:
@@ -121,3 +134,49 @@ def measured(store: AdapterStore, adapter: Adapter) -> object:
         assert time.monotonic() < deadline
     store.retract(adapter.digest)
     return found
+
+
+class Turnstile:
+    """The real store; each ranged read of weights waits until the test lets it through, and may be spoilt."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+        self._changed = threading.Condition()
+        self.waiting: Counter[int] = Counter()
+        """Reads that wait, by the byte they start from."""
+        self._passes: set[int] = set()
+        self.reads: list[int] = []
+        self.open = False
+        self.spoil: Callable[[int, memoryview], int | None] = lambda start, buffer: None
+        """Called after the real read; returns another count of bytes, may change them, or raises."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._inner.get_range(key, start, length)
+
+    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+        with self._changed:
+            self.reads.append(start)
+            self.waiting[start] += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.open or start in self._passes, 60)
+            self._passes.discard(start)
+            self.waiting -= Counter([start])
+        found = self._inner.get_range_into(key, start, buffer)
+        other = self.spoil(start, buffer)
+        return found if other is None else other
+
+    def await_waiting(self, count: int) -> list[int]:
+        """The starts of `count` reads, once so many wait."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.waiting) >= count, 60)
+            return sorted(self.waiting)
+
+    def let(self, start: int) -> None:
+        with self._changed:
+            self._passes.add(start)
+            self._changed.notify_all()
+
+    def open_all(self) -> None:
+        with self._changed:
+            self.open = True
+            self._changed.notify_all()

@@ -14,11 +14,20 @@ from adapters.store import ObjectStore
 from cluster.messages import Adapter
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.runs import FreeRuns
-from node_agent.adapter_memory.store import AdapterStore
+from node_agent.adapter_memory.store import AdapterStore, HostHold
 from node_agent.adapter_memory.usage import device_usage, host_usage
 from node_agent.config import LinkConfig
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
-from tests.node_agent.adapter_world import LateEvent, World, assert_contents, lease, loaded_lease, measured, until
+from tests.node_agent.adapter_world import (
+    LateEvent,
+    World,
+    assert_contents,
+    assert_layer,
+    lease,
+    loaded_lease,
+    measured,
+    until,
+)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -33,12 +42,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.late: list[LateEvent] = []
         self.reading: list[tuple[LateEvent, str, list[int]]] = []
         self.pinned_here: set[str] = set()
+        self.holds: list[tuple[HostHold, list[int]]] = []
 
     def teardown(self) -> None:
         for event in self.late:
             event.ended = True
         for held in self.held:
             self.store.release(held, [])
+        for hold, _ in self.holds:
+            self.store.release_host(hold)
         deadline = time.monotonic() + 30
         while self.store.leases or any(not e.settled for e in self.store.device.values()):
             self.store.poll()
@@ -51,8 +63,10 @@ class StoreMachine(RuleBasedStateMachine):
             assert time.monotonic() < deadline
         for host in list(self.store.hosts.complete()):
             self.store.hosts.forget(host)
+        self.store.poll()
         assert self.store.hosts.used == 0
         assert not self.store.table.rank.any()
+        assert not self.store.hosts.table.rank.any()
         self.store.close()
 
     @rule(i=st.integers(0, 5))
@@ -84,6 +98,28 @@ class StoreMachine(RuleBasedStateMachine):
             self.reading.append((events[0], held.digest, list(self.store.device[held.digest].pages)))
         self.store.release(held, events)
 
+    @rule(which=st.integers(0, 7), order=st.permutations(range(5)))
+    def compute_on_the_host(self, which: int, order: list[int]) -> None:
+        if not self.held:
+            return
+        held = self.held[which % len(self.held)]
+        self.store.set_order(held, order)
+        hold = self.store.hold_host(held)
+        if hold is not None:
+            assert hold.slot == self.store.host_slot(held)
+            self.holds.append((hold, list(hold.host.pages or ())))
+
+    @rule(which=st.integers(0, 7))
+    def end_on_the_host(self, which: int) -> None:
+        if self.holds:
+            self.store.release_host(self.holds.pop(which % len(self.holds))[0])
+
+    @rule(i=st.integers(0, 5))
+    def forget_on_the_host(self, i: int) -> None:
+        host = self.store.hosts.get(self.world.adapters[i].digest)
+        if host is not None and host.complete and not host.placed:
+            self.store.hosts.forget(host)
+
     @rule(i=st.integers(0, 5), pinned=st.booleans())
     def pin(self, i: int, pinned: bool) -> None:
         digest = self.world.adapters[i].digest
@@ -104,6 +140,24 @@ class StoreMachine(RuleBasedStateMachine):
         for held in self.held:
             if self.store.loaded(held):
                 assert_contents(self.store, self.world, held)
+
+    @invariant()
+    def a_layer_is_what_its_state_says(self) -> None:
+        """Also while the rest of the adapter is on its way."""
+        for held in self.held:
+            for layer in range(5):
+                if self.store.state(held, layer) == LayerState.DEVICE:
+                    self.store.layer_weights(held, layer)
+                    data = self.store.pool.data
+                    assert_layer(self.world, held.digest, self.store.table, data, held.slot, layer)
+
+    @invariant()
+    def what_workers_read_stays(self) -> None:
+        hosts = self.store.hosts
+        for hold, pages in self.holds:
+            assert hold.host.pages == pages
+            for layer in (at for at, here in enumerate(hold.host.here) if here):
+                assert_layer(self.world, hold.host.digest, hosts.table, hosts.pool.data, hold.slot, layer)
 
     @invariant()
     def nothing_has_two_owners(self) -> None:
