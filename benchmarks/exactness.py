@@ -2,13 +2,16 @@
 
 Every answer of the engine is held against PEFT run alone with that adapter. A token may differ where PEFT's two best
 logits lie closer than 1e-4 (a tie); after it the comparison goes on from PEFT's token. Adapter memory is far smaller
-than the adapters together (both are in the settings), so that loads and evictions go on all the time.
+than the adapters together (both are in the settings), so that loads and evictions go on all the time. Each cold chunk's
+plan is drawn (wait, pipeline, assist), and so are the order and the times in which its layers arrive; CPU workers are
+killed and stopped at drawn moments (forced.py).
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.exact import Case, Tally, check
+from benchmarks.forced import ForcedStarts, force
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import TIE, PeftReference, draw_adapter, make_adapter
 from benchmarks.report import ROOT, arguments, publish, report
+from node_agent.cores import spare_cores
 
 ADAPTERS = 24
 LARGE: tuple[dict[str, Any], ...] = (
@@ -26,13 +31,21 @@ LARGE: tuple[dict[str, Any], ...] = (
     {"r": 128, "lora_alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
 )
 """The others' ranks are drawn from 1 to 64."""
+FAULTS = 0.15
+"""Chance that a cold chunk's beginning meets a worker that is killed or stopped."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run_batch(
-    rng: random.Random, engine: LocalEngine, reference: PeftReference, kinds: list[Case], tally: Tally
+    rng: random.Random,
+    engine: LocalEngine,
+    reference: PeftReference,
+    kinds: list[Case],
+    tally: Tally,
+    seen: Counter[str],
 ) -> list[str]:
-    """Up to 16 requests that arrive while others run; some are cancelled. Returns what is wrong."""
+    """Up to 16 requests that arrive while others run; some are cancelled. Returns what is wrong; `seen` counts what
+    happened to adapters that had to be loaded."""
     engine.engine.limits = replace(engine.engine.limits, chunk_tokens=rng.randint(1, 64))
     running: list[tuple[Case, str]] = []
     doomed: list[str] = []
@@ -52,6 +65,11 @@ def run_batch(
     engine.run()
     engine.assert_clean()
     problems: list[str] = []
+    for _, request in running:
+        finished = engine.outcomes[request].finished
+        if finished is not None and finished.cold_start.plan != "none":
+            seen.update(cold=1, replays=finished.cold_start.replays)
+            seen.update(layers_cpu=finished.cold_start.layers_cpu, layers_device=finished.cold_start.layers_device)
     for case, request in running:
         problems += check(engine, reference, case, engine.outcomes[request].tokens, tally)
     engine.outcomes.clear()
@@ -64,8 +82,9 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     model = Path(options.model).absolute()
     engine = LocalEngine(
         model, root / "registry", dtype="float32", threads=1, block_tokens=4, max_rows=16, adapter_memory=4 << 20,
-        kv_memory=64 << 20,
+        kv_memory=64 << 20, cpu_workers=min(1, len(spare_cores(1))),
     )  # fmt: skip
+    forced = force(engine.engine, random.Random(options.seed + 1), FAULTS)
     kinds = [Case(None, None, [], 0)]
     for i in range(ADAPTERS):
         config = LARGE[i] if i < len(LARGE) else draw_adapter(rng, engine.base.num_layers)
@@ -73,16 +92,22 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         kinds.append(Case(path, engine.deploy(path), [], 0))
     sizes = sum(case.adapter.bytes for case in kinds if case.adapter)
     reference = PeftReference(model)
-    tally, problems = Tally(), []
+    tally, problems, seen = Tally(), [], Counter[str]()
     while tally.cases < wanted:
-        problems += run_batch(rng, engine, reference, kinds, tally)
+        problems += run_batch(rng, engine, reference, kinds, tally, seen)
     engine.close()
     settings = {
         "model": model.name, "adapters": ADAPTERS, "adapter_file_bytes": sizes, "adapter_memory": 4 << 20,
-        "plans": ["wait"], "tie": TIE, "quick": options.quick,
+        "faults": FAULTS, "tie": TIE, "quick": options.quick,
     }  # fmt: skip
     figures = {"cases": tally.cases, "tokens": tally.tokens, "mismatches": tally.mismatches, "ties": tally.ties}
+    figures |= dict(seen) | _forced(forced)
     return report("exactness", settings, options.seed, [{"problem": problem} for problem in problems], figures)
+
+
+def _forced(forced: ForcedStarts) -> dict[str, int]:
+    plans = {f"chunks_{name}": count for name, count in forced.plans.items()}
+    return plans | {"workers_killed": forced.kills, "workers_stopped": forced.stops}
 
 
 def main() -> None:

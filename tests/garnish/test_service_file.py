@@ -121,8 +121,6 @@ def test_registries_that_can_not_be(tmp_path: Path, registry: str, told: str) ->
         ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
         ("gateway.allowed_sources", "gateway: {allowed_sources: ['s3://acme-training/']}"),
         ("node.runner", "node: {runner: lightllm}"),
-        ("node.cpu_workers", "node: {cpu_workers: 4}"),
-        ("node.cold_start", "node: {cold_start: assist}"),
         ("node.predictor", "node: {predictor: lstm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
         ("tenants.acme.weight", "tenants: {acme: {weight: 2}}"),

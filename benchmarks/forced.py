@@ -1,0 +1,88 @@
+"""Cold starts as they hardly ever happen: drawn plans, layers that arrive in any order at any time, workers that fail.
+
+For exactness: whatever is forced here, the answers must be PEFT's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+
+from node_agent.coldstart.cold_starts import ColdStarts
+from node_agent.coldstart.workers import WorkerPool
+from node_agent.engine.loop import Engine
+from node_agent.types import Lease, Plan
+
+PLANS = ("wait", "pipeline", "assist")
+SHORT_STOP, LONG_STOP = 0.02, 1.5
+"""Seconds that a worker is stopped for: within a handoff's limit, and beyond it."""
+
+
+class DrawnLink:
+    """Instead of a link: each layer takes a drawn time, from none to some prefills."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self._lock = rng, threading.Lock()
+
+    def carry(self, size: int) -> None:  # noqa: ARG002 - a Link's signature
+        with self._lock:
+            delay = self._rng.choice((0.0, self._rng.expovariate(500), self._rng.expovariate(200), self._rng.expovariate(50)))
+        time.sleep(delay)
+
+
+class ForcedStarts(ColdStarts):
+    """Every plan, order and size of the assisted group is as likely as any other; `faults` is the chance that a chunk's
+    beginning meets a worker that is killed or stopped."""
+
+    def __init__(self, inner: ColdStarts, workers: WorkerPool | None, rng: random.Random, faults: float) -> None:
+        super().__init__(inner.store, inner.base, inner.way, inner.profile, inner.workers)
+        self.pool, self.rng, self.faults = workers, rng, faults
+        self.plans = dict.fromkeys(PLANS, 0)
+        self.kills = self.stops = 0
+
+    def plan(self, lease: Lease, n_tokens: int) -> Plan:  # noqa: ARG002 - a ColdStart's signature
+        layers = self.base.num_layers
+        name = self.rng.choice(PLANS if self.assists else PLANS[:2])
+        self.plans[name] += 1
+        self.store.set_order(lease, self.rng.sample(range(layers), layers))
+        if self.rng.random() < self.faults:
+            self._fail()
+        slow = self.rng.choice((0.0, 1.0))  # whether a layer that comes late is worth waiting for
+        return Plan(name, self.rng.randint(0, layers), 0.0, (slow,) * layers, (0.1,) * layers)
+
+    def _fail(self) -> None:
+        pids = self.pool.pids() if self.pool is not None else []
+        if not pids:
+            return
+        pid = self.rng.choice(pids)
+        with suppress(ProcessLookupError):
+            if self.rng.random() < 0.5:
+                self.kills += 1
+                _later(self.rng.choice((0.0, 0.002)), pid, signal.SIGKILL)
+            else:
+                self.stops += 1
+                os.kill(pid, signal.SIGSTOP)
+                _later(self.rng.choice((SHORT_STOP, SHORT_STOP, LONG_STOP)), pid, signal.SIGCONT)
+
+
+def force(engine: Engine, rng: random.Random, faults: float) -> ForcedStarts:
+    """From now on, cold starts of this engine are drawn."""
+    workers = engine.assist.workers if engine.assist is not None else None
+    forced = ForcedStarts(engine.cold_start, workers, rng, faults)
+    engine.plan_cold_starts(forced, engine.assist)
+    engine.store.loader.device_link = DrawnLink(random.Random(rng.random()))  # type: ignore[assignment]
+    return forced
+
+
+def _later(seconds: float, pid: int, number: signal.Signals) -> None:
+    def send() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    timer = threading.Timer(seconds, send)
+    timer.daemon = True
+    timer.start()
