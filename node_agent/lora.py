@@ -75,6 +75,8 @@ class SegmentedLora:
         self._begun = False
         self._long: list[tuple[int, int, AdapterWeights]] = []
         self._short: list[AdapterWeights] = []
+        self._short_groups: list[set[str]] = []
+        """per layer, the groups that some short segment's adapter adapts"""
         self._short_slot = batch.seg_slot
         self._scratch: dict[tuple[int, ...], torch.Tensor] = {}
         self._x: torch.Tensor | None = None
@@ -87,7 +89,7 @@ class SegmentedLora:
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert self._x is not None and self._begun
-        if self._compiled is not None and any(group in weights[layer] for weights in self._short):
+        if self._compiled is not None and self._short and group in self._short_groups[layer]:
             self._add_short(self._compiled.groups[layer][group], ys, self._x)
         for start, end, weights in self._long:
             for piece in weights[layer].get(group, ()):
@@ -105,6 +107,7 @@ class SegmentedLora:
                 by_torch.append(index)
             else:
                 self._short.append(weights)
+        self._short_groups = [set().union(*layers) for layers in zip(*self._short, strict=True)]
         if by_torch and self._short:
             self._short_slot = self._batch.seg_slot.clone()
             self._short_slot[by_torch] = -1

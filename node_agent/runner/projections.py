@@ -43,7 +43,7 @@ class FusedProjection(nn.Module):
             return self.linear.forward(x)
         lora.begin(self.layer, self.group, x)
         y = self.linear.forward(x)
-        lora.finish(self.layer, self.group, y.split_with_sizes(self.widths, dim=1))
+        lora.finish(self.layer, self.group, [y] if len(self.widths) == 1 else y.split_with_sizes(self.widths, dim=1))
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
