@@ -16,7 +16,9 @@ static_assert(sizeof(Word) == 8 && Word::is_always_lock_free, "a flag must be a 
 
 constexpr int WORDS_PER_LINE = 8;
 constexpr int POLLS_PER_LOOK = 64;          // polls between two looks at the clock
-constexpr int64_t UNSHARED_NS = 100'000;    // so long a poll keeps its core for itself, then it lets others run
+// So long a poll keeps its core for itself, then it lets others run. Well above any slice of work: who yields to a busy
+// process waits for all of that one's time slice, milliseconds.
+constexpr int64_t UNSHARED_NS = 5'000'000;
 
 int64_t now_ns() {
     timespec at;

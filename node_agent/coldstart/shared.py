@@ -138,7 +138,8 @@ class HandoffMemory:
         self.group_widths = [layout.group_widths(group) for group in range(ECHO)]
         """(d_in, d_out of each projection)"""
 
-    def write_command(self, slot: int, worker: int, command: Command) -> None:
+    def write_command(self, slot: int, worker: int, command: tuple[int, ...]) -> None:
+        """`command` has Command's fields; making one takes a microsecond."""
         _COMMAND.pack_into(self._bytes, self._commands[slot][worker], *command)
 
     def read_command(self, slot: int, worker: int) -> Command:

@@ -13,7 +13,7 @@ import torch
 from kernels.handoff import Flags, flag_value
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.keeper import Keeper, WorkerState
-from node_agent.coldstart.shared import ECHO, GROUP_NAMES, Command, HandoffMemory, Layout, make_memory
+from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout, make_memory
 from node_agent.coldstart.worker import load_flags
 from node_agent.coldstart.worker_process import WorkerConfig
 
@@ -39,7 +39,7 @@ class Counters:
     """of these, how many still are"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Part:
     """One worker's slice of a handoff."""
 
@@ -167,7 +167,7 @@ class WorkerPool:
     def _post(self, slot: int, worker: WorkerState, command: tuple[int, int, int, int, int, int, int]) -> _Part:
         self._sequence += 1
         value = flag_value(worker.epoch, self._sequence)
-        self.memory.write_command(slot, worker.index, Command(value, *command))
+        self.memory.write_command(slot, worker.index, (value, *command))
         self._flags.post(self.memory.command_flags[slot][worker.index], value)
         worker.commands += 1
         return _Part(worker, self.memory.done_flags[slot][worker.index], value)
@@ -185,9 +185,9 @@ class WorkerPool:
                 return False
         return True
 
-    def _release(self, slot: int, parts: list[_Part]) -> None:
+    def _release(self, slot: int, parts: list[_Part], arrived: bool) -> None:
         """The slot is free as soon as nobody writes to it any more."""
-        waiting = [part for part in parts if not self._settle(part)]
+        waiting = [part for part in parts if not self._settle(part, arrived)]
         if not waiting:
             self._free.append(slot)
             return
@@ -198,9 +198,9 @@ class WorkerPool:
             part.worker.late = (*part.worker.late, partial(self._answered, part))
         self._keeper.look()
 
-    def _settle(self, part: _Part) -> bool:
+    def _settle(self, part: _Part, arrived: bool = False) -> bool:
         """Whether the part's worker is through with the slot."""
-        if not self._answered(part) and not part.worker.ended:
+        if not arrived and not self._answered(part) and not part.worker.ended:
             return False
         part.worker.commands -= 1
         return True
@@ -248,4 +248,4 @@ class Handoff:
         if self._open:
             self._open = False
             self._outputs = ()
-            self._pool._release(self._slot, self._parts)
+            self._pool._release(self._slot, self._parts, bool(self._arrived))
