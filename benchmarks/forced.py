@@ -30,7 +30,9 @@ class DrawnLink:
 
     def carry(self, size: int) -> None:  # noqa: ARG002 - a Link's signature
         with self._lock:
-            delay = self._rng.choice((0.0, self._rng.expovariate(500), self._rng.expovariate(200), self._rng.expovariate(50)))
+            delay = self._rng.choice(
+                (0.0, self._rng.expovariate(500), self._rng.expovariate(200), self._rng.expovariate(50))
+            )
         time.sleep(delay)
 
 

@@ -75,8 +75,8 @@ class SegmentedLora:
         self._begun = False
         self._long: list[tuple[int, int, AdapterWeights]] = []
         self._short: list[AdapterWeights] = []
-        self._short_groups: list[set[str]] = []
-        """per layer, the groups that some short segment's adapter adapts"""
+        self._short_groups: dict[int, set[str]] = {}
+        """by layer, the groups that some short segment's adapter adapts; asked layer by layer, as they arrive"""
         self._short_slot = batch.seg_slot
         self._scratch: dict[tuple[int, ...], torch.Tensor] = {}
         self._x: torch.Tensor | None = None
@@ -89,7 +89,7 @@ class SegmentedLora:
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert self._x is not None and self._begun
-        if self._compiled is not None and self._short and group in self._short_groups[layer]:
+        if self._compiled is not None and self._short and group in self._groups_of(layer):
             self._add_short(self._compiled.groups[layer][group], ys, self._x)
         for start, end, weights in self._long:
             for piece in weights[layer].get(group, ()):
@@ -107,10 +107,15 @@ class SegmentedLora:
                 by_torch.append(index)
             else:
                 self._short.append(weights)
-        self._short_groups = [set().union(*layers) for layers in zip(*self._short, strict=True)]
         if by_torch and self._short:
             self._short_slot = self._batch.seg_slot.clone()
             self._short_slot[by_torch] = -1
+
+    def _groups_of(self, layer: int) -> set[str]:
+        found = self._short_groups.get(layer)
+        if found is None:
+            found = self._short_groups[layer] = set().union(*(weights[layer] for weights in self._short))
+        return found
 
     def _add_short(self, group: CompiledGroup, ys: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         xa = self._scratch_of(x.shape[0], len(ys), self._batch.max_rank)

@@ -1,0 +1,60 @@
+"""Measures a node's profile thoroughly: `python -m node_agent.profile_process`, settings on standard input.
+
+Writes the profile's file, and on standard output one JSON object per line: steps as they begin, then the profile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from node_agent.child import read_config
+from node_agent.config import EngineConfig
+from node_agent.log import set_up_logging
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    text: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    message: str
+
+
+def main() -> int:
+    config = read_config(EngineConfig)
+    set_up_logging("profile")
+    report = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints goes to the log
+
+    def tell(message: msgspec.Struct) -> None:
+        report.write(msgspec.json.encode(message) + b"\n")
+
+    from node_agent.coldstart.measure import LONG, measure
+    from node_agent.coldstart.profile import write_profile
+    from node_agent.coldstart.setup import profile_key
+    from node_agent.engine.setup import build_engine
+
+    assert config.profile is not None  # the command line names it
+    tell(Step("loading the base model"))
+    try:
+        engine, base = build_engine(config, lambda: None)
+    except (OSError, ValueError) as error:
+        tell(Failed(str(error)))
+        return 1
+    workers = engine.assist.workers if engine.assist is not None else None
+    key = profile_key(engine, config, base, workers)
+    profile = measure(
+        key, engine.runner, engine.blocks, engine.store, workers, LONG, lambda text: tell(Step(f"measuring {text}"))
+    )
+    engine.close()
+    write_profile(profile, Path(config.profile))
+    report.write(msgspec.json.encode(profile) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

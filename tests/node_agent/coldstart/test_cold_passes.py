@@ -1,0 +1,190 @@
+"""Prompts that are computed while their adapter is on its way: exact, whoever computes, whatever arrives when."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.exact import Case, Tally, check
+from benchmarks.exactness import run_batch
+from benchmarks.forced import force
+from benchmarks.local_engine import LocalEngine, MakeEngine
+from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from node_agent.coldstart.workers import WorkerPool
+from node_agent.config import LinkConfig
+from node_agent.cores import spare_cores
+from node_agent.types import Plan
+
+STORY = [1, *range(50, 90)]
+needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
+
+
+class HeldLink:
+    """Nothing reaches the device until it is opened."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._event = threading.Event()
+        engine.engine.store.loader.device_link = self  # type: ignore[assignment]
+
+    def carry(self, size: int) -> None:
+        assert self._event.wait(60)
+
+    def open(self) -> None:
+        self._event.set()
+
+
+@pytest.fixture(scope="module")
+def adapter_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapts everything, in every layer."""
+    out = tmp_path_factory.mktemp("whole") / "whole"
+    return make_adapter(stories_dir, out, 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
+
+
+@pytest.fixture
+def assisted(make_engine: MakeEngine) -> Iterator[LocalEngine]:
+    """An engine with one CPU worker, whose plan is always to have all layers computed by it."""
+    affinity = os.sched_getaffinity(0)
+    engine = make_engine(cpu_workers=1)
+    layers = engine.base.num_layers
+    starts = engine.engine.cold_start
+    starts.plan = lambda lease, n_tokens: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
+    yield engine
+    os.sched_setaffinity(0, affinity)
+
+
+def pool_of(engine: LocalEngine) -> WorkerPool:
+    assert engine.engine.assist is not None
+    return engine.engine.assist.workers
+
+
+def exact(
+    engine: LocalEngine,
+    reference: PeftReference,
+    directory: Path,
+    request: str,
+    count: int,
+    prompt: list[int] = STORY,
+) -> bool:
+    case = Case(directory, None, prompt, count)
+    return not check(engine, reference, case, engine.outcomes[request].tokens, Tally())
+
+
+@needs_core
+def test_a_prompt_is_computed_without_one_byte_on_the_device(
+    assisted: LocalEngine, reference: PeftReference, adapter_dir: Path
+) -> None:
+    """Its first token comes from the workers alone; the second waits for the weights, and others decode meanwhile."""
+    link = HeldLink(assisted)
+    request = assisted.submit(STORY, 6, assisted.deploy(adapter_dir), ignore_eos=True)
+    assisted.run(until=lambda: bool(assisted.outcomes[request].tokens))
+    other = assisted.submit(STORY, 8, ignore_eos=True)
+    assisted.run(until=lambda: assisted.outcomes[other].finished is not None)
+    assert len(assisted.outcomes[request].tokens) == 1
+    link.open()
+    assisted.run()
+    finished = assisted.outcomes[request].finished
+    assert finished is not None
+    cold = finished.cold_start
+    assert (cold.plan, cold.layers_cpu, cold.layers_device, cold.replays) == ("assist", assisted.base.num_layers, 0, 0)
+    assert exact(assisted, reference, adapter_dir, request, 6)
+    assisted.assert_clean()
+    assert pool_of(assisted).counters().timeouts == 0
+
+
+@needs_core
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_fails_costs_time_and_no_token(
+    assisted: LocalEngine, reference: PeftReference, adapter_dir: Path, number: signal.Signals
+) -> None:
+    """The chunk is computed again when the weights are there, and the worker comes back."""
+    link = HeldLink(assisted)
+    pool, failed = pool_of(assisted), []
+    real = pool.open
+
+    def open_and_fail(*arguments: object) -> object:
+        if not failed:
+            failed.append(pool.pids()[0])
+            os.kill(failed[0], signal.SIGSTOP)  # so that it can't answer
+        handoff = real(*arguments)  # type: ignore[arg-type]
+        if len(failed) == 1:
+            failed.append(0)
+            os.kill(failed[0], number)
+        return handoff
+
+    pool.open = open_and_fail  # type: ignore[method-assign, assignment]
+    request = assisted.submit(STORY, 6, assisted.deploy(adapter_dir), ignore_eos=True)
+    assisted.run(until=lambda: assisted.engine.cold.replays == 1)
+    assert not assisted.outcomes[request].tokens
+    if number == signal.SIGSTOP:
+        os.kill(failed[0], signal.SIGCONT)
+    link.open()
+    assisted.run()
+    finished = assisted.outcomes[request].finished
+    assert finished is not None and finished.cold_start.replays == 1
+    assert exact(assisted, reference, adapter_dir, request, 6)
+    assert pool.wait_ready(60, 1) == 1
+    again = assisted.submit([*STORY, 5], 3, ignore_eos=True)
+    assisted.run()
+    assert assisted.outcomes[again].finished is not None
+    counters = pool.counters()
+    assert counters.timeouts == (1 if number == signal.SIGSTOP else 0)
+    assert counters.deaths == (1 if number == signal.SIGKILL else 0)
+
+
+@needs_core
+def test_a_client_that_leaves_during_a_handed_over_pass(assisted: LocalEngine, adapter_dir: Path) -> None:
+    """Its pass ends, and what its workers read is given back."""
+    link = HeldLink(assisted)
+    request = assisted.submit(STORY * 9, 6, assisted.deploy(adapter_dir))
+    assisted.run(until=lambda: any(cold.run.layer > 0 for cold in assisted.engine.cold.open))
+    assisted.engine.cancel(request)
+    link.open()
+    assisted.run()
+    for _ in range(100):
+        assisted.step()
+    assisted.assert_clean()
+    assert not any(host.holds for hosts in assisted.engine.store.hosts.owned().values() for host in hosts)
+
+
+@needs_core
+def test_drawn_plans_arrivals_and_faults(
+    make_engine: MakeEngine, reference: PeftReference, drawn_adapters: list[Path]
+) -> None:
+    affinity = os.sched_getaffinity(0)
+    engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
+    rng, tally, seen = random.Random(7), Tally(), Counter[str]()
+    forced = force(engine.engine, random.Random(8), faults=0.1)
+    kinds = [Case(None, None, [], 0), *(Case(path, engine.deploy(path), [], 0) for path in drawn_adapters)]
+    problems: list[str] = []
+    while tally.cases < 60:
+        problems += run_batch(rng, engine, reference, kinds, tally, seen)
+    os.sched_setaffinity(0, affinity)
+    assert not problems
+    assert all(forced.plans.values())
+    assert seen["layers_cpu"] and seen["layers_device"]
+
+
+@pytest.mark.parametrize("bandwidth", [2e5, 2e6])
+@pytest.mark.parametrize("tokens", [5, len(STORY)])
+def test_a_pipelined_prompt(
+    make_engine: MakeEngine, reference: PeftReference, adapter_dir: Path, bandwidth: float, tokens: int
+) -> None:
+    """Layer by layer behind a simulated link; the engine's own choice of when."""
+    engine = make_engine(cold_start="pipeline", cpu_workers=0, load_link=LinkConfig(bandwidth))
+    prompt = STORY[:tokens]
+    request = engine.submit(prompt, 6, engine.deploy(adapter_dir), ignore_eos=True)
+    engine.run()
+    finished = engine.outcomes[request].finished
+    assert finished is not None
+    assert finished.cold_start.layers_cpu == 0
+    if finished.cold_start.plan == "pipeline":
+        assert finished.cold_start.layers_device == engine.base.num_layers
+    assert exact(engine, reference, adapter_dir, request, 6, prompt)
+    engine.assert_clean()
