@@ -81,15 +81,18 @@ class SegmentedLora:
         self._scratch: dict[tuple[int, ...], torch.Tensor] = {}
         self._x: torch.Tensor | None = None
 
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> None:  # noqa: ARG002 - the seam's signature
-        self._x = x
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
         if not self._begun:
             self._choose_ways()
             self._begun = True
+        if group in self._short_groups_of(layer) or any(group in weights[layer] for _, _, weights in self._long):
+            self._x = x
+            return True
+        return False
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        assert self._x is not None and self._begun
-        if self._compiled is not None and self._short and group in self._groups_of(layer):
+        assert self._x is not None
+        if self._compiled is not None and group in self._short_groups_of(layer):
             self._add_short(self._compiled.groups[layer][group], ys, self._x)
         for start, end, weights in self._long:
             for piece in weights[layer].get(group, ()):
@@ -111,7 +114,7 @@ class SegmentedLora:
             self._short_slot = self._batch.seg_slot.clone()
             self._short_slot[by_torch] = -1
 
-    def _groups_of(self, layer: int) -> set[str]:
+    def _short_groups_of(self, layer: int) -> set[str]:
         found = self._short_groups.get(layer)
         if found is None:
             found = self._short_groups[layer] = set().union(*(weights[layer] for weights in self._short))

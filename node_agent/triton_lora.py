@@ -81,15 +81,17 @@ class TritonPass:
         self._weights: list[AdapterWeights] | None = None
         self._x: torch.Tensor | None = None
 
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> None:  # noqa: ARG002 - the seam's signature
-        self._x = x
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
         if self._weights is None:  # a cold pass is made before its adapter has arrived
             self._weights = [self._lora.weights(lease) for lease in self._batch.leases if lease is not None]
+        if any(group in weights[layer] for weights in self._weights):
+            self._x = x
+            return True
+        return False
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        assert self._x is not None and self._weights is not None
-        if any(group in weights[layer] for weights in self._weights):
-            self._lora.add(self._lora.groups[layer][group], ys, self._x, self._batch, self._decode)
+        assert self._x is not None
+        self._lora.add(self._lora.groups[layer][group], ys, self._x, self._batch, self._decode)
         self._x = None
 
 

@@ -141,8 +141,11 @@ class StepOutput:
 class PassLora(Protocol):
     """Adds the adapters' part to a pass's projections. Made per pass."""
 
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> None:
-        """Called before the base product of `group` with its input x[T, d_in], which may be a part of wider rows."""
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
+        """Called before the base product of `group` with its input x[T, d_in], which may be a part of wider rows.
+
+        False: nothing is to be added there, and `finish` is not called.
+        """
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         """Called after it, and before q and k are rotated; adds to each y[T, d_out], parts of wider rows, in place."""

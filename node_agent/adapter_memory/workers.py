@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 LONGEST_WAIT = 60.0
 """Seconds after which an idle worker looks again, whatever happens."""
 CLOSE_SECONDS = 30.0
@@ -73,6 +75,9 @@ class Workers:
 
     def _serve(self) -> None:
         os.sched_setaffinity(0, self._cores)
+        # Of this thread alone. Had each loader a team of OpenMP threads, there would be more of them than cores, and then
+        # the engine's own ones sleep between two products instead of polling for the next.
+        torch.set_num_threads(1)
         while work := self._next():
             work()
 

@@ -66,17 +66,18 @@ class ColdLora:
     def layers_on_cpu(self) -> int:
         return len(self._here) - self.layers_on_device
 
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> None:
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
         here = self._here.get(layer)
         if here is None:
             here = self._here[layer] = self._state(layer) == LayerState.DEVICE
             if here and self._workers is not None:
                 self._workers.rest()
         if here:
-            self._on_device.begin(layer, group, x)
-        elif not self.poisoned and self._adapted(layer, group):
+            return self._on_device.begin(layer, group, x)
+        if not self.poisoned and self._adapted(layer, group):
             self._handoff = self._workers.open(x, layer, group) if self._workers else None
             self.poisoned = self._handoff is None
+        return self._handoff is not None
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         if self._here[layer]:

@@ -49,6 +49,10 @@ class PassState(LlamaInferStateInfo):  # type: ignore[misc]  # LightLLM has no t
 
     lora: PassLora | None = None
 
+    def lora_of(self, layer: int, group: str, x: torch.Tensor) -> PassLora | None:
+        """The pass's LoRA, begun, if it adds anything there."""
+        return self.lora if self.lora is not None and self.lora.begin(layer, group, x) else None
+
 
 class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # LightLLM has no types
     """One decoder layer. Both kinds of pass go through `token_forward`.
@@ -72,12 +76,11 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # Light
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, hidden] -> q [T, heads * head dim] and cache_kv [T, 2 * kv heads, head dim], rotated."""
         kv = cache_kv.view(x.shape[0], -1)
-        if state.lora is not None:
-            state.lora.begin(self.layer_num_, "qkv", x)
+        lora = state.lora_of(self.layer_num_, "qkv", x)
         q = torch.mm(x, weight.q_weight_)
         torch.mm(x, weight.kv_weight_, out=kv)
-        if state.lora is not None:
-            state.lora.finish(self.layer_num_, "qkv", [q, *kv.chunk(2, dim=1)])
+        if lora is not None:
+            lora.finish(self.layer_num_, "qkv", [q, *kv.chunk(2, dim=1)])
         keys = cache_kv[:, : self.tp_k_head_num_]
         heads = q.view(-1, self.tp_q_head_num_, self.head_dim_)
         rotary_emb_fwd(heads, keys, state.position_cos, state.position_sin)
@@ -92,11 +95,10 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # Light
 
     def _product(self, state: PassState, group: str, x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
         """x [T, d_in] @ weight [d_in, parts * d_out], and the LoRA of its parts."""
-        if state.lora is not None:
-            state.lora.begin(self.layer_num_, group, x)
+        lora = state.lora_of(self.layer_num_, group, x)
         y = torch.mm(x, weight)
-        if state.lora is not None:
-            state.lora.finish(self.layer_num_, group, y.chunk(parts, dim=1))
+        if lora is not None:
+            lora.finish(self.layer_num_, group, y.chunk(parts, dim=1))
         return y
 
 

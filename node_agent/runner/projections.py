@@ -39,9 +39,8 @@ class FusedProjection(nn.Module):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, d_in] -> [T, sum of widths], the adapters' part included"""
         lora = self.current.lora
-        if lora is None:
+        if lora is None or not lora.begin(self.layer, self.group, x):
             return self.linear.forward(x)
-        lora.begin(self.layer, self.group, x)
         y = self.linear.forward(x)
         lora.finish(self.layer, self.group, [y] if len(self.widths) == 1 else y.split_with_sizes(self.widths, dim=1))
         return y

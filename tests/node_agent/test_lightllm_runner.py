@@ -216,9 +216,9 @@ class Recorded:
         self.inner = inner
         self.calls: list[tuple[str, int, str]] = []
 
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> None:
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
         self.calls.append(("begin", layer, group))
-        self.inner.begin(layer, group, x)
+        return self.inner.begin(layer, group, x)
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert len(ys) == len(GROUPS[group])

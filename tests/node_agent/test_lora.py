@@ -83,7 +83,7 @@ def test_mixed_pass(dtype: torch.dtype, compiled: bool) -> None:
                 table = memory.table
                 rows = (table.rank[:, layer, p], table.scale[:, layer, p], table.first[:, layer, p], table.row_offset)
                 add_lora(want, x, batch.token_slot, memory.pool.data, *rows)
-            lora.begin(layer, group, x)
+            assert lora.begin(layer, group, x)
             lora.finish(layer, group, ys)
             for y, want in zip(ys, wanted, strict=True):
                 error = (y.double() - want).abs().max() / want.abs().max()
