@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -41,9 +42,6 @@ class Served:
 
 def make_adapters(model_dir: Path, root: Path, ranks: Sequence[int], seed: int) -> list[Path]:
     """Adapters of these ranks on q, k and v; one set of weights per rank, under a scaling of its own for each."""
-    import json
-    import shutil
-
     made: dict[int, Path] = {}
     found = []
     for i, rank in enumerate(ranks):
@@ -140,6 +138,3 @@ def warm_prefill(rig: Rig, tokens: int, rounds: int = 5) -> float:
         rig.engine.run()
         found.append(rig.engine.outcomes.pop(request).times[0] - begin)
     return median(found[1:])
-
-
-__all__ = ["VARIANTS", "ExitStack", "Rig", "Served", "capacity", "make_adapters", "warm_prefill"]

@@ -75,8 +75,8 @@ class Workers:
 
     def _serve(self) -> None:
         os.sched_setaffinity(0, self._cores)
-        # Of this thread alone. Had each loader a team of OpenMP threads, there would be more of them than cores, and then
-        # the engine's own ones sleep between two products instead of polling for the next.
+        # Of this thread alone. Had each loader a team of OpenMP threads, there would be more of them than cores, and
+        # then the engine's own ones sleep between two products instead of polling for the next.
         torch.set_num_threads(1)
         while work := self._next():
             work()

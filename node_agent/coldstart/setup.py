@@ -38,15 +38,18 @@ def cores_to_leave(config: EngineConfig) -> int:
 
 
 def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, threads: int) -> WorkerPool | None:
-    """The workers, warm; None where there are to be none. Raises ValueError when there are too few cores for them.
+    """The workers, warm; None where there are to be none. Raises ValueError when there can't be as many as asked for.
 
     `auto` starts none on a CPU whose adapters have no slow link to cross: there a load ends before a worker could help.
     """
-    dtype = store.pool.data.dtype
-    no_link = store.pool.data.device.type == "cpu" and config.load_link is None
+    dtype, device = store.pool.data.dtype, store.pool.data.device
     if "assist" not in WAYS[config.cold_start].plans or config.cpu_workers == 0 or dtype not in DTYPES:
         return None
-    if config.cpu_workers is None and no_link:
+    if device.type != "cpu":  # the handoff on a stream is not wired to the engine yet
+        if config.cpu_workers:
+            raise ValueError("cpu_workers: not used with a GPU yet; leave it at auto, or 0")
+        return None
+    if config.cpu_workers is None and config.load_link is None:
         return None
     cores = spare_cores(threads)
     count = min(len(cores), MOST_WORKERS) if config.cpu_workers is None else config.cpu_workers
