@@ -130,7 +130,7 @@ def capacity(rig: Rig, calls: Sequence[Call], prompts: Sequence[list[int]]) -> f
 
 def warm_prefill(rig: Rig, tokens: int, rounds: int = 5) -> float:
     """Seconds to the first token of a prompt of so many tokens, alone, its adapter on the device."""
-    prompt = np.random.default_rng(tokens).integers(100, 1000, tokens).tolist()
+    prompt = np.random.default_rng(tokens).integers(100, min(1000, rig.engine.base.vocab_size), tokens).tolist()
     found = []
     for _ in range(rounds + 1):
         begin = time.perf_counter()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from adapters.base_model import load_base_model
 from benchmarks.cold_rig import VARIANTS, Rig, Served, capacity, make_adapters, warm_prefill
 from benchmarks.local_engine import LocalEngine
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
@@ -56,12 +57,16 @@ def run_setting(setting: Setting, model: Path, root: Path, options: Any, link: L
     """Every variant over the setting's calls, in rounds of `calls` each."""
     rounds, calls = (1, 4) if options.quick else (options.rounds, options.calls)
     rng = np.random.default_rng(options.seed)
-    drawn = [draw_calls(setting, calls, rng, MOST_PROMPT[setting.lengths], MEAN_OUTPUT) for _ in range(rounds)]
+    base = load_base_model(model)
+    most = min(MOST_PROMPT[setting.lengths], base.max_context - 4 * MEAN_OUTPUT)
+    drawn = [draw_calls(setting, calls, rng, most, MEAN_OUTPUT) for _ in range(rounds)]
     count = min(setting.adapters, rounds * calls)
     drawn = [_spread(part, i, count, setting) for i, part in enumerate(drawn)]
     ranks = [setting.ranks[i % len(setting.ranks)] for i in range(count)]
     paths = make_adapters(model, root / "adapters", ranks, options.seed)
-    prompts = [[rng.integers(100, 1000, call.prompt_tokens).tolist() for call in part] for part in drawn]
+    prompts = [
+        [rng.integers(100, min(1000, base.vocab_size), call.prompt_tokens).tolist() for call in part] for part in drawn
+    ]
     sizes = sum((path / "adapter_model.safetensors").stat().st_size for path in paths)
     cached = build(model, root / "cached", paths, 2 * sizes + (64 << 20), None)
     cached.fill_device()

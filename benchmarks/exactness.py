@@ -92,7 +92,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         kinds.append(Case(path, engine.deploy(path), [], 0))
     sizes = sum(case.adapter.bytes for case in kinds if case.adapter)
     reference = PeftReference(model)
-    tally, problems, seen = Tally(), [], Counter[str]()
+    tally, problems, seen = Tally(), [], Counter(cold=0, layers_cpu=0, layers_device=0, replays=0)
     while tally.cases < wanted:
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
     engine.close()

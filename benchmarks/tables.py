@@ -60,6 +60,12 @@ def exactness_table(document: dict[str, Any]) -> str:
         "| cases | tokens compared | mismatches | excused ties |",
         "|---|---|---|---|",
         f"| {figures['cases']} | {figures['tokens']} | {figures['mismatches']} | {figures['ties']} |",
+        "",
+        f"{figures['cold']} of them found their adapter on its way. Their chunks: {figures['chunks_wait']} waited, "
+        f"{figures['chunks_pipeline']} were pipelined, {figures['chunks_assist']} assisted; {figures['layers_cpu']} "
+        f"layers were computed by CPU workers, {figures['layers_device']} on the device before the adapter was whole. "
+        f"{figures['workers_killed']} times a worker was killed and {figures['workers_stopped']} times stopped; "
+        f"{figures['replays']} chunks were computed again.",
     ])  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, th
     layout = Layout(HANDOFF_SLOTS, count, config.chunk_tokens, base.widths, DTYPES.index(dtype))
     workers = WorkerPool(store.host_map, layout, cores[-count:])
     workers.start()
-    os.sched_setaffinity(0, os.sched_getaffinity(0) - set(cores[-count:]))  # an armed worker gives nothing of its core
+    os.sched_setaffinity(0, workers.other_cores)  # an armed worker gives nothing of its core
     ready = workers.wait_ready(START_LIMIT_S)
     if ready < count:
         log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": count})

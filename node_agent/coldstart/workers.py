@@ -61,6 +61,8 @@ class WorkerPool:
             raise ValueError("the host pool and the handoffs must have one dtype")
         self._flags: Flags = load_flags()
         self.layout, self._host, self._cores = layout, host, list(cores)
+        self.all_cores = os.sched_getaffinity(0)
+        """of whoever makes the workers"""
         self._fd = make_memory(layout)
         self.memory = HandoffMemory(self._fd, layout)
         self._armed_fds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in cores]
@@ -79,6 +81,11 @@ class WorkerPool:
     def wait_ready(self, timeout: float, count: int | None = None) -> int:
         """Until all (or `count`) workers are warm, or `timeout` seconds. Returns how many are."""
         return self._keeper.wait_ready(len(self._cores) if count is None else count, timeout)
+
+    @property
+    def other_cores(self) -> set[int]:
+        """Where an engine should stay while there are workers."""
+        return self.all_cores - set(self._cores) or self.all_cores
 
     @property
     def usable(self) -> int:

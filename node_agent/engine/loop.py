@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 
@@ -64,6 +65,7 @@ class Engine:
         """Nothing runs any more."""
         if self.assist is not None:
             self.assist.workers.close()
+            os.sched_setaffinity(0, self.assist.workers.all_cores)
         self.store.close()
 
     # --- what the process around it calls

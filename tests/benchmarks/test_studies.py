@@ -30,6 +30,11 @@ SERVE = {
         ),
         ("exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
         ("serve", ["--base"], SERVE),
+        (
+            "coldstart",
+            ["--settings", "S1,MIX", "--model"],
+            {"ttft_over_cached_full_S1", "tpt_over_cached_ondmd_MIX", "exposed_ms_assist_S1"},
+        ),
     ],
 )
 def test_quick_run(stories_dir: Path, tmp_path: Path, name: str, options: list[str], figures: set[str]) -> None:

@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,15 +47,13 @@ def adapter_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def assisted(make_engine: MakeEngine) -> Iterator[LocalEngine]:
+def assisted(make_engine: MakeEngine) -> LocalEngine:
     """An engine with one CPU worker, whose plan is always to have all layers computed by it."""
-    affinity = os.sched_getaffinity(0)
     engine = make_engine(cpu_workers=1)
     layers = engine.base.num_layers
     starts = engine.engine.cold_start
     starts.plan = lambda lease, n_tokens: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
-    yield engine
-    os.sched_setaffinity(0, affinity)
+    return engine
 
 
 def pool_of(engine: LocalEngine) -> WorkerPool:
@@ -157,7 +154,6 @@ def test_a_client_that_leaves_during_a_handed_over_pass(assisted: LocalEngine, a
 def test_drawn_plans_arrivals_and_faults(
     make_engine: MakeEngine, reference: PeftReference, drawn_adapters: list[Path]
 ) -> None:
-    affinity = os.sched_getaffinity(0)
     engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
     rng, tally, seen = random.Random(7), Tally(), Counter[str]()
     forced = force(engine.engine, random.Random(8), faults=0.1)
@@ -165,7 +161,6 @@ def test_drawn_plans_arrivals_and_faults(
     problems: list[str] = []
     while tally.cases < 60:
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
-    os.sched_setaffinity(0, affinity)
     assert not problems
     assert all(forced.plans.values())
     assert seen["layers_cpu"] and seen["layers_device"]
