@@ -16,6 +16,8 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+import torch  # noqa: F401 - loads the OpenMP whose functions the library lacks
+
 SOURCES = ("grouped_lora.cpp", "decoder.cpp", "handoff.cpp")
 HEADERS = ("vectors.h",)
 COMPILERS = ("g++", "clang++")
@@ -29,7 +31,7 @@ class CompileError(RuntimeError):
 
 def load_library(cache: Path | None = None) -> ctypes.CDLL:
     """The compiled operators from `cache` (None: ~/.cache/garnish), compiled first if they aren't there. Raises
-    CompileError. torch must have been imported."""
+    CompileError."""
     compiler = next((path for command in COMPILERS if (path := shutil.which(command))), None)
     if compiler is None:
         raise CompileError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed")
