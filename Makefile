@@ -46,6 +46,7 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
 	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
 	$(BIN)/python -m benchmarks.handoff --json benchmarks/results/handoff.json
+	$(BIN)/python -m benchmarks.coldstart --json benchmarks/results/coldstart.json
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 
