@@ -31,7 +31,7 @@ LARGE: tuple[dict[str, Any], ...] = (
     {"r": 128, "lora_alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
 )
 """The others' ranks are drawn from 1 to 64."""
-FAULTS = 0.15
+FAULTS = 0.03
 """Chance that a cold chunk's beginning meets a worker that is killed or stopped."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
