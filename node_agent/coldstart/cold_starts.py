@@ -15,6 +15,9 @@ from node_agent.coldstart.planner import ChunkCosts, choose
 from node_agent.coldstart.profile import Profile
 from node_agent.types import LayerState, Lease, Plan
 
+IN_HOST = (LayerState.HOST, LayerState.ENQUEUED)
+"""Verified, in host memory, and not on the device yet. A load that has failed has no layer that may be begun."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -96,7 +99,7 @@ class ColdStarts:
 
     def _computable(self, lease: Lease, plan: Plan, layer: int) -> bool:
         state = self.state(lease, layer)
-        return state == LayerState.DEVICE or (state >= LayerState.HOST and self.on_cpu(lease, plan, layer))
+        return state == LayerState.DEVICE or (state in IN_HOST and self.on_cpu(lease, plan, layer))
 
     def on_cpu(self, lease: Lease, plan: Plan, layer: int) -> bool:
         """Whether a layer that lies in host memory is computed by the workers rather than waited for."""

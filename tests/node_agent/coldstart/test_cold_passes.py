@@ -19,7 +19,7 @@ from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
-from node_agent.types import Plan
+from node_agent.types import LayerState, Lease, Plan
 
 STORY = [1, *range(50, 90)]
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
@@ -183,3 +183,50 @@ def test_a_pipelined_prompt(
         assert finished.cold_start.layers_device == engine.base.num_layers
     assert exact(engine, reference, adapter_dir, request, 6, prompt)
     engine.assert_clean()
+
+
+def test_a_load_that_fails_in_the_midst_of_a_pass_fails_its_request_alone(
+    make_engine: MakeEngine, adapter_dir: Path
+) -> None:
+    """The pass has begun a layer that is there when a later one turns out to be damaged."""
+    engine = make_engine(cold_start="pipeline", cpu_workers=0, load_link=LinkConfig(2e5))
+    engine.engine.cold_start.plan = lambda lease, n_tokens: Plan("pipeline")  # type: ignore[method-assign]
+    store, failed = engine.engine.store, []
+    real = store.state
+
+    def state_and_fail(lease: Lease, layer: int) -> int:
+        found = real(lease, layer)
+        if found == LayerState.DEVICE and not failed:
+            failed.append(layer)
+        elif failed == [0] and layer == 0:  # the pass asks: it has begun
+            store.device[lease.digest].copy.failed = "layer 3 is not what was written"
+            failed.append(3)
+        return found
+
+    store.state = state_and_fail  # type: ignore[method-assign]
+    request = engine.submit(STORY, 4, engine.deploy(adapter_dir))
+    other = engine.submit(STORY, 4, ignore_eos=True)
+    engine.run()
+    assert failed == [0, 3]
+    finished = engine.outcomes[request].finished
+    assert finished is not None and finished.error_type == "unavailable"
+    assert not engine.outcomes[request].tokens
+    assert len(engine.outcomes[other].tokens) == 4
+
+
+@needs_core
+def test_no_layer_of_a_failed_load_is_begun(assisted: LocalEngine, adapter_dir: Path) -> None:
+    """Not even by the workers, though its rows may lie in host memory."""
+    link = HeldLink(assisted)
+    request = assisted.submit(STORY, 4, assisted.deploy(adapter_dir))
+    assisted.run(until=lambda: bool(assisted.engine.running))
+    lease = assisted.engine.running[request].lease
+    assert lease is not None
+    starts, copy = assisted.engine.cold_start, assisted.engine.store.device[lease.digest].copy
+    plan = starts.plan(lease, len(STORY))
+    copy.failed = "layer 0 is not what was written"
+    assert starts.ready_until(lease, plan, 0) == 0
+    link.open()
+    assisted.run()
+    finished = assisted.outcomes[request].finished
+    assert finished is not None and finished.error_type == "unavailable"
