@@ -22,7 +22,7 @@ def profile(
     node_id: Annotated[str, typer.Option("--node-id", help="The node whose profile it becomes.")] = "node-1",
     as_json: AsJson = False,
 ) -> None:
-    """Measure this host for the cold-start planner: a minute or so, on a host that serves nothing meanwhile.
+    """Measure this host for the cold-start planner, while it serves nothing.
 
     A node without a profile measures a short one when it starts.
     """

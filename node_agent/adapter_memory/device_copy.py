@@ -84,7 +84,7 @@ class DeviceCopy:
                     rows = self.source.span(self.host_pages[span.page], span)
                     self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)
                 event = record_event(self.target.data.device)
-            states.views[layer], states.events[layer] = views, event
+            states.views[layer] = views
             if not event.query():
                 states.layers[layer] = LayerState.ENQUEUED
                 self.on_change()

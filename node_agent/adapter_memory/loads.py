@@ -13,7 +13,6 @@ from adapters.artifact import ArtifactHeader
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
-from node_agent.device import Event
 from node_agent.types import LayerState
 
 
@@ -87,8 +86,6 @@ class CopyStates:
     """each set before its layer's state says DEVICE"""
     order: Sequence[int]
     """in which layers are copied, as far as they are in host memory"""
-    events: list[Event | None]
-    """recorded behind a layer's copy; set before its state says ENQUEUED"""
     failed: str = ""
     ended: threading.Event = field(default_factory=threading.Event)
     """No worker touches the target any more."""
@@ -96,7 +93,7 @@ class CopyStates:
 
     @classmethod
     def of(cls, layers: int) -> CopyStates:
-        return cls([LayerState.NO] * layers, [None] * layers, range(layers), [None] * layers)
+        return cls([LayerState.NO] * layers, [None] * layers, range(layers))
 
 
 @dataclass

@@ -202,10 +202,6 @@ class AdapterStore:
         """
         self.loader.set_order(self.device[lease.digest].copy, layers)
 
-    def copied(self, lease: Lease, layer: int) -> Event | None:
-        """What ends when the layer, ENQUEUED or DEVICE, is on the device; None before."""
-        return self.device[lease.digest].copy.events[layer]
-
     def layer_weights(self, lease: Lease, layer: int) -> LayerWeights:
         """One layer that is on the device, whether or not the others are. Raises RuntimeError when it is not.
 

@@ -24,7 +24,7 @@ class Handoff(Protocol):
         """Nobody reads `outputs` any more."""
 
 
-class Workers(Protocol):
+class PassWorkers(Protocol):
     """The CPU workers, as one pass uses them."""
 
     def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
@@ -49,7 +49,7 @@ class ColdLora:
         on_device: PassLora,
         state: Callable[[int], int],
         adapted: Callable[[int, str], bool],
-        workers: Workers | None,
+        workers: PassWorkers | None,
     ) -> None:
         """`on_device` adds a layer whose weights have arrived; `adapted` says whether a layer's group is adapted at
         all."""

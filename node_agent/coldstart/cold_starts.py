@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.costs import group_elements, group_shares
 from node_agent.coldstart.planner import ChunkCosts, choose
 from node_agent.coldstart.profile import Profile
+from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import LayerState, Lease, Plan
 
 IN_HOST = (LayerState.HOST, LayerState.ENQUEUED)
@@ -39,14 +39,6 @@ WAYS = {
 """`node.cold_start` in serverless.yml: the plans that may be chosen. Where `assist` is impossible the others do."""
 
 
-class Workers(Protocol):
-    """What the planner needs to know of the CPU LoRA workers."""
-
-    @property
-    def usable(self) -> int:
-        """Workers that would take a slice now."""
-
-
 class ColdStarts:
     """A ColdStart (docs/seams.md). Called by the engine's thread alone."""
 
@@ -56,7 +48,7 @@ class ColdStarts:
         base: BaseModel,
         way: Way,
         profile: Profile | None = None,
-        workers: Workers | None = None,
+        workers: WorkerPool | None = None,
     ) -> None:
         """Without a profile every plan is `wait`."""
         self.store, self.base, self.way, self.profile, self.workers = store, base, way, profile, workers

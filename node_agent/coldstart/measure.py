@@ -1,5 +1,5 @@
-"""Measures a node's profile: what a layer, a worker's slice and the link cost here. Seconds for a first start; the
-longer way, `garnish profile`, takes more points and repeats them more often."""
+"""Measures a node's profile: what a layer, a worker's slice and the link cost here. Shortly at a first start;
+`garnish profile` takes more points and repeats them more often."""
 
 from __future__ import annotations
 
