@@ -22,7 +22,7 @@ import torch
 from benchmarks.gpu_timing import FLUSH_BYTES
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from kernels.cases import Case, draw_case, draw_slots
-from kernels.compiled import CompiledGroup, load_operators
+from kernels.compiled import CompiledGroup, Segments, load_operators
 from kernels.grouped import add_segment
 from kernels.launch import column_blocks, default_launch
 
@@ -138,14 +138,14 @@ def _time_cpu(cases: list[Case], rounds: int) -> dict[str, float]:
     tokens, d_in = cases[0].x.shape
     widths = [y.shape[1] for y in cases[0].ys]
     groups = [CompiledGroup(operators, case.view, d_in, widths) for case in cases]
-    xa, wide = torch.empty(tokens, len(widths), max(cases[0].ranks)), torch.empty(tokens, d_in)
+    segments = [Segments(c.seg_start, c.seg_slot, tokens, max(c.ranks), d_in, threads) for c in cases]
     outputs = [case.fresh() for case in cases]
     views = [_torch_views(case) for case in cases]
     plain = torch.ones(sum(case.weight_bytes() for case in cases) // 4)
 
     def compiled() -> None:
-        for group, case, ys in zip(groups, cases, outputs, strict=True):
-            group.add(ys, case.x, case.seg_start, case.seg_slot, xa, wide, threads)
+        for group, case, ys, shared in zip(groups, cases, outputs, segments, strict=True):
+            group.add(ys, case.x, shared)
 
     def by_torch() -> None:
         for segments, case, ys in zip(views, cases, outputs, strict=True):

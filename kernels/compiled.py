@@ -27,20 +27,69 @@ def load_operators(cache: Path | None = None) -> Operators:
     return operators
 
 
-class Call(ctypes.Structure):
+class _Segments(ctypes.Structure):
     """As in grouped_lora.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("pool", "rank", "scale", "first", "row_offset")),
-        *((name, ctypes.c_void_p) for name in ("seg_start", "seg_slot", "x")),
+        *((name, ctypes.c_void_p) for name in ("start", "slot", "xa", "wide")),
+        *((name, ctypes.c_int64) for name in ("count", "capacity", "threads")),
+    )
+
+
+class _Call(ctypes.Structure):
+    """As in grouped_lora.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pool", "rank", "scale", "first", "row_offset", "segments", "x")),
         ("y", ctypes.c_void_p * 3),
-        ("xa", ctypes.c_void_p),
-        ("wide", ctypes.c_void_p),
         ("y_stride", ctypes.c_int64 * 3),
         ("d_out", ctypes.c_int64 * 3),
-        *((name, ctypes.c_int64) for name in ("x_stride", "d_in", "table_stride", "projections", "segments")),
-        *((name, ctypes.c_int64) for name in ("capacity", "threads")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "d_in", "table_stride", "projections")),
     )
+
+
+class Segments:
+    """The segments of a pass, checked once for all its projection groups, and the scratch of their arithmetic."""
+
+    def __init__(
+        self,
+        seg_start: torch.Tensor,
+        seg_slot: torch.Tensor,
+        tokens: int,
+        max_rank: int,
+        widest: int,
+        threads: int,
+        projections: int = 3,
+    ) -> None:
+        """
+        seg_start   i32[S + 1]: first token of each segment, and the end of the last
+        seg_slot    i32[S], -1 = base
+        tokens      T: of x and of every y
+        max_rank    the largest rank of the batch's adapters
+        widest      the largest d_in of the groups
+        threads     at most so many; the result's bits depend neither on them nor on the other segments
+        projections the most of a group
+
+        Both tensors are read at each `CompiledGroup.add`. Raises KernelArgumentError.
+        """
+        count = seg_slot.shape[0]
+        for name, tensor, length in (("seg_start", seg_start, count + 1), ("seg_slot", seg_slot, count)):
+            if tensor.shape != (length,) or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
+                raise KernelArgumentError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; i32[{length}] is needed")
+        self.tokens, self.widest, self.projections = tokens, widest, projections
+        self.scratch = torch.empty(tokens * (projections * max_rank + widest))
+        self._tensors = seg_start, seg_slot
+        at = self.scratch.data_ptr()
+        self._shared = _Segments(
+            start=seg_start.data_ptr(),
+            slot=seg_slot.data_ptr(),
+            xa=at,
+            wide=at + tokens * projections * max_rank * self.scratch.element_size(),
+            count=count,
+            capacity=max_rank,
+            threads=threads,
+        )
+        self.address = ctypes.addressof(self._shared)
 
 
 class CompiledGroup:
@@ -52,8 +101,8 @@ class CompiledGroup:
         if len(d_outs) != view.projections:
             raise KernelArgumentError(f"{len(d_outs)} widths for {view.projections} projections")
         self._run = operators[view.pool.dtype]
-        self.view, self.d_in, self.d_outs = view, d_in, tuple(d_outs)
-        self._call = Call(
+        self.view, self.d_in, self.d_outs, self._dtype = view, d_in, tuple(d_outs), view.pool.dtype
+        self._call = _Call(
             pool=view.pool.data_ptr(),
             rank=view.rank.data_ptr(),
             scale=view.scale.data_ptr(),
@@ -66,31 +115,20 @@ class CompiledGroup:
         )
         self._reference = ctypes.byref(self._call)
 
-    def add(
-        self,
-        ys: Sequence[torch.Tensor],
-        x: torch.Tensor,
-        seg_start: torch.Tensor,
-        seg_slot: torch.Tensor,
-        xa: torch.Tensor,
-        wide: torch.Tensor,
-        threads: int,
-    ) -> None:
+    def add(self, ys: Sequence[torch.Tensor], x: torch.Tensor, segments: Segments) -> None:
         """ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its slot s, in fp32.
 
         ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
         x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32 or bf16
-        seg_start i32[S + 1]: first token of each segment, and the end of the last
-        seg_slot  i32[S], -1 = base
-        xa        f32[>= T, P, capacity], scratch, in place; capacity at least the batch's largest rank
-        wide      f32[>= T, d_in], scratch, in place: x in fp32
-        threads   at most so many; the result's bits depend neither on them nor on the other segments
+        segments  of the pass; its scratch is overwritten
 
         Raises KernelArgumentError.
         """
-        call, tokens, dtype = self._call, x.shape[0], self.view.pool.dtype
+        call, tokens, dtype = self._call, segments.tokens, self._dtype
         if x.shape != (tokens, self.d_in) or x.dtype is not dtype or x.stride(1) != 1:
-            raise KernelArgumentError(f"x is {x.dtype} {tuple(x.shape)}; {dtype} [T, {self.d_in}] is needed")
+            raise KernelArgumentError(f"x is {x.dtype} {tuple(x.shape)}; {dtype} [{tokens}, {self.d_in}] is needed")
+        if self.d_in > segments.widest or len(self.d_outs) > segments.projections:
+            raise KernelArgumentError(f"the segments' scratch is for widths up to {segments.widest}, not {self.d_in}")
         for p, (y, width) in enumerate(zip(ys, self.d_outs, strict=True)):
             if y.shape != (tokens, width) or y.dtype is not dtype or y.stride(1) != 1:
                 raise KernelArgumentError(
@@ -98,22 +136,5 @@ class CompiledGroup:
                 )
             call.y[p] = y.data_ptr()
             call.y_stride[p] = y.stride(0)
-        _check_scratch(xa, (tokens, self.view.projections, 1))
-        _check_scratch(wide, (tokens, self.d_in))
-        segments = seg_slot.shape[0]
-        if (
-            seg_start.shape[0] != segments + 1
-            or seg_start.dtype is not torch.int32
-            or seg_slot.dtype is not torch.int32
-        ):
-            raise KernelArgumentError(f"seg_start and seg_slot must be i32[{segments + 1}] and i32[{segments}]")
-        call.x, call.x_stride = x.data_ptr(), x.stride(0)
-        call.seg_start, call.seg_slot, call.segments = seg_start.data_ptr(), seg_slot.data_ptr(), segments
-        call.xa, call.wide, call.capacity, call.threads = xa.data_ptr(), wide.data_ptr(), xa.shape[2], threads
+        call.x, call.x_stride, call.segments = x.data_ptr(), x.stride(0), segments.address
         self._run(self._reference)
-
-
-def _check_scratch(scratch: torch.Tensor, least: tuple[int, ...]) -> None:
-    fits = scratch.dim() == len(least) and scratch.shape[0] >= least[0] and scratch.shape[1] == least[1]
-    if not fits or scratch.dtype is not torch.float32 or not scratch.is_contiguous():
-        raise KernelArgumentError(f"scratch is {scratch.dtype} {tuple(scratch.shape)}; f32 {least} is needed")

@@ -11,21 +11,27 @@
 
 extern "C" {
 
+// What all groups of a pass share
+struct Segments {
+    const int32_t* start;
+    const int32_t* slot;
+    float* xa;                  // [tokens, projections, capacity]
+    float* wide;                // [tokens, d_in]
+    int64_t count, capacity, threads;
+};
+
 struct Call {
     const void* pool;
     const int32_t* rank;        // [slots] with table_stride between slots, [projections] inside
     const float* scale;         // likewise
     const int32_t* first;       // likewise, two per projection
     const int32_t* row_offset;
-    const int32_t* seg_start;
-    const int32_t* seg_slot;
+    const Segments* segments;
     const void* x;
     void* y[3];
-    float* xa;                  // [tokens, projections, capacity]
-    float* wide;                // [tokens, d_in]
     int64_t y_stride[3];
     int64_t d_out[3];
-    int64_t x_stride, d_in, table_stride, projections, segments, capacity, threads;
+    int64_t x_stride, d_in, table_stride, projections;
 };
 }
 
@@ -46,8 +52,8 @@ struct Rows {
     const int32_t* offsets;
     int rank;
     Rows(const Call& call, const Item& item, int side) : pool(static_cast<const W*>(call.pool)) {
-        const int64_t entry = call.seg_slot[item.segment] * call.table_stride + item.projection;
-        rank = std::min<int64_t>(call.rank[entry], call.capacity);
+        const int64_t entry = call.segments->slot[item.segment] * call.table_stride + item.projection;
+        rank = std::min<int64_t>(call.rank[entry], call.segments->capacity);
         offsets = call.row_offset + call.first[entry * 2 + side];
     }
     const W* operator[](int j) const { return pool + offsets[j] * (64 / int64_t(sizeof(W))); }
@@ -137,9 +143,9 @@ void add_tail(const Rows<W>& b, int column, int columns, const float* xa, float 
 template <typename W>
 void shrink(const Call& call, const Item& item, const Item& next) {
     const Rows<W> a(call, item, 0), after(call, next, 0);
-    const int64_t xa_stride = call.projections * call.capacity;
-    const int last = std::min(item.at + ROW_BLOCK, a.rank), begin = call.seg_start[item.segment],
-              end = call.seg_start[item.segment + 1], width = call.d_in;
+    const int64_t xa_stride = call.projections * call.segments->capacity;
+    const int last = std::min(item.at + ROW_BLOCK, a.rank), begin = call.segments->start[item.segment],
+              end = call.segments->start[item.segment + 1], width = call.d_in;
     for (int j = item.at; j < last;) {
         const W *rows[4], *later[4];
         const int n = last - j >= 4 ? 4 : 1;
@@ -149,8 +155,8 @@ void shrink(const Call& call, const Item& item, const Item& next) {
             later[r] = ahead < last ? a[ahead] : after[std::min(next.at + ahead - last, after.rank - 1)];
         }
         for (int t = begin; t < end;) {
-            const float* x = call.wide + t * call.d_in;
-            float* out = call.xa + t * xa_stride + item.projection * call.capacity + j;
+            const float* x = call.segments->wide + t * call.d_in;
+            float* out = call.segments->xa + t * xa_stride + item.projection * call.segments->capacity + j;
             if (end - t >= 4) {
                 n == 4 ? dots<4, 4, W>(rows, later, x, call.d_in, width, out, xa_stride)
                        : dots<1, 4, W>(rows, later, x, call.d_in, width, out, xa_stride);
@@ -170,12 +176,12 @@ void expand(const Call& call, const Item& item, const Item& next) {
     const int p = item.projection;
     const Rows<W> b(call, item, 1);
     const Ahead<W> ahead = {Rows<W>(call, next, 1), next.at};
-    const int64_t xa_stride = call.projections * call.capacity, y_stride = call.y_stride[p];
-    const float scale = call.scale[call.seg_slot[item.segment] * call.table_stride + p];
+    const int64_t xa_stride = call.projections * call.segments->capacity, y_stride = call.y_stride[p];
+    const float scale = call.scale[call.segments->slot[item.segment] * call.table_stride + p];
     const int last = std::min<int64_t>(item.at + COLUMN_BLOCK, call.d_out[p]);
-    const int begin = call.seg_start[item.segment], end = call.seg_start[item.segment + 1];
+    const int begin = call.segments->start[item.segment], end = call.segments->start[item.segment + 1];
     for (int t = begin; t < end;) {
-        const float* xa = call.xa + t * xa_stride + p * call.capacity;
+        const float* xa = call.segments->xa + t * xa_stride + p * call.segments->capacity;
         W* y = static_cast<W*>(call.y[p]) + t * y_stride;
         const int n = end - t >= 2 ? 2 : 1;
         int c = item.at;
@@ -198,6 +204,7 @@ void expand(const Call& call, const Item& item, const Item& next) {
 struct Items {
     std::vector<Item> items;
     std::vector<int64_t> ends;
+    void clear() { items.clear(), ends.clear(); }
     void add(Item item, int64_t size) {
         items.push_back(item);
         ends.push_back(size + (ends.empty() ? 0 : ends.back()));
@@ -211,14 +218,18 @@ struct Items {
 
 template <typename W>
 void run(const Call& call) {
-    Items rows, columns;
-    std::vector<int32_t> segments;
-    for (int s = 0; s < call.segments; s++) {
-        if (call.seg_slot[s] < 0 || call.seg_start[s] == call.seg_start[s + 1]) continue;
+    // kept from call to call, for a step makes one per layer; the caller's own, which all threads of the region read
+    thread_local Items kept_rows, kept_columns;
+    thread_local std::vector<int32_t> kept_segments;
+    Items &rows = kept_rows, &columns = kept_columns;
+    std::vector<int32_t>& segments = kept_segments;
+    rows.clear(), columns.clear(), segments.clear();
+    for (int s = 0; s < call.segments->count; s++) {
+        if (call.segments->slot[s] < 0 || call.segments->start[s] == call.segments->start[s + 1]) continue;
         segments.push_back(s);
         for (int p = 0; p < call.projections; p++) {
-            const int64_t entry = call.seg_slot[s] * call.table_stride + p, d_out = call.d_out[p];
-            const int64_t rank = std::min<int64_t>(call.rank[entry], call.capacity);
+            const int64_t entry = call.segments->slot[s] * call.table_stride + p, d_out = call.d_out[p];
+            const int64_t rank = std::min<int64_t>(call.rank[entry], call.segments->capacity);
             if (!rank) continue;
             for (int j = 0; j < rank; j += ROW_BLOCK)
                 rows.add({s, p, j}, std::min<int64_t>(ROW_BLOCK, rank - j) * call.d_in);
@@ -228,14 +239,14 @@ void run(const Call& call) {
     }
     if (rows.items.empty()) return;
     // below a few thousand elements, waking another thread costs more than it brings
-    const int64_t threads = rows.ends.back() + columns.ends.back() < 16384 ? 1 : call.threads;
+    const int64_t threads = rows.ends.back() + columns.ends.back() < 16384 ? 1 : call.segments->threads;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int i = 0; i < int(segments.size()); i++)
-            for (int t = call.seg_start[segments[i]]; t < call.seg_start[segments[i] + 1]; t++) {
+            for (int t = call.segments->start[segments[i]]; t < call.segments->start[segments[i] + 1]; t++) {
                 const W* x = static_cast<const W*>(call.x) + t * call.x_stride;
-                widen_row(x, call.d_in, call.wide + t * call.d_in);
+                widen_row(x, call.d_in, call.segments->wide + t * call.d_in);
             }
 #pragma omp for schedule(static)
         for (int64_t part = 0; part < threads; part++)

@@ -9,7 +9,7 @@ import torch
 
 from adapters.base_model import BaseModel
 from kernels.build import CompileError
-from kernels.compiled import DTYPES, CompiledGroup, load_operators
+from kernels.compiled import DTYPES, CompiledGroup, Segments, load_operators
 from kernels.grouped import add_segment
 from kernels.view import GroupView, group_view
 from node_agent.adapter_memory.table import AdapterTable
@@ -38,6 +38,7 @@ class CompiledLora:
     def __init__(self, table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> None:
         operators = load_operators()
         self.long_segment = LONG_SEGMENT[pool.dtype]
+        self.widest = max(d_in for d_in, _ in base.widths)
         widths = {
             group: (base.widths[members[0]][0], [base.widths[p][1] for p in members])
             for group, members in GROUPS.items()
@@ -46,6 +47,15 @@ class CompiledLora:
             {group: CompiledGroup(operators, view, *widths[group]) for group, view in layer.items()}
             for layer in table_views(table, pool, base)
         ]
+
+    def segments(self, batch: LoraBatch, without: Sequence[int]) -> Segments:
+        """Those of a pass, but for the segments of these indices."""
+        slots = batch.seg_slot
+        if without:
+            slots = slots.clone()
+            slots[without] = -1
+        tokens = batch.bounds[-1][1]
+        return Segments(batch.seg_start, slots, tokens, batch.max_rank, self.widest, torch.get_num_threads())
 
 
 def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> CompiledLora | None:
@@ -75,25 +85,28 @@ class SegmentedLora:
         self._begun = False
         self._long: list[tuple[int, int, AdapterWeights]] = []
         self._short: list[AdapterWeights] = []
-        self._short_groups: dict[int, set[str]] = {}
-        """by layer, the groups that some short segment's adapter adapts; asked layer by layer, as they arrive"""
-        self._short_slot = batch.seg_slot
-        self._scratch: dict[tuple[int, ...], torch.Tensor] = {}
+        self._groups: dict[int, set[str]] = {}
+        """by layer, the groups that some segment's adapter adapts; asked layer by layer, as they arrive"""
+        self._segments: Segments | None = None
         self._x: torch.Tensor | None = None
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
         if not self._begun:
             self._choose_ways()
             self._begun = True
-        if group in self._short_groups_of(layer) or any(group in weights[layer] for _, _, weights in self._long):
+        groups = self._groups.get(layer)
+        if groups is None:
+            adapters = (*self._short, *(weights for _, _, weights in self._long))
+            groups = self._groups[layer] = set().union(*(weights[layer] for weights in adapters))
+        if group in groups:
             self._x = x
             return True
         return False
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert self._x is not None
-        if self._compiled is not None and group in self._short_groups_of(layer):
-            self._add_short(self._compiled.groups[layer][group], ys, self._x)
+        if self._compiled is not None and self._segments is not None:
+            self._compiled.groups[layer][group].add(ys, self._x, self._segments)
         for start, end, weights in self._long:
             for piece in weights[layer].get(group, ()):
                 add_segment(ys, self._x, start, end, piece.a, piece.parts)
@@ -110,23 +123,5 @@ class SegmentedLora:
                 by_torch.append(index)
             else:
                 self._short.append(weights)
-        if by_torch and self._short:
-            self._short_slot = self._batch.seg_slot.clone()
-            self._short_slot[by_torch] = -1
-
-    def _short_groups_of(self, layer: int) -> set[str]:
-        found = self._short_groups.get(layer)
-        if found is None:
-            found = self._short_groups[layer] = set().union(*(weights[layer] for weights in self._short))
-        return found
-
-    def _add_short(self, group: CompiledGroup, ys: Sequence[torch.Tensor], x: torch.Tensor) -> None:
-        xa = self._scratch_of(x.shape[0], len(ys), self._batch.max_rank)
-        wide = self._scratch_of(x.shape[0], x.shape[1])
-        group.add(ys, x, self._batch.seg_start, self._short_slot, xa, wide, torch.get_num_threads())
-
-    def _scratch_of(self, *shape: int) -> torch.Tensor:
-        found = self._scratch.get(shape)
-        if found is None:
-            found = self._scratch[shape] = torch.empty(shape)
-        return found
+        if self._compiled is not None and self._short:
+            self._segments = self._compiled.segments(self._batch, by_torch)

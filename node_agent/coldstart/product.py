@@ -10,7 +10,7 @@ import torch
 
 from adapters.base_model import PROJECTIONS
 from kernels.build import CompileError
-from kernels.compiled import CompiledGroup, Operators, load_operators
+from kernels.compiled import CompiledGroup, Operators, Segments, load_operators
 from kernels.reference import ROW_ALIGN
 from kernels.view import group_view
 from node_agent.adapter_memory.host_map import HostView
@@ -41,11 +41,10 @@ class Product:
         self._first, self._row_offset = table.first.numpy(), table.row_offset.numpy()
         self._operators = _operators() if compiled else None
         self._groups: dict[tuple[int, int], CompiledGroup] = {}
-        widest = max(d_in for d_in, _ in layout.widths)
-        self._wide = torch.zeros(LONG_SLICE * widest)
-        self._xa = torch.zeros(LONG_SLICE * 3 * MAX_RANK)
+        self._widest = max(d_in for d_in, _ in layout.widths)
         self._slot = torch.zeros(1, dtype=torch.int32)
-        self._start = torch.zeros(2, dtype=torch.int32)
+        self._segments: dict[int, Segments] = {}
+        """by the number of tokens: all are one segment, of `_slot`"""
 
     @property
     def compiled(self) -> bool:
@@ -76,11 +75,15 @@ class Product:
         operator = self._groups.get((layer, group))
         if operator is None:
             operator = self._groups[layer, group] = self._operator(layer, group)
-        tokens, d_in = x.shape
-        self._slot[0], self._start[1] = slot, tokens
-        xa = self._xa[: tokens * len(ys) * MAX_RANK].view(tokens, len(ys), MAX_RANK)
-        wide = self._wide[: tokens * d_in].view(tokens, d_in)
-        operator.add(ys, x, self._start, self._slot, xa, wide, 1)
+        self._slot[0] = slot
+        operator.add(ys, x, self._segments_of(x.shape[0]))
+
+    def _segments_of(self, tokens: int) -> Segments:
+        found = self._segments.get(tokens)
+        if found is None:
+            start = torch.tensor([0, tokens], dtype=torch.int32)
+            found = self._segments[tokens] = Segments(start, self._slot, tokens, MAX_RANK, self._widest, threads=1)
+        return found
 
     def _operator(self, layer: int, group: int) -> CompiledGroup:
         assert self._operators is not None

@@ -95,11 +95,11 @@ def build_lora(rows: list[Row], device: torch.device) -> LoraBatch:
             leases.append(lease)
         at += row.length
     slots = [-1 if lease is None else lease.slot for lease in leases]
-    lengths = torch.tensor([end - begin for begin, end in bounds])
+    of_tokens = [slot for slot, (begin, end) in zip(slots, bounds, strict=True) for _ in range(begin, end)]
     return LoraBatch(
         seg_start=torch.tensor([0, *(end for _, end in bounds)], dtype=torch.int32, device=device),
         seg_slot=torch.tensor(slots, dtype=torch.int32, device=device),
-        token_slot=torch.tensor(slots, dtype=torch.int32).repeat_interleave(lengths).to(device),
+        token_slot=torch.tensor(of_tokens, dtype=torch.int32, device=device),
         leases=leases,
         bounds=bounds,
         max_rank=max((max(lease.ranks, default=0) for lease in leases if lease), default=0),

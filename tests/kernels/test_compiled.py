@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kernels.build import CompileError, load_library
 from kernels.cases import POPULARITY, Case, draw_case, draw_slots, relative_error
-from kernels.compiled import CompiledGroup, load_operators
+from kernels.compiled import CompiledGroup, Segments, load_operators
 from kernels.view import KernelArgumentError
 
 OPERATORS = load_operators()
@@ -24,10 +24,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def run(case: Case, threads: int = 1, poison: float = torch.nan) -> list[torch.Tensor]:
     tokens, d_in = case.x.shape
     widths = [y.shape[1] for y in case.ys]
-    xa = torch.full((tokens, len(widths), max(1, *case.ranks, 1)), poison)
     ys = case.fresh()
-    group = CompiledGroup(OPERATORS, case.view, d_in, widths)
-    group.add(ys, case.x, case.seg_start, case.seg_slot, xa, torch.full((tokens, d_in), poison), threads)
+    segments = Segments(case.seg_start, case.seg_slot, tokens, max(case.ranks), d_in, threads, len(widths))
+    segments.scratch.fill_(poison)
+    CompiledGroup(OPERATORS, case.view, d_in, widths).add(ys, case.x, segments)
     return ys
 
 
@@ -75,8 +75,8 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
         alone = [y[token : token + 1] for y in case.fresh()]
         group = CompiledGroup(OPERATORS, case.view, 130, [130, 70])
         seg_start = torch.tensor([0, 1], dtype=torch.int32)
-        scratch = torch.empty(1, 2, 24), torch.empty(1, 130)
-        group.add(alone, case.x[token : token + 1], seg_start, case.token_slot[token : token + 1], *scratch, 1)
+        segments = Segments(seg_start, case.token_slot[token : token + 1], 1, 24, 130, threads=1)
+        group.add(alone, case.x[token : token + 1], segments)
         assert same(alone, [y[token : token + 1] for y in together])
 
 
@@ -98,16 +98,18 @@ def test_nan_in_one_adapter_stays_in_its_rows() -> None:
 def test_refuses_what_it_cannot_take() -> None:
     case = draw_case([5], [(0, 2)], 40, [24], torch.float32)
     group = CompiledGroup(OPERATORS, case.view, 40, [24])
-    scratch = torch.empty(2, 1, 8), torch.empty(2, 40)
+    segments = Segments(case.seg_start, case.seg_slot, 2, 5, 40, 1)
     ys = case.fresh()
     with pytest.raises(KernelArgumentError, match=r"x is torch\.bfloat16"):
-        group.add(ys, case.x.bfloat16(), case.seg_start, case.seg_slot, *scratch, 1)
+        group.add(ys, case.x.bfloat16(), segments)
     with pytest.raises(KernelArgumentError, match=r"ys\[0\] is torch\.float32 \(2, 25\)"):
-        group.add([torch.zeros(2, 25)], case.x, case.seg_start, case.seg_slot, *scratch, 1)
-    with pytest.raises(KernelArgumentError, match=r"seg_start and seg_slot must be i32\[2\]"):
-        group.add(ys, case.x, case.seg_start.long(), case.seg_slot, *scratch, 1)
-    with pytest.raises(KernelArgumentError, match="scratch is"):
-        group.add(ys, case.x, case.seg_start, case.seg_slot, scratch[0][:1], scratch[1], 1)
+        group.add([torch.zeros(2, 25)], case.x, segments)
+    with pytest.raises(KernelArgumentError, match=r"seg_start is torch\.int64 \(2,\); i32\[2\] is needed"):
+        Segments(case.seg_start.long(), case.seg_slot, 2, 5, 40, 1)
+    with pytest.raises(KernelArgumentError, match=r"\[3, 40\] is needed"):
+        group.add(ys, case.x, Segments(case.seg_start, case.seg_slot, 3, 5, 40, 1))
+    with pytest.raises(KernelArgumentError, match="widths up to 39, not 40"):
+        group.add(ys, case.x, Segments(case.seg_start, case.seg_slot, 2, 5, 39, 1))
     half = draw_case([5], [(0, 2)], 40, [24], torch.float16)
     with pytest.raises(KernelArgumentError, match="takes fp32 and bf16"):
         CompiledGroup(OPERATORS, half.view, 40, [24])
