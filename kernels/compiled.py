@@ -114,6 +114,7 @@ class CompiledGroup:
             projections=view.projections,
         )
         self._reference = ctypes.byref(self._call)
+        self._y, self._y_stride = self._call.y, self._call.y_stride
 
     def add(self, ys: Sequence[torch.Tensor], x: torch.Tensor, segments: Segments) -> None:
         """ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its slot s, in fp32.
@@ -134,7 +135,7 @@ class CompiledGroup:
                 raise KernelArgumentError(
                     f"ys[{p}] is {y.dtype} {tuple(y.shape)}; {dtype} [{tokens}, {width}] is needed"
                 )
-            call.y[p] = y.data_ptr()
-            call.y_stride[p] = y.stride(0)
+            self._y[p] = y.data_ptr()
+            self._y_stride[p] = y.stride(0)
         call.x, call.x_stride, call.segments = x.data_ptr(), x.stride(0), segments.address
         self._run(self._reference)

@@ -38,6 +38,7 @@ struct Call {
 namespace {
 
 constexpr int AHEAD = 8;           // rows of B to ask for before they are needed
+constexpr int INTO_L2 = 2;         // where to: a core can wait for more lines of its second cache than of its first
 constexpr int ROW_BLOCK = 16;      // A rows of one item of work
 constexpr int COLUMN_BLOCK = 256;  // B columns of one item
 
@@ -81,8 +82,8 @@ void dots(const W* const* rows, const W* const* later, const float* x, int64_t x
         for (int t = 0; t < TOKENS; t++) xs[t] = load(x + t * x_stride + k);
         for (int r = 0; r < ROWS; r++) {
             pair w = load(rows[r] + k);
-            __builtin_prefetch(later[row] + asked);
-            if (sizeof(W) == 4) __builtin_prefetch(later[row] + asked + LANES);
+            __builtin_prefetch(later[row] + asked, 0, INTO_L2);
+            if (sizeof(W) == 4) __builtin_prefetch(later[row] + asked + LANES, 0, INTO_L2);
             if ((asked += BLOCK) >= width) asked = 0, row = row + 1 < ROWS ? row + 1 : row;
             for (int t = 0; t < TOKENS; t++) {
                 acc[r][t].a += w.a * xs[t].a;
@@ -116,8 +117,8 @@ void add_columns(const Rows<W>& b, int column, const Ahead<W>& ahead, const floa
         const W* later = far < b.rank ? b[far] + column
                                       : ahead.rows[std::min(far - b.rank, ahead.rows.rank - 1)] + ahead.column;
         for (int v = 0; v < BLOCKS; v++) {
-            __builtin_prefetch(later + v * BLOCK);
-            if (sizeof(W) == 4) __builtin_prefetch(later + v * BLOCK + LANES);
+            __builtin_prefetch(later + v * BLOCK, 0, INTO_L2);
+            if (sizeof(W) == 4) __builtin_prefetch(later + v * BLOCK + LANES, 0, INTO_L2);
         }
         pair w[BLOCKS];
         for (int v = 0; v < BLOCKS; v++) w[v] = load(row + v * BLOCK);
