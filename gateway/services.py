@@ -15,6 +15,7 @@ from starlette.requests import Request
 from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_checked_store
 from adapters.registry import Registry
+from adapters.sources import Sources
 from adapters.tenants import Tenants
 from cluster.secret import read_secret
 from cluster.state import ClusterState, MemoryClusterState
@@ -33,6 +34,7 @@ from gateway.scheduling.policy import make_policy
 from gateway.threads import LeavableThreads, StoreThreads
 
 TEXT_THREADS = 2
+SOURCE_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Services:
     last_hour: LastHour
     called: CalledDigests
     deploys: DeploySlots
+    sources: Sources
+    source_threads: LeavableThreads
 
 
 def services_of(request: Request) -> Services:
@@ -99,4 +103,6 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
                 tenant_stores=config.max_tenant_deploys,
                 wait_seconds=config.deploy_wait,
             ),
+            sources=Sources(config.allowed_sources),
+            source_threads=LeavableThreads(SOURCE_THREADS),
         )
