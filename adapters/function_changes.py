@@ -10,7 +10,7 @@ import msgspec
 
 from adapters.aliases import checked_weights, history_room, rolled_back
 from adapters.errors import InvalidRequest, NotFound, PreconditionFailed
-from adapters.functions import FunctionRecord, Policy, parse_policy, with_alias, with_aliases, without_version
+from adapters.functions import FunctionRecord, Policy, parse_policy, with_alias, with_aliases
 from adapters.names import NAME_RULE, is_alias, is_name
 from adapters.records import update_record
 from adapters.store import ObjectStore
@@ -62,11 +62,6 @@ class FunctionChanges:
             return msgspec.structs.replace(record, generation=record.generation + 1, policy=changed)
 
         return self.change(tenant, name, matches, apply)
-
-    def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
-        """Make a version that no alias names invisible at once; its objects are left to garbage collection, and its
-        number is not used again. Raises NotFound, Conflict, PreconditionFailed."""
-        self.change(tenant, name, matches, lambda record: without_version(record, version))
 
     def change(
         self,

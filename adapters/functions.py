@@ -68,6 +68,8 @@ class FunctionRecord(msgspec.Struct, frozen=True):
     """Rises by one with each change of the record."""
     next_version: int = 1
     deleted: bool = False
+    unlisted: float = 0.0
+    """Unix time at which a version was last taken off the list: calls of it may still run, and read its artifact."""
     policy: Policy = Policy()
     versions: tuple[VersionEntry, ...] = ()
     """Ascending by number."""
@@ -160,7 +162,7 @@ def with_aliases(record: FunctionRecord, changed: dict[str, Alias]) -> FunctionR
     return msgspec.structs.replace(record, generation=record.generation + 1, aliases=aliases)
 
 
-def without_version(record: FunctionRecord, version: int) -> FunctionRecord:
+def without_version(record: FunctionRecord, version: int, now: float) -> FunctionRecord:
     """The record without that version, one generation later. Raises NotFound, Conflict while an alias names it."""
     if str(version) not in record.numbers():
         raise NotFound(f"function {record.name} has no version {version}")
@@ -169,7 +171,19 @@ def without_version(record: FunctionRecord, version: int) -> FunctionRecord:
         more = f" and {len(naming) - 3} more" if len(naming) > 3 else ""
         raise Conflict(f"version {version} is in use by the alias {', '.join(naming[:3])}{more}; move it first")
     left = tuple(entry for entry in record.versions if entry.version != version)
-    return msgspec.structs.replace(record, generation=record.generation + 1, versions=left)
+    return msgspec.structs.replace(record, generation=record.generation + 1, versions=left, unlisted=now)
+
+
+def buried(record: FunctionRecord, now: float) -> FunctionRecord:
+    """The tombstone of the record."""
+    return FunctionRecord(
+        name=record.name,
+        created=record.created,
+        generation=record.generation + 1,
+        next_version=record.next_version,
+        deleted=True,
+        unlisted=now,
+    )
 
 
 def _moved(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> Alias:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,16 @@ from adapters.base_model import BaseModel
 from adapters.contents import Contents
 from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, Problem, StoreUnavailable
 from adapters.function_changes import FunctionChanges, check_alias, function_key
-from adapters.functions import FunctionRecord, Manifest, Policy, VersionEntry, parse_policy, with_version
+from adapters.functions import (
+    FunctionRecord,
+    Manifest,
+    Policy,
+    VersionEntry,
+    buried,
+    parse_policy,
+    with_version,
+    without_version,
+)
 from adapters.names import NAME_RULE, is_name
 from adapters.peft_format import read_peft
 from adapters.records import read_record, update_record
@@ -191,15 +200,17 @@ class Registry:
         """The manifests of all versions, ascending. Raises NotFound."""
         return [self._manifest(tenant, name, entry.version) for entry in self.function(tenant, name).versions]
 
-    def delete_function(self, tenant: str, name: str) -> None:
-        """Make the function invisible at once; its objects are left to garbage collection. Raises NotFound."""
+    def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
+        """Make a version that no alias names invisible at once; its objects are left to garbage collection, and its
+        number is not used again. Raises NotFound, Conflict, PreconditionFailed (as in FunctionChanges)."""
+        self.changes.change(tenant, name, matches, lambda record: without_version(record, version, time.time()))
 
-        def bury(record: FunctionRecord) -> FunctionRecord:
-            return msgspec.structs.replace(
-                record, generation=record.generation + 1, deleted=True, policy=Policy(), versions=(), aliases={}
-            )
+    def delete_function(self, tenant: str, name: str, matches: Collection[int] | None = None) -> None:
+        """Make the function invisible at once; its objects are left to garbage collection.
 
-        self.changes.change(tenant, name, None, bury)
+        Raises NotFound, PreconditionFailed (as in FunctionChanges).
+        """
+        self.changes.change(tenant, name, matches, lambda record: buried(record, time.time()))
 
     def _choice(self, tenant: str, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
         refused: tuple[Problem, ...] = ()

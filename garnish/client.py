@@ -78,7 +78,8 @@ class Client:
         """Call a function (`name`, `name:alias` or `name:version`) with a prompt or messages.
 
         `options` are the request's fields: max_tokens, temperature, top_p, top_k, min_p, seed, stop,
-        presence_penalty, frequency_penalty, logprobs, ignore_eos, timeout, metadata.
+        presence_penalty, frequency_penalty, logprobs, ignore_eos, timeout, metadata; and `session`: calls with equal
+        ones are on the same side of an alias that splits its calls.
         With `stream` it yields TokenEvent after TokenEvent and at last one DoneEvent; closing the iterator cancels.
         """
         call = invoke_call(name, prompt, stream, options)

@@ -65,14 +65,16 @@ def base_headers(connection: Connection) -> dict[str, str]:
 
 
 def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]) -> Call:
-    """`options` are fields of the request as API.md names them; None means not stated."""
+    """`options` are fields of the request by their names, and `session`, a header; None means not stated."""
     stated = {field: value for field, value in options.items() if value is not None}
+    session = stated.pop("session", None)
     body = {("prompt" if isinstance(prompt, str) else "messages"): prompt, **stated}
     if stream:
         body["stream"] = True
     seconds = stated.get("timeout")
     waiting = _waiting(seconds if isinstance(seconds, int | float) else CALL_SECONDS)
-    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body, timeout=waiting)
+    headers = {} if session is None else {"x-garnish-session": str(session)}
+    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body, headers=headers, timeout=waiting)
 
 
 @contextmanager

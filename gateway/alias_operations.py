@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from adapters.functions import Policy
 from gateway import alias_schema, schema
-from gateway.operations import NAME, NAME_PATTERN, READ, TENANT, Operation, path_param
+from gateway.operations import IF_MATCH, NAME, NAME_PATTERN, READ, TENANT, Operation, path_param
 
 CHANGE = (*READ, 409, 412)
 _SENT = (*CHANGE, 413, 415)
 _ALIAS = path_param("alias", "Not all digits", {"type": "string", "pattern": NAME_PATTERN})
-_IF_MATCH = {
-    "name": "if-match",
-    "in": "header",
-    "required": False,
-    "description": "An ETag of the function: answered 412 when it has changed since",
-    "schema": {"type": "string"},
-}
 
 ALIAS_OPERATIONS = (
     Operation(
@@ -23,7 +16,7 @@ ALIAS_OPERATIONS = (
         path="/functions/{name}",
         id="changePolicy",
         summary="Change the stated fields of a function's policy; null takes one back",
-        parameters=(NAME, TENANT, _IF_MATCH),
+        parameters=(NAME, TENANT, IF_MATCH),
         body=Policy,
         replies={200: schema.FunctionReply},
         errors=_SENT,
@@ -38,7 +31,7 @@ ALIAS_OPERATIONS = (
             NAME,
             path_param("version", "Its number", {"type": "integer", "minimum": 1}),
             TENANT,
-            _IF_MATCH,
+            IF_MATCH,
         ),
         replies={204: None},
         errors=CHANGE,
@@ -57,7 +50,7 @@ ALIAS_OPERATIONS = (
         path="/functions/{name}/aliases/{alias}",
         id="putAlias",
         summary="Point an alias, new or known, to a version, or split its calls between some",
-        parameters=(NAME, _ALIAS, TENANT, _IF_MATCH),
+        parameters=(NAME, _ALIAS, TENANT, IF_MATCH),
         body=alias_schema.AliasTarget,
         replies={200: alias_schema.AliasReply},
         errors=_SENT,
@@ -68,7 +61,7 @@ ALIAS_OPERATIONS = (
         path="/functions/{name}/rollback",
         id="rollBack",
         summary="Point an alias to what it pointed to before",
-        parameters=(NAME, TENANT, _IF_MATCH),
+        parameters=(NAME, TENANT, IF_MATCH),
         body=alias_schema.Rollback,
         replies={200: alias_schema.AliasReply},
         errors=_SENT,

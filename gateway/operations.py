@@ -53,6 +53,20 @@ TENANT = {
     "description": "With an admin key: whose functions are meant",
     "schema": {"type": "string", "pattern": NAME_PATTERN},
 }
+IF_MATCH = {
+    "name": "if-match",
+    "in": "header",
+    "required": False,
+    "description": "An ETag of the function: answered 412 when it has changed since",
+    "schema": {"type": "string"},
+}
+_SESSION = {
+    "name": "x-garnish-session",
+    "in": "header",
+    "required": False,
+    "description": "Calls with equal ones are on the same side of an alias that splits its calls",
+    "schema": {"type": "string", "maxLength": 256},
+}
 _BOOLEAN = {"type": "boolean", "default": False}
 
 OPERATIONS = (
@@ -65,7 +79,7 @@ OPERATIONS = (
         body=schema.DeploySource,
         multipart=True,
         replies={201: schema.DeployReply, 200: schema.DeployReply},
-        errors=(400, 401, 403, 404, 413, 415, 422, 429, 500, 503),
+        errors=(400, 401, 403, 404, 409, 413, 415, 422, 429, 500, 503),
     ),
     Operation(
         method="get",
@@ -95,8 +109,9 @@ OPERATIONS = (
         path="/functions/{name}",
         id="deleteFunction",
         summary="Delete a function: new calls answer 404 at once, running ones finish",
-        parameters=(NAME, query_param("force", "Cancel the running ones, too", _BOOLEAN), TENANT),
+        parameters=(NAME, query_param("force", "Cancel the running ones, too", _BOOLEAN), TENANT, IF_MATCH),
         replies={204: None},
+        errors=(*READ, 412),
     ),
     Operation(
         method="get",
@@ -123,6 +138,7 @@ OPERATIONS = (
             path_param("target", "`name`, `name:alias`, `name:version`, or the base model's id", {"type": "string"}),
             query_param("qualifier", "Alias or version, if the path names none", {"type": "string"}),
             TENANT,
+            _SESSION,
         ),
         body=schema.InvokeRequest,
         replies={200: schema.InvokeReply},
@@ -152,7 +168,7 @@ OPERATIONS = (
         path="/v1/completions",
         id="createCompletion",
         summary="Complete a prompt",
-        parameters=(TENANT,),
+        parameters=(TENANT, _SESSION),
         body=openai.CompletionRequest,
         replies={200: openai.Completion},
         stream="Completion chunks, then `data: [DONE]`",
@@ -163,7 +179,7 @@ OPERATIONS = (
         path="/v1/chat/completions",
         id="createChatCompletion",
         summary="Answer a conversation",
-        parameters=(TENANT,),
+        parameters=(TENANT, _SESSION),
         body=openai.ChatRequest,
         replies={200: openai.Chat},
         stream="ChatChunk chunks, then `data: [DONE]`",

@@ -31,7 +31,7 @@ from gateway.metrics import Metrics
 from gateway.node_client import NodeClient
 from gateway.running import Running
 from gateway.scheduling.policy import make_policy
-from gateway.threads import LeavableThreads, StoreThreads
+from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
@@ -71,7 +71,8 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
     registry, tenants = Registry(store, base), Tenants(store)
-    threads = StoreThreads(config.store_seconds)
+    # Deploys take long: however many there are, a rollback finds a thread.
+    threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
     secret = read_secret(Path(config.secret_file))
     running, last_hour, called = Running(), LastHour(monotonic), CalledDigests()

@@ -91,7 +91,7 @@ async def delete_function(request: Request) -> Response:
     force = flag(request, "force")
     name = request.path_params["name"]
     with services.functions.changing(tenant, name):
-        await services.threads.write(services.registry.delete_function, tenant, name)
+        await services.threads.write(services.registry.delete_function, tenant, name, if_match(request))
     if force:
         services.running.revoke(tenant, name, ServiceError("cancelled", f"function {name} was deleted"))
     return Response(status_code=204)
@@ -124,7 +124,7 @@ async def delete_version(request: Request) -> Response:
     known_only(request)
     name, number = request.path_params["name"], _number(request)
     with services.functions.changing(tenant, name):
-        await services.threads.write(services.registry.changes.delete_version, tenant, name, number, if_match(request))
+        await services.threads.write(services.registry.delete_version, tenant, name, number, if_match(request))
     return Response(status_code=204)
 
 

@@ -106,12 +106,12 @@ class AliasMachine(RuleBasedStateMachine):
     def delete_version(self, version: int) -> None:
         if version not in self.listed:
             with pytest.raises(NotFound):
-                self.changes.delete_version("acme", "f", version)
+                self.registry.delete_version("acme", "f", version)
         elif any(str(version) in targets[-1] for targets in self.targets.values()):
             with pytest.raises(Conflict, match="in use by the alias"):
-                self.changes.delete_version("acme", "f", version)
+                self.registry.delete_version("acme", "f", version)
         else:
-            self.changes.delete_version("acme", "f", version)
+            self.registry.delete_version("acme", "f", version)
             del self.listed[version]
             self.generation += 1
 

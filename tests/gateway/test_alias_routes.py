@@ -12,6 +12,8 @@ import httpx
 import pytest
 from running_gateway import Running, upload
 
+from adapters import registry as registry_module
+
 ADAPTERS = ("pirate", "dragon", "space", "ocean")
 
 
@@ -87,6 +89,8 @@ def test_whoever_is_slower_is_told(client: httpx.Client) -> None:
         assert reply.status_code == 412, path
         now = client.get("/functions/f").headers["etag"]
         assert client.request(method, path, json=body, headers={"if-match": now}).status_code in (200, 204), path
+    assert client.delete("/functions/f", headers={"if-match": tag}).status_code == 412
+    assert client.delete("/functions/f", headers={"if-match": "*"}).status_code == 204
 
 
 def test_rollbacks_go_down_the_history(client: httpx.Client) -> None:
@@ -168,6 +172,34 @@ def test_targets_that_are_none(client: httpx.Client) -> None:
         reply = client.put("/functions/f/aliases/prod", content=body, headers={"content-type": "application/json"})
         assert reply.status_code == (400 if "NaN" in weights else 422), weights
     assert client.get("/functions/f").json()["aliases"] == {"latest": 4}
+
+
+def test_a_rollback_waits_for_no_deploy(
+    start: Callable[..., Running], stories_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(max_deploys=4, max_tenant_deploys=4, store_seconds=2.0)
+    client = running.client()
+    for name in ADAPTERS:
+        client.post("/deploy/f", files=upload(stories_adapters[name]))
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+
+    def validate(*arguments: Any) -> Any:
+        begun.release()
+        go_on.wait(60)
+        return checked(*arguments)
+
+    checked = registry_module.validate
+    monkeypatch.setattr(registry_module, "validate", validate)
+    files = upload(stories_adapters["pirate"])
+    with ThreadPoolExecutor(4) as pool:
+        deploys = [pool.submit(client.post, f"/deploy/g{number}", files=files) for number in range(4)]
+        try:
+            assert all(begun.acquire(timeout=30) for _ in range(4))
+            reply = client.post("/functions/f/rollback")
+            assert (reply.status_code, reply.json()["version"]) == (200, 3)
+        finally:
+            go_on.set()
+        assert [deploy.result().status_code for deploy in deploys] == [201] * 4
 
 
 def test_others_aliases_do_not_exist(gateway: Running, client: httpx.Client) -> None:
