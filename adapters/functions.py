@@ -7,13 +7,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from adapters.errors import Conflict, InvalidRequest
+from adapters.aliases import Alias, history_room, moved
+from adapters.errors import Conflict, InvalidRequest, NotFound
 
 MAX_VERSIONS = 10_000
 MAX_ALIASES = 1000
 """Function.json is read for each call that is not cached, so it may not grow without end."""
-MAX_HISTORY = 100
-"""Earlier targets that an alias remembers."""
 
 _Text = Annotated[str, Meta(max_length=1000)]
 
@@ -39,6 +38,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     timeout: Annotated[float, Meta(gt=0, le=3600)] | None = None
     """Seconds that a call may take when it does not state less."""
     defaults: Defaults = Defaults()
+    max_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    """Generations of the function that one gateway process runs at once; more are answered 429."""
 
 
 SUPPORTED_POLICY = Policy.__struct_fields__
@@ -58,22 +59,6 @@ class VersionEntry(msgspec.Struct, frozen=True):
     created: float
 
 
-class AliasChange(msgspec.Struct, frozen=True):
-    weights: dict[str, float]
-    when: float
-
-
-class Alias(msgspec.Struct, frozen=True):
-    """Where an alias points: version number -> share of calls; shares sum to 1."""
-
-    weights: dict[str, float]
-    generation: int
-    """Rises by one with each move."""
-    when: float
-    history: tuple[AliasChange, ...] = ()
-    """Earlier targets, the latest last."""
-
-
 class FunctionRecord(msgspec.Struct, frozen=True):
     """function.json. A deleted function stays as a tombstone, so that its version numbers are never used again."""
 
@@ -83,10 +68,16 @@ class FunctionRecord(msgspec.Struct, frozen=True):
     """Rises by one with each change of the record."""
     next_version: int = 1
     deleted: bool = False
+    unlisted: float = 0.0
+    """Unix time at which a version was last taken off the list: calls of it may still run, and read its artifact."""
     policy: Policy = Policy()
     versions: tuple[VersionEntry, ...] = ()
     """Ascending by number."""
     aliases: dict[str, Alias] = {}
+
+    def numbers(self) -> frozenset[str]:
+        """Its versions, as aliases name them."""
+        return frozenset(str(entry.version) for entry in self.versions)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -111,30 +102,22 @@ class Manifest(msgspec.Struct, frozen=True):
     """Where the files came from, if not with the request."""
 
 
-def parse_policy(policy: dict[str, Any], current: Policy) -> Policy:
-    """`current` with the fields that `policy` states. Raises InvalidRequest naming the field."""
+def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.") -> Policy:
+    """`current` with the fields that `policy` states; null takes one back. Raises InvalidRequest naming the field.
+
+    `within` is put before the field's name: where the caller stated it.
+    """
     for field in policy:
         if field not in SUPPORTED_POLICY:
             served = ", ".join(SUPPORTED_POLICY)
-            raise InvalidRequest(f"policy.{field[:100]}", f"this policy field is not served; served are: {served}")
+            raise InvalidRequest(f"{within}{field[:100]}", f"this policy field is not served; served are: {served}")
     try:
-        stated = msgspec.convert(policy, Policy)
+        stated = msgspec.convert({field: value for field, value in policy.items() if value is not None}, Policy)
     except msgspec.ValidationError as error:
-        told, _, path = str(error).partition(" - at `$")
-        field = f"policy{path.rstrip('`')}"
+        told, _, path = str(error).partition(" - at `$.")
+        field = f"{within}{path.rstrip('`')}"
         raise InvalidRequest(field, f"{field}: {told}") from None
     return msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})
-
-
-def moved(alias: Alias | None, version: int, now: float) -> Alias:
-    """The alias pointing to `version` alone; the same object if it already does."""
-    weights = {str(version): 1.0}
-    if alias is None:
-        return Alias(weights=weights, generation=1, when=now)
-    if alias.weights == weights:
-        return alias
-    history = (*alias.history, AliasChange(weights=alias.weights, when=alias.when))[-MAX_HISTORY:]
-    return Alias(weights=weights, generation=alias.generation + 1, when=now, history=history)
 
 
 def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: float) -> FunctionRecord:
@@ -143,20 +126,65 @@ def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: f
     Another alias than `latest` leaves `latest` where it is, unless the function has none yet.
     Raises Conflict at MAX_VERSIONS or MAX_ALIASES.
     """
-    aliases = dict(record.aliases)
-    aliases[alias] = moved(aliases.get(alias), entry.version, now)
-    if "latest" not in aliases:
-        aliases["latest"] = moved(None, entry.version, now)
-    if len(aliases) > MAX_ALIASES:
-        raise Conflict(f"function {record.name} has {MAX_ALIASES} aliases already")
     others = [known for known in record.versions if known.version != entry.version]
     if len(others) >= MAX_VERSIONS:
         raise Conflict(f"function {record.name} has {MAX_VERSIONS} versions already")
-    return msgspec.structs.replace(
+    listed = msgspec.structs.replace(
         record,
-        generation=record.generation + 1,
         next_version=max(record.next_version, entry.version + 1),
         deleted=False,
         versions=tuple(sorted([*others, entry], key=lambda known: known.version)),
-        aliases=aliases,
     )
+    weights = {str(entry.version): 1.0}
+    aliases = {alias: _moved(listed, alias, weights, now)}
+    if "latest" not in {**listed.aliases, **aliases}:
+        aliases["latest"] = moved(None, weights, now)
+    return with_aliases(listed, aliases)
+
+
+def with_alias(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> FunctionRecord:
+    """The record with `alias` moved; the same object if it points there already.
+
+    Raises NotFound for a version that the record does not list, Conflict at MAX_ALIASES.
+    """
+    for version in weights:
+        if version not in record.numbers():
+            raise NotFound(f"function {record.name} has no version {version[:100]}")
+    changed = _moved(record, alias, weights, now)
+    return record if changed is record.aliases.get(alias) else with_aliases(record, {alias: changed})
+
+
+def with_aliases(record: FunctionRecord, changed: dict[str, Alias]) -> FunctionRecord:
+    """One generation later. Raises Conflict at MAX_ALIASES."""
+    aliases = {**record.aliases, **changed}
+    if len(aliases) > MAX_ALIASES:
+        raise Conflict(f"function {record.name} has {MAX_ALIASES} aliases already")
+    return msgspec.structs.replace(record, generation=record.generation + 1, aliases=aliases)
+
+
+def without_version(record: FunctionRecord, version: int, now: float) -> FunctionRecord:
+    """The record without that version, one generation later. Raises NotFound, Conflict while an alias names it."""
+    if str(version) not in record.numbers():
+        raise NotFound(f"function {record.name} has no version {version}")
+    naming = sorted(name for name, alias in record.aliases.items() if str(version) in alias.weights)
+    if naming:
+        more = f" and {len(naming) - 3} more" if len(naming) > 3 else ""
+        raise Conflict(f"version {version} is in use by the alias {', '.join(naming[:3])}{more}; move it first")
+    left = tuple(entry for entry in record.versions if entry.version != version)
+    return msgspec.structs.replace(record, generation=record.generation + 1, versions=left, unlisted=now)
+
+
+def buried(record: FunctionRecord, now: float) -> FunctionRecord:
+    """The tombstone of the record."""
+    return FunctionRecord(
+        name=record.name,
+        created=record.created,
+        generation=record.generation + 1,
+        next_version=record.next_version,
+        deleted=True,
+        unlisted=now,
+    )
+
+
+def _moved(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> Alias:
+    return moved(record.aliases.get(alias), weights, now, history_room(len(record.aliases)))

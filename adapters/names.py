@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?", re.ASCII)
+NAME_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting and ending with a letter or digit"
 DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 

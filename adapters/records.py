@@ -33,11 +33,14 @@ def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | 
 def update_record(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:
     """Apply `change` to the record (None: there is none yet) until no other writer came between; returns the outcome.
 
-    `change` may be called several times. Raises what `change` raises, and StoreUnavailable after ATTEMPTS tries.
+    `change` may be called several times; when it returns the very object that it was given, nothing is written.
+    Raises what `change` raises, and StoreUnavailable after ATTEMPTS tries.
     """
     for attempt in range(ATTEMPTS):
         found = read_record(store, key, kind)
         changed = change(found[0] if found else None)
+        if found and changed is found[0]:
+            return changed
         data = msgspec.json.encode(changed)
         try:
             if found:

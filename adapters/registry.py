@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,19 @@ import msgspec
 from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.contents import Contents
-from adapters.errors import Conflict, InvalidRequest, NotFound, StoreUnavailable
-from adapters.functions import FunctionRecord, Manifest, Policy, VersionEntry, parse_policy, with_version
-from adapters.names import is_alias, is_name
+from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, Problem, StoreUnavailable
+from adapters.function_changes import FunctionChanges, check_alias, function_key
+from adapters.functions import (
+    FunctionRecord,
+    Manifest,
+    Policy,
+    VersionEntry,
+    buried,
+    parse_policy,
+    with_version,
+    without_version,
+)
+from adapters.names import NAME_RULE, is_name
 from adapters.peft_format import read_peft
 from adapters.records import read_record, update_record
 from adapters.store import ObjectStore
@@ -31,7 +42,6 @@ from adapters.validate import LoraLayout, validate
 
 MAX_ORPHANS = 1000
 """Numbers in a row that a deploy skips because deploys that failed, or still run, took them."""
-NAME_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting and ending with a letter or digit"
 
 
 @dataclass
@@ -72,6 +82,15 @@ class Resolved(msgspec.Struct, frozen=True):
     policy: Policy
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """A version that a call may get, with its share of the calls."""
+
+    share: float
+    version: Resolved
+    refused: tuple[Problem, ...] = ()
+    """Why it does not fit the present base model, if it does not."""
+
+
 class Registry:
     """The functions of all tenants for one base model. Methods block; they may be called from any thread."""
 
@@ -79,6 +98,7 @@ class Registry:
         self.store = store
         self.base = base
         self.contents = Contents(store, base)
+        self.changes = FunctionChanges(store)
 
     def check(
         self,
@@ -91,7 +111,7 @@ class Registry:
         """What a deploy would find, without writing anything. Raises as `deploy` does."""
         if name:
             self._check_name(name)
-        _check_options(alias, policy)
+        check_options(alias, policy)
         layout = validate(read_peft(config, weights), self.base)
         return _deployment(name, None, layout, created=False)
 
@@ -113,7 +133,7 @@ class Registry:
         """
         self._check_name(name)
         _check_tenant(tenant)
-        _check_options(alias, policy)
+        check_options(alias, policy)
         layout = validate(read_peft(config, weights), self.base)
         deploy = _Deploy(layout=layout, config=config, weights=weights, source=source)
 
@@ -123,34 +143,29 @@ class Registry:
             changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
             return with_version(changed, entry, alias or "latest", time.time())
 
-        record = update_record(self.store, _function_key(tenant, name), FunctionRecord, commit)
+        record = update_record(self.store, function_key(tenant, name), FunctionRecord, commit)
         entry = _find_digest(record, layout.digest)
         return _deployment(name, entry.version if entry else None, layout, created=deploy.created)
 
-    def resolve(self, tenant: str, name: str, qualifier: str | None = None) -> Resolved:
-        """The version that `qualifier` (an alias, a version number, or None for `latest`) names now.
+    def resolve(self, tenant: str, name: str, qualifier: str | None = None, point: float = 0.0) -> Resolved:
+        """The version that a call gets now; `point` in [0, 1) says on which side of a split alias it falls.
 
         Raises NotFound, StoreUnavailable, and InvalidAdapter if the base was changed and this adapter does not fit.
         """
+        return pick(self.choices(tenant, name, qualifier), point)
+
+    def choices(self, tenant: str, name: str, qualifier: str | None = None) -> Sequence[Choice]:
+        """The versions that `qualifier` (an alias, a version number, or None for `latest`) names now, ascending.
+
+        Raises NotFound, StoreUnavailable.
+        """
         record = self.function(tenant, name)
         wanted = "latest" if qualifier is None else qualifier
-        if wanted in record.aliases:
-            # Deploys give one version the whole weight; a split would have to be drawn per call.
-            wanted = max(record.aliases[wanted].weights.items(), key=lambda item: item[1])[0]
-        entry = next((entry for entry in record.versions if str(entry.version) == wanted), None)
-        if entry is None:
+        weights = record.aliases[wanted].weights if wanted in record.aliases else {wanted: 1.0}
+        entries = [entry for entry in record.versions if str(entry.version) in weights]
+        if len(entries) != len(weights):
             raise NotFound(f"function {name} has no version or alias {wanted[:100]!r}")
-        if entry.base != self.base.fingerprint:
-            self.contents.ensure_artifact(self._manifest(tenant, name, entry.version))
-        return Resolved(
-            function=name,
-            version=entry.version,
-            digest=entry.digest,
-            artifact_key=artifact_key(self.base.fingerprint, entry.digest),
-            ranks=entry.ranks,
-            bytes=entry.bytes,
-            policy=record.policy,
-        )
+        return [self._choice(tenant, record, entry, weights[str(entry.version)]) for entry in entries]
 
     def function(self, tenant: str, name: str) -> FunctionRecord:
         """The function's record. Raises NotFound."""
@@ -185,18 +200,35 @@ class Registry:
         """The manifests of all versions, ascending. Raises NotFound."""
         return [self._manifest(tenant, name, entry.version) for entry in self.function(tenant, name).versions]
 
-    def delete_function(self, tenant: str, name: str) -> None:
-        """Make the function invisible at once; its objects are left to garbage collection. Raises NotFound."""
+    def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
+        """Make a version that no alias names invisible at once; its objects are left to garbage collection, and its
+        number is not used again. Raises NotFound, Conflict, PreconditionFailed (as in FunctionChanges)."""
+        self.changes.change(tenant, name, matches, lambda record: without_version(record, version, time.time()))
 
-        def bury(record: FunctionRecord | None) -> FunctionRecord:
-            if record is None or record.deleted:
-                raise NotFound(f"there is no function {name!r}")
-            return msgspec.structs.replace(
-                record, generation=record.generation + 1, deleted=True, policy=Policy(), versions=(), aliases={}
-            )
+    def delete_function(self, tenant: str, name: str, matches: Collection[int] | None = None) -> None:
+        """Make the function invisible at once; its objects are left to garbage collection.
 
-        self.function(tenant, name)
-        update_record(self.store, _function_key(tenant, name), FunctionRecord, bury)
+        Raises NotFound, PreconditionFailed (as in FunctionChanges).
+        """
+        self.changes.change(tenant, name, matches, lambda record: buried(record, time.time()))
+
+    def _choice(self, tenant: str, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
+        refused: tuple[Problem, ...] = ()
+        if entry.base != self.base.fingerprint:
+            try:
+                self.contents.ensure_artifact(self._manifest(tenant, record.name, entry.version))
+            except InvalidAdapter as error:
+                refused = tuple(error.problems)
+        resolved = Resolved(
+            function=record.name,
+            version=entry.version,
+            digest=entry.digest,
+            artifact_key=artifact_key(self.base.fingerprint, entry.digest),
+            ranks=entry.ranks,
+            bytes=entry.bytes,
+            policy=record.policy,
+        )
+        return Choice(share, resolved, refused)
 
     def _check_name(self, name: str) -> None:
         if not is_name(name):
@@ -205,7 +237,7 @@ class Registry:
             raise InvalidRequest("name", f"{name!r} is the base model's id")
 
     def _read(self, tenant: str, name: str) -> FunctionRecord | None:
-        found = read_record(self.store, _function_key(tenant, name), FunctionRecord)
+        found = read_record(self.store, function_key(tenant, name), FunctionRecord)
         return found[0] if found else None
 
     def _listed(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> VersionEntry:
@@ -256,6 +288,23 @@ class Registry:
         raise StoreUnavailable(f"function {record.name} has too many unfinished versions; remove them first")
 
 
+def pick(choices: Sequence[Choice], point: float) -> Resolved:
+    """The version into whose share `point` falls, where shares lie side by side from 0. Raises InvalidAdapter.
+
+    Moving share from one of two versions to the other moves only the points in between.
+    """
+    reached = 0.0
+    chosen = choices[-1]  # the shares may sum to a little less than 1
+    for choice in choices:
+        reached += choice.share
+        if point < reached:
+            chosen = choice
+            break
+    if chosen.refused:
+        raise InvalidAdapter(list(chosen.refused))
+    return chosen.version
+
+
 def _function_key(tenant: str, name: str) -> str:
     return f"tenants/{tenant}/functions/{name}/function.json"
 
@@ -269,9 +318,10 @@ def _check_tenant(tenant: str) -> None:
         raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
 
 
-def _check_options(alias: str | None, policy: dict[str, Any] | None) -> None:
-    if alias is not None and not is_alias(alias):
-        raise InvalidRequest("alias", f"malformed alias {alias[:100]!r}: {NAME_RULE}, not all digits")
+def check_options(alias: str | None, policy: dict[str, Any] | None) -> None:
+    """Raises InvalidRequest for what a deploy can't be done with."""
+    if alias is not None:
+        check_alias(alias)
     parse_policy(policy or {}, Policy())
 
 

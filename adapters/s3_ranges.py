@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, NamedTuple
 
 from adapters.errors import StoreUnavailable
-from adapters.s3_calls import Interrupted, Refused, S3Calls, read_body
+from adapters.s3_calls import ANSWERS, Interrupted, Refused, S3Calls, read_body
 from adapters.s3_upload import gather
 
 REREADS = 4
@@ -49,8 +50,15 @@ def read_range(calls: S3Calls, pool: Executor, target: dict[str, str], start: in
     raise StoreUnavailable("an object is written anew too often to be read")
 
 
-def read_piece(calls: S3Calls, target: dict[str, str], start: int, buffer: memoryview, etag: str = "") -> Piece:
-    """One ranged get, of the content that has this ETag if one is given. Raises Refused (404, 412, 416)."""
+def read_piece(
+    calls: S3Calls,
+    target: dict[str, str],
+    start: int,
+    buffer: memoryview,
+    etag: str = "",
+    answers: Collection[int] = ANSWERS,
+) -> Piece:
+    """One ranged get, of the content that has this ETag if one is given. Raises Refused for a status in `answers`."""
     deadline = calls.deadline(len(buffer))
     condition = {"IfMatch": etag} if etag else {}
 
@@ -61,7 +69,7 @@ def read_piece(calls: S3Calls, target: dict[str, str], start: int, buffer: memor
             read_body(reply, buffer[: piece.length], deadline)
         return piece
 
-    return calls.run(read, deadline)
+    return calls.run(read, deadline, answers)
 
 
 def _checked(reply: Any, start: int, length: int) -> Piece:

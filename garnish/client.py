@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -13,19 +13,26 @@ import httpx
 from garnish.connection import Connection, find_connection
 from garnish.errors import GarnishError
 from garnish.protocol import (
+    AliasTarget,
     Call,
     Event,
     EventReader,
     Prompt,
+    alias_call,
     base_headers,
     delete_call,
+    delete_version_call,
     deploy_call,
     error_of,
     function_call,
     functions_call,
     invoke_call,
     parse,
+    policy_call,
+    rollback_call,
+    set_alias_call,
 )
+from gateway.alias_schema import AliasReply
 from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply
 
 Reply = TypeVar("Reply")
@@ -71,15 +78,19 @@ class Client:
         """Call a function (`name`, `name:alias` or `name:version`) with a prompt or messages.
 
         `options` are the request's fields: max_tokens, temperature, top_p, top_k, min_p, seed, stop,
-        presence_penalty, frequency_penalty, logprobs, ignore_eos, timeout, metadata.
+        presence_penalty, frequency_penalty, logprobs, ignore_eos, timeout, metadata; and `session`: calls with equal
+        ones are on the same side of an alias that splits its calls.
         With `stream` it yields TokenEvent after TokenEvent and at last one DoneEvent; closing the iterator cancels.
         """
         call = invoke_call(name, prompt, stream, options)
         return self._events(call) if stream else self._reply(call, InvokeReply)
 
-    def deploy(self, name: str, directory: str | Path, alias: str | None = None, dry_run: bool = False) -> DeployReply:
-        """Deploy a PEFT adapter's directory; with `dry_run` it is only validated."""
-        with deploy_call(name, Path(directory), alias, dry_run) as call:
+    def deploy(self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False) -> DeployReply:
+        """Deploy a PEFT adapter's directory, or what lies in an allowed `s3://bucket/prefix`.
+
+        With `dry_run` it is only validated.
+        """
+        with deploy_call(name, adapter, alias, dry_run) as call:
             return self._reply(call, DeployReply)
 
     def functions(self, limit: int = 100, after: str | None = None) -> FunctionList:
@@ -89,10 +100,36 @@ class Client:
     def function(self, name: str) -> FunctionReply:
         return self._reply(function_call(name), FunctionReply)
 
+    def alias(self, name: str, alias: str) -> AliasReply:
+        """Where an alias points, and where it pointed before."""
+        return self._reply(alias_call(name, alias), AliasReply)
+
+    def set_alias(self, name: str, alias: str, target: AliasTarget, if_match: int | None = None) -> AliasReply:
+        """Point an alias to a version, or to several: `{3: 0.9, 4: 0.1}`.
+
+        `if_match`, here and below: the `generation` of a reply; `precondition_failed` when the function has changed.
+        """
+        return self._reply(set_alias_call(name, alias, target, if_match), AliasReply)
+
+    def roll_back(self, name: str, alias: str = "latest", if_match: int | None = None) -> AliasReply:
+        """Point an alias to what it pointed to before; again: one further back."""
+        return self._reply(rollback_call(name, alias, if_match), AliasReply)
+
+    def set_policy(self, name: str, policy: Mapping[str, Any], if_match: int | None = None) -> FunctionReply:
+        """Change the stated fields of a function's policy; None takes one back."""
+        return self._reply(policy_call(name, policy, if_match), FunctionReply)
+
     def delete(self, name: str, force: bool = False) -> None:
         """New calls answer `not_found` at once; running ones finish, or are cancelled with `force`."""
+        self._done(delete_call(name, force))
+
+    def delete_version(self, name: str, version: int) -> None:
+        """A version that no alias points to."""
+        self._done(delete_version_call(name, version))
+
+    def _done(self, call: Call) -> None:
         with _told():
-            response = self._http.request(**delete_call(name, force).arguments())
+            response = self._http.request(**call.arguments())
         if response.is_error:
             raise error_of(response)
 
@@ -156,10 +193,10 @@ class AsyncClient:
         return self._events(call) if stream else await self._reply(call, InvokeReply)
 
     async def deploy(
-        self, name: str, directory: str | Path, alias: str | None = None, dry_run: bool = False
+        self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False
     ) -> DeployReply:
         """As `Client.deploy`."""
-        with deploy_call(name, Path(directory), alias, dry_run) as call:
+        with deploy_call(name, adapter, alias, dry_run) as call:
             return await self._reply(call, DeployReply)
 
     async def functions(self, limit: int = 100, after: str | None = None) -> FunctionList:
@@ -169,10 +206,33 @@ class AsyncClient:
     async def function(self, name: str) -> FunctionReply:
         return await self._reply(function_call(name), FunctionReply)
 
+    async def alias(self, name: str, alias: str) -> AliasReply:
+        """As `Client.alias`."""
+        return await self._reply(alias_call(name, alias), AliasReply)
+
+    async def set_alias(self, name: str, alias: str, target: AliasTarget, if_match: int | None = None) -> AliasReply:
+        """As `Client.set_alias`."""
+        return await self._reply(set_alias_call(name, alias, target, if_match), AliasReply)
+
+    async def roll_back(self, name: str, alias: str = "latest", if_match: int | None = None) -> AliasReply:
+        """As `Client.roll_back`."""
+        return await self._reply(rollback_call(name, alias, if_match), AliasReply)
+
+    async def set_policy(self, name: str, policy: Mapping[str, Any], if_match: int | None = None) -> FunctionReply:
+        """As `Client.set_policy`."""
+        return await self._reply(policy_call(name, policy, if_match), FunctionReply)
+
     async def delete(self, name: str, force: bool = False) -> None:
         """As `Client.delete`."""
+        await self._done(delete_call(name, force))
+
+    async def delete_version(self, name: str, version: int) -> None:
+        """As `Client.delete_version`."""
+        await self._done(delete_version_call(name, version))
+
+    async def _done(self, call: Call) -> None:
         with _told():
-            response = await self._http.request(**delete_call(name, force).arguments())
+            response = await self._http.request(**call.arguments())
         if response.is_error:
             raise error_of(response)
 

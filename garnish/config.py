@@ -66,7 +66,7 @@ def load_service_file(file: Path, environment: Mapping[str, str] | None = None) 
         infra=_section(document, ("infra",), Infra),
     )
     _refuse_unbuilt(document)
-    _check_registry(document, loaded)
+    _check_addresses(document, loaded)
     _check_together(document, loaded)
     return loaded
 
@@ -86,7 +86,6 @@ BUILT: dict[str, tuple[object, ...]] = {
     "gateway.workers": (1,),
     "gateway.redis": (),
     "gateway.webhook_hosts": (),
-    "gateway.allowed_sources": (),
     "node.runner": ("auto", "transformers"),
     "node.predictor": ("auto", "none"),
     "node.tensor_parallel": (1,),
@@ -119,7 +118,12 @@ def _refuse_unbuilt(document: Document) -> None:
             raise document.error(path, f"{value!r} is not built yet in this version: {hint}")
 
 
-def _check_registry(document: Document, loaded: ServiceFile) -> None:
+def _check_addresses(document: Document, loaded: ServiceFile) -> None:
+    for source in loaded.gateway.allowed_sources or ():
+        try:
+            parse_s3_url(source)
+        except InvalidRequest as error:
+            raise document.error(("gateway", "allowed_sources"), str(error)) from None
     registry = loaded.registry or ""
     if registry.startswith("s3://"):
         try:

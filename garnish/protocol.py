@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +18,12 @@ from gateway import schema
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
+SOURCE = "s3://"
+"""How an adapter's place begins that is no directory of ours."""
 Prompt = str | list[dict[str, str]]
 """A prompt, or messages such as {"role": "user", "content": "Hello"}."""
+AliasTarget = int | Mapping[int, float] | Mapping[str, float]
+"""A version, or shares of the calls by version."""
 CONNECT = 5.0
 SHORT = 60.0
 """Seconds for what needs no computation; also the slack on top of what the service bounds."""
@@ -61,19 +65,34 @@ def base_headers(connection: Connection) -> dict[str, str]:
 
 
 def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]) -> Call:
-    """`options` are fields of the request as API.md names them; None means not stated."""
+    """`options` are fields of the request by their names, and `session`, a header; None means not stated."""
     stated = {field: value for field, value in options.items() if value is not None}
+    session = stated.pop("session", None)
     body = {("prompt" if isinstance(prompt, str) else "messages"): prompt, **stated}
     if stream:
         body["stream"] = True
     seconds = stated.get("timeout")
     waiting = _waiting(seconds if isinstance(seconds, int | float) else CALL_SECONDS)
-    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body, timeout=waiting)
+    headers = {} if session is None else {"x-garnish-session": str(session)}
+    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body, headers=headers, timeout=waiting)
 
 
 @contextmanager
-def deploy_call(name: str, directory: Path, alias: str | None, dry_run: bool) -> Iterator[Call]:
-    """Keeps the adapter's two files open while the request is sent. Raises GarnishError when one can't be read."""
+def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool) -> Iterator[Call]:
+    """`adapter`: a directory, whose two files are kept open while the request is sent, or `s3://bucket/prefix`.
+
+    Raises GarnishError when a file can't be read.
+    """
+    if isinstance(adapter, str) and adapter.startswith(SOURCE):
+        yield Call(
+            method="POST",
+            url=f"/deploy/{quote(name, safe='')}",
+            params={"dry_run": "true"} if dry_run else {},
+            json={"source": adapter, **({} if alias is None else {"alias": alias})},
+            timeout=_waiting(CALL_SECONDS),
+        )
+        return
+    directory = Path(adapter)
     try:
         with (directory / CONFIG_FILE).open("rb") as config, (directory / WEIGHTS_FILE).open("rb") as weights:
             yield Call(
@@ -101,6 +120,40 @@ def function_call(name: str) -> Call:
 
 def delete_call(name: str, force: bool) -> Call:
     return Call(method="DELETE", url=f"/functions/{quote(name, safe='')}", params={"force": "true"} if force else {})
+
+
+def delete_version_call(name: str, version: int) -> Call:
+    return Call(method="DELETE", url=f"/functions/{quote(name, safe='')}/versions/{version}")
+
+
+def alias_call(name: str, alias: str) -> Call:
+    return Call(method="GET", url=_alias_url(name, alias))
+
+
+def set_alias_call(name: str, alias: str, target: AliasTarget, if_match: int | None) -> Call:
+    if isinstance(target, int):
+        body: dict[str, Any] = {"version": target}
+    else:
+        body = {"weights": {str(version): share for version, share in target.items()}}
+    return Call(method="PUT", url=_alias_url(name, alias), json=body, headers=_condition(if_match))
+
+
+def rollback_call(name: str, alias: str, if_match: int | None) -> Call:
+    url = f"/functions/{quote(name, safe='')}/rollback"
+    return Call(method="POST", url=url, json={"alias": alias}, headers=_condition(if_match))
+
+
+def policy_call(name: str, policy: Mapping[str, Any], if_match: int | None) -> Call:
+    url = f"/functions/{quote(name, safe='')}"
+    return Call(method="PATCH", url=url, json=dict(policy), headers=_condition(if_match))
+
+
+def _alias_url(name: str, alias: str) -> str:
+    return f"/functions/{quote(name, safe='')}/aliases/{quote(alias, safe='')}"
+
+
+def _condition(generation: int | None) -> dict[str, str]:
+    return {} if generation is None else {"if-match": f'"{generation}"'}
 
 
 def parse(reply: httpx.Response, kind: type[Reply]) -> Reply:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from adapters import strict_json
 from cluster.errors import ServiceError
+from gateway.config import GatewayConfig
 from gateway.errors import ClientGone
 
 T = TypeVar("T")
@@ -53,6 +54,12 @@ async def stream_body(request: Request, limit: int, seconds: float, idle_seconds
 
 async def read_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> bytes:
     return b"".join([chunk async for chunk in stream_body(request, limit, seconds, idle_seconds)])
+
+
+async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
+    """A call's JSON body, within the limits for calls. Raises ServiceError, also for another content type."""
+    require_json(request)
+    return await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
 
 
 class SlowBody(ServiceError):

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from adapters.errors import InvalidRequest
+from adapters.s3_url import parse_s3_url
 from cluster.messages import RECORD_EXPIRY
 
 POSITIVE = (
@@ -46,6 +48,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Must be 1: the cluster state lives in the process."""
     auth: Literal["keys", "none"] = "keys"
     policy: str = "least_loaded"
+    allowed_sources: tuple[str, ...] = ()
+    """`s3://bucket/prefix`es from below which tenants may deploy."""
 
     call_body: int = 1 << 20
     deploy_body: int = 512 << 20
@@ -92,6 +96,11 @@ def check_config(config: GatewayConfig) -> None:
         raise ConfigError(f"workers: {config.workers} is not served, only 1: the cluster state is in memory")
     if config.auth == "none" and not is_loopback(config.host):
         raise ConfigError(f"auth: `none` is accepted on a loopback address only, and host is {config.host!r}")
+    try:
+        for source in config.allowed_sources:
+            parse_s3_url(source)
+    except InvalidRequest as error:
+        raise ConfigError(f"allowed_sources: {error}") from None
     for name in POSITIVE:
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")

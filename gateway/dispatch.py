@@ -50,16 +50,21 @@ class Dispatcher:
         self.last_hour = last_hour
         self.called = called
 
-    def generation(self, request: GenerateRequest, function: str, received: float) -> Generation:
-        """`received`: monotonic seconds at which the call came in."""
-        return Generation(self, request, function, received)
+    def generation(
+        self, request: GenerateRequest, function: str, received: float, limit: int | None = None
+    ) -> Generation:
+        """`received`: monotonic seconds at which the call came in; `limit`: generations of the function at once."""
+        return Generation(self, request, function, received, limit)
 
 
 class Generation:
     """One request to the nodes; what became known of it on the way is in its attributes (times: monotonic seconds)."""
 
-    def __init__(self, dispatcher: Dispatcher, request: GenerateRequest, function: str, received: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, request: GenerateRequest, function: str, received: float, limit: int | None
+    ) -> None:
         self._dispatcher = dispatcher
+        self._limit = limit
         self.request = request
         self.function = function
         self.received = received
@@ -79,7 +84,7 @@ class Generation:
         outcome = "cancelled"
         shared.metrics.change_open(1)
         try:
-            with shared.running.track(self.request.tenant, self.function) as revoked:
+            with shared.running.track(self.request.tenant, self.function, self.received, self._limit) as revoked:
                 async with aclosing(self._attempts(revoked)) as events:
                     async for event in events:
                         self._note(event)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
+from adapters.aliases import point_of
 from adapters.errors import NotFound
 from adapters.functions import Defaults
 from adapters.names import is_name
-from adapters.registry import Registry, Resolved
+from adapters.registry import Choice, Registry, Resolved, pick
 from cluster.messages import Adapter
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
@@ -28,6 +30,7 @@ class Target(msgspec.Struct, frozen=True):
     defaults: Defaults = Defaults()
     timeout: float | None = None
     """The function's own default; seconds."""
+    max_concurrency: int | None = None
 
     @property
     def digest(self) -> str | None:
@@ -40,25 +43,41 @@ class Functions:
     ) -> None:
         self._registry = registry
         self._threads = threads
-        self._cache: GraceCache[Key, Target] = GraceCache(
+        self._cache: GraceCache[Key, Sequence[Choice]] = GraceCache(
             self._load, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
         )
 
-    async def target(self, tenant: str, name: str, qualifier: str | None) -> Target:
-        """The base model's id names the base. Raises NotFound, StoreUnavailable, InvalidAdapter."""
+    async def target(self, tenant: str, name: str, qualifier: str | None, side: str) -> Target:
+        """What a call runs. The base model's id names the base.
+
+        `side`: calls with equal ones are on the same side of an alias that splits its calls, as far as its shares stay
+        as they are. Raises NotFound, StoreUnavailable, InvalidAdapter.
+        """
         if name == self._registry.base.id and not qualifier:
             return Target(function=name)
+        choices = await self.choices(tenant, name, qualifier)
+        return _target(pick(choices, point_of(tenant, name, qualifier or "latest", side)))
+
+    async def choices(self, tenant: str, name: str, qualifier: str | None) -> Sequence[Choice]:
+        """As `Registry.choices`."""
         if not is_name(name) or (qualifier is not None and not is_name(qualifier)):
             raise NotFound(f"there is no function {name[:100]!r}")
         return await self._cache.get((tenant, name, qualifier or ""))
 
-    def forget(self, tenant: str, name: str) -> None:
-        """After a deploy or a delete: this process must not answer from before it."""
-        self._cache.forget_where(lambda key: key[:2] == (tenant, name))
+    @contextmanager
+    def changing(self, tenant: str, name: str) -> Iterator[None]:
+        """Around any change of the function: afterwards this process does not answer from before it.
 
-    async def _load(self, key: Key) -> Target:
+        Also when it fails, or its caller goes: the thread may have made the change all the same.
+        """
+        try:
+            yield
+        finally:
+            self._cache.forget_where(lambda key: key[:2] == (tenant, name))
+
+    async def _load(self, key: Key) -> Sequence[Choice]:
         tenant, name, qualifier = key
-        return _target(await self._threads.read(self._registry.resolve, tenant, name, qualifier or None))
+        return await self._threads.read(self._registry.choices, tenant, name, qualifier or None)
 
 
 def _target(found: Resolved) -> Target:
@@ -68,4 +87,5 @@ def _target(found: Resolved) -> Target:
         adapter=Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks),
         defaults=found.policy.defaults,
         timeout=found.policy.timeout,
+        max_concurrency=found.policy.max_concurrency,
     )

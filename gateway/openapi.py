@@ -14,8 +14,10 @@ import msgspec
 
 from gateway import openai_schema as openai
 from gateway import schema
+from gateway.alias_operations import ALIAS_OPERATIONS
 from gateway.operations import NAME_PATTERN, OPERATIONS, Operation
 
+ALL = (*OPERATIONS, *ALIAS_OPERATIONS)
 FILE = Path(__file__).with_name("openapi.json")
 
 STATUS_TEXT = {
@@ -23,6 +25,8 @@ STATUS_TEXT = {
     401: "No key, or not a valid one",
     403: "The key may not do this",
     404: "No such function, version or alias, or it belongs to another tenant",
+    409: "Not while things are as they are: an alias names the version, a limit is reached, nothing earlier is known",
+    412: "The function has changed since it had the ETag in If-Match",
     413: "The body is over its limit",
     415: "Another content type is expected",
     422: "Wrong types, values or unknown fields; `param` names the field, `details` lists several problems",
@@ -39,7 +43,7 @@ def document() -> dict[str, Any]:
     """The whole OpenAPI 3.1 document."""
     schemas, components = _components()
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    for operation in ALL:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
     return {
         "openapi": "3.1.0",
@@ -65,7 +69,7 @@ def _components() -> tuple[dict[type[Any], Any], dict[str, Any]]:
     """A reference per message type, and what the references point to."""
     types: set[type[Any]] = {schema.ErrorReply, openai.OpenAIError, schema.TokenEvent, schema.DoneEvent}
     types.add(openai.ChatChunk)
-    for operation in OPERATIONS:
+    for operation in ALL:
         types |= {kind for kind in (*operation.replies.values(), operation.body) if kind not in (None, str)}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
@@ -81,10 +85,13 @@ def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
     }
     if not operation.key:
         made["security"] = []
-    if operation.body is not None:
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[operation.body]}}}
+    content: dict[str, Any] = {}
     if operation.multipart:
-        made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
+        content["multipart/form-data"] = {"schema": _UPLOAD}
+    if operation.body is not None:
+        content["application/json"] = {"schema": schemas[operation.body]}
+    if content:
+        made["requestBody"] = {"required": True, "content": content}
     return made
 
 
@@ -104,7 +111,8 @@ _UPLOAD = {
 def _responses(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[str, Any]:
     responses: dict[str, Any] = {}
     for status, kind in operation.replies.items():
-        responses[str(status)] = {"description": "Done", "headers": _REQUEST_ID}
+        headers = {**_REQUEST_ID, **_ETAG} if operation.etag else _REQUEST_ID
+        responses[str(status)] = {"description": "Done", "headers": headers}
         if kind is str:
             responses[str(status)]["content"] = {"text/plain": {"schema": {"type": "string"}}}
         elif kind is not None:
@@ -122,6 +130,7 @@ def _responses(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
 _REQUEST_ID = {
     "x-request-id": {"description": "The caller's own, when it sent a sane one", "schema": {"type": "string"}}
 }
+_ETAG = {"etag": {"description": "The function's generation, for If-Match", "schema": {"type": "string"}}}
 
 
 def render() -> bytes:

@@ -32,23 +32,40 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     errors: Sequence[int] = READ
     key: bool = True
     multipart: bool = False
+    """Whether the adapter's files are taken as the body, too."""
+    etag: bool = False
+    """Whether a successful reply has one."""
 
 
-def _query(name: str, about: str, kind: Mapping[str, Any]) -> dict[str, Any]:
+def query_param(name: str, about: str, kind: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "in": "query", "required": False, "description": about, "schema": dict(kind)}
 
 
-def _path(name: str, about: str, kind: Mapping[str, Any]) -> dict[str, Any]:
+def path_param(name: str, about: str, kind: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "description": about, "schema": dict(kind)}
 
 
-_NAME = _path("name", "The function", {"type": "string", "pattern": NAME_PATTERN})
-_TENANT = {
+NAME = path_param("name", "The function", {"type": "string", "pattern": NAME_PATTERN})
+TENANT = {
     "name": "x-garnish-tenant",
     "in": "header",
     "required": False,
     "description": "With an admin key: whose functions are meant",
     "schema": {"type": "string", "pattern": NAME_PATTERN},
+}
+IF_MATCH = {
+    "name": "if-match",
+    "in": "header",
+    "required": False,
+    "description": "An ETag of the function: answered 412 when it has changed since",
+    "schema": {"type": "string"},
+}
+_SESSION = {
+    "name": "x-garnish-session",
+    "in": "header",
+    "required": False,
+    "description": "Calls with equal ones are on the same side of an alias that splits its calls",
+    "schema": {"type": "string", "maxLength": 256},
 }
 _BOOLEAN = {"type": "boolean", "default": False}
 
@@ -57,11 +74,12 @@ OPERATIONS = (
         method="post",
         path="/deploy/{name}",
         id="deploy",
-        summary="Make an adapter's files a version of a function, and point an alias to it",
-        parameters=(_NAME, _query("dry_run", "Only validate; nothing is stored", _BOOLEAN), _TENANT),
+        summary="Make an adapter's files, sent or in an allowed place, a version of a function; point an alias to it",
+        parameters=(NAME, query_param("dry_run", "Only validate; nothing is stored", _BOOLEAN), TENANT),
+        body=schema.DeploySource,
         multipart=True,
         replies={201: schema.DeployReply, 200: schema.DeployReply},
-        errors=(400, 401, 403, 404, 413, 415, 422, 429, 500, 503),
+        errors=(400, 401, 403, 404, 409, 413, 415, 422, 429, 500, 503),
     ),
     Operation(
         method="get",
@@ -69,9 +87,11 @@ OPERATIONS = (
         id="listFunctions",
         summary="The tenant's functions, a page at a time",
         parameters=(
-            _query("limit", "Functions per page", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}),
-            _query("after", "`next` of the page before", {"type": "string"}),
-            _TENANT,
+            query_param(
+                "limit", "Functions per page", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}
+            ),
+            query_param("after", "`next` of the page before", {"type": "string"}),
+            TENANT,
         ),
         replies={200: schema.FunctionList},
     ),
@@ -80,23 +100,25 @@ OPERATIONS = (
         path="/functions/{name}",
         id="getFunction",
         summary="One function: policy, aliases, versions, where they are resident, its last hour",
-        parameters=(_NAME, _TENANT),
+        parameters=(NAME, TENANT),
         replies={200: schema.FunctionReply},
+        etag=True,
     ),
     Operation(
         method="delete",
         path="/functions/{name}",
         id="deleteFunction",
         summary="Delete a function: new calls answer 404 at once, running ones finish",
-        parameters=(_NAME, _query("force", "Cancel the running ones, too", _BOOLEAN), _TENANT),
+        parameters=(NAME, query_param("force", "Cancel the running ones, too", _BOOLEAN), TENANT, IF_MATCH),
         replies={204: None},
+        errors=(*READ, 412),
     ),
     Operation(
         method="get",
         path="/functions/{name}/versions",
         id="listVersions",
         summary="The manifests of all versions",
-        parameters=(_NAME, _TENANT),
+        parameters=(NAME, TENANT),
         replies={200: schema.VersionList},
     ),
     Operation(
@@ -104,7 +126,7 @@ OPERATIONS = (
         path="/functions/{name}/versions/{version}",
         id="getVersion",
         summary="The manifest of one version",
-        parameters=(_NAME, _path("version", "Its number", {"type": "integer", "minimum": 1}), _TENANT),
+        parameters=(NAME, path_param("version", "Its number", {"type": "integer", "minimum": 1}), TENANT),
         replies={200: schema.VersionReply},
     ),
     Operation(
@@ -113,9 +135,10 @@ OPERATIONS = (
         id="invoke",
         summary="Generate text with a function",
         parameters=(
-            _path("target", "`name`, `name:alias`, `name:version`, or the base model's id", {"type": "string"}),
-            _query("qualifier", "Alias or version, if the path names none", {"type": "string"}),
-            _TENANT,
+            path_param("target", "`name`, `name:alias`, `name:version`, or the base model's id", {"type": "string"}),
+            query_param("qualifier", "Alias or version, if the path names none", {"type": "string"}),
+            TENANT,
+            _SESSION,
         ),
         body=schema.InvokeRequest,
         replies={200: schema.InvokeReply},
@@ -127,7 +150,7 @@ OPERATIONS = (
         path="/v1/models",
         id="listModels",
         summary="The base model and the tenant's functions",
-        parameters=(_TENANT,),
+        parameters=(TENANT,),
         replies={200: openai.ModelList},
         errors=OPENAI_READ,
     ),
@@ -136,7 +159,7 @@ OPERATIONS = (
         path="/v1/models/{id}",
         id="getModel",
         summary="One of them",
-        parameters=(_path("id", "As `model` in a completion", {"type": "string"}), _TENANT),
+        parameters=(path_param("id", "As `model` in a completion", {"type": "string"}), TENANT),
         replies={200: openai.Model},
         errors=OPENAI_READ,
     ),
@@ -145,7 +168,7 @@ OPERATIONS = (
         path="/v1/completions",
         id="createCompletion",
         summary="Complete a prompt",
-        parameters=(_TENANT,),
+        parameters=(TENANT, _SESSION),
         body=openai.CompletionRequest,
         replies={200: openai.Completion},
         stream="Completion chunks, then `data: [DONE]`",
@@ -156,7 +179,7 @@ OPERATIONS = (
         path="/v1/chat/completions",
         id="createChatCompletion",
         summary="Answer a conversation",
-        parameters=(_TENANT,),
+        parameters=(TENANT, _SESSION),
         body=openai.ChatRequest,
         replies={200: openai.Chat},
         stream="ChatChunk chunks, then `data: [DONE]`",

@@ -8,6 +8,10 @@ from starlette.requests import Request
 
 from cluster.errors import ServiceError
 
+SESSION_HEADER = "x-garnish-session"
+MAX_SESSION = 256
+
+_TAG = re.compile(r'(W/)?"([^"]*)"|(\*)|(\d+)', re.ASCII)
 _ZERO = re.compile(r"0(\.0{0,3})?", re.ASCII)
 
 
@@ -47,3 +51,39 @@ def asks_for_events(accept: str) -> bool:
             weights = [value.strip() for key, _, value in (part.partition("=") for part in parameters) if key == "q"]
             return not any(_ZERO.fullmatch(weight) for weight in weights)
     return False
+
+
+def side(request: Request) -> str:
+    """What decides on which side of a split alias the call falls: the caller's session, or else the request's id.
+
+    Raises ServiceError `validation_failed` for a session that is too long.
+    """
+    session = request.headers.get(SESSION_HEADER, "")
+    if len(session) > MAX_SESSION:
+        message = f"{SESSION_HEADER} may have at most {MAX_SESSION} characters"
+        raise ServiceError("validation_failed", message, param=SESSION_HEADER)
+    return f"session {session}" if session else f"request {request.state.request_id}"
+
+
+def if_match(request: Request) -> frozenset[int] | None:
+    """The generations that If-Match names; None: any. Raises ServiceError `validation_failed`."""
+    stated = request.headers.get("if-match")
+    if stated is None:
+        return None
+    generations: set[int] = set()
+    for entry in stated.split(","):
+        tag = _TAG.fullmatch(entry.strip())
+        if tag is None:
+            message = 'If-Match is an ETag of this function such as "7", several with commas in between, or *'
+            raise ServiceError("validation_failed", message, param="if-match")
+        if tag[3]:
+            return None
+        generation = tag[2] or tag[4]
+        # A weak tag, or one that was never ours, matches nothing.
+        if not tag[1] and generation.isascii() and generation.isdigit() and len(generation) < 19:
+            generations.add(int(generation))
+    return frozenset(generations)
+
+
+def etag(generation: int) -> str:
+    return f'"{generation}"'

@@ -200,7 +200,7 @@ class FunctionItem(msgspec.Struct, frozen=True):
     versions: list[int]
     aliases: dict[str, int | dict[str, float]]
     ranks: list[int]
-    """Of the version that `latest` points to, like `bytes`."""
+    """Of the version that `latest` points to, like `bytes`; of that with the largest share, if there are several."""
     bytes: int
     residency: list[Residency]
 
@@ -237,6 +237,8 @@ class VersionReply(msgspec.Struct, frozen=True):
     weights_sha256: str
     created: float
     """Unix time."""
+    source: str | None = None
+    """Where the files came from, if not with the request."""
 
 
 class VersionList(msgspec.Struct, frozen=True):
@@ -256,6 +258,8 @@ class LastHour(msgspec.Struct, frozen=True):
 class FunctionReply(msgspec.Struct, frozen=True):
     name: str
     created: float
+    generation: int
+    """Rises with each change of the function; the ETag."""
     policy: dict[str, Any]
     aliases: dict[str, int | dict[str, float]]
     versions: list[VersionItem]

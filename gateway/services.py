@@ -15,6 +15,7 @@ from starlette.requests import Request
 from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_checked_store
 from adapters.registry import Registry
+from adapters.sources import Sources
 from adapters.tenants import Tenants
 from cluster.secret import read_secret
 from cluster.state import ClusterState, MemoryClusterState
@@ -30,9 +31,10 @@ from gateway.metrics import Metrics
 from gateway.node_client import NodeClient
 from gateway.running import Running
 from gateway.scheduling.policy import make_policy
-from gateway.threads import LeavableThreads, StoreThreads
+from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 
 TEXT_THREADS = 2
+SOURCE_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Services:
     last_hour: LastHour
     called: CalledDigests
     deploys: DeploySlots
+    sources: Sources
+    source_threads: LeavableThreads
 
 
 def services_of(request: Request) -> Services:
@@ -67,7 +71,8 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
     registry, tenants = Registry(store, base), Tenants(store)
-    threads = StoreThreads(config.store_seconds)
+    # Deploys take long: however many there are, a rollback finds a thread.
+    threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
     secret = read_secret(Path(config.secret_file))
     running, last_hour, called = Running(), LastHour(monotonic), CalledDigests()
@@ -99,4 +104,6 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
                 tenant_stores=config.max_tenant_deploys,
                 wait_seconds=config.deploy_wait,
             ),
+            sources=Sources(config.allowed_sources),
+            source_threads=LeavableThreads(SOURCE_THREADS),
         )

@@ -73,11 +73,11 @@ def _run(work: Callable[[], T], outcome: Future[T]) -> None:
 class StoreThreads:
     """Reads are given up after `seconds`; writes run to their end, because half of one can't be taken back."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, writes: int = WRITE_THREADS) -> None:
         self._seconds = seconds
         self._reads = LeavableThreads(READ_THREADS)
-        self._writes = asyncio.Semaphore(WRITE_THREADS)
-        self._write_limiter = anyio.CapacityLimiter(WRITE_THREADS)
+        self._writes = asyncio.Semaphore(writes)
+        self._write_limiter = anyio.CapacityLimiter(writes)
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Raises StoreUnavailable when the store (or a free thread) does not answer in time; at once while earlier

@@ -25,7 +25,9 @@ def register(app: typer.Typer) -> None:
 
 def deploy(
     name: Annotated[str | None, typer.Argument(help="The function's name.")] = None,
-    path: Annotated[Path | None, typer.Argument(help="The PEFT adapter's directory.")] = None,
+    path: Annotated[
+        str | None, typer.Argument(help="The PEFT adapter's directory, or an allowed s3://bucket/prefix.")
+    ] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Deploy all functions of a service file.")] = None,
     alias: Annotated[str | None, typer.Option("--alias", help="The alias to move (default: latest).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate.")] = False,
@@ -52,7 +54,7 @@ def deploy(
 
 class _Wanted(NamedTuple):
     name: str
-    directory: Path
+    adapter: str | Path
     alias: str | None
     tenant: str | None
 
@@ -70,7 +72,7 @@ def _declared(file: Path) -> list[_Wanted]:
 def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, screen: Screen) -> DeployReply:
     screen.progress(f"deploying {wanted.name}")
     with open_client(url, state, wanted.tenant) as client:
-        reply = client.deploy(wanted.name, wanted.directory, wanted.alias, dry_run)
+        reply = client.deploy(wanted.name, wanted.adapter, wanted.alias, dry_run)
     screen.end_progress()
     outcome = "valid" if dry_run else f"version {reply.version}"
     screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {reply.bytes} bytes")
@@ -95,7 +97,7 @@ def list_functions(
     rows = [
         [
             item.name,
-            ", ".join(f"{alias}={target}" for alias, target in item.aliases.items()),
+            ", ".join(f"{alias}={pointed(target)}" for alias, target in item.aliases.items()),
             str(max(item.ranks, default=0)),
             str(item.bytes),
             ", ".join(sorted({f"{place.node}:{place.tier}" for place in item.residency})) or "-",
@@ -120,8 +122,9 @@ def describe(
     with open_client(url, state, tenant) as client:
         found = client.function(name)
     screen.line(f"name: {found.name}")
+    screen.line(f"generation: {found.generation}")
     for alias, target in found.aliases.items():
-        screen.line(f"alias {alias}: {target}")
+        screen.line(f"alias {alias}: {pointed(target)}")
     for field, value in found.policy.items():
         screen.line(f"policy {field}: {msgspec.json.encode(value).decode()}")
     rows = [
@@ -141,17 +144,31 @@ def describe(
 
 def delete(
     name: Name,
+    version: Annotated[int | None, typer.Option("--version", help="Delete only this version.", min=1)] = None,
     force: Annotated[bool, typer.Option("--force", help="Cancel running calls.")] = False,
     url: Url = None,
     state: State = DEFAULT_STATE,
     tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete a function with all its versions."""
+    """Delete a function with all its versions, or one version that no alias points to."""
     from garnish.screen import Screen
 
+    if version is not None and force:
+        raise typer.BadParameter("--force is for a whole function")
+    deleted = name if version is None else f"{name}:{version}"
     screen = Screen(as_json)
     with open_client(url, state, tenant) as client:
-        client.delete(name, force)
-    screen.line(f"{name}: deleted")
-    screen.result({"deleted": name})
+        if version is None:
+            client.delete(name, force)
+        else:
+            client.delete_version(name, version)
+    screen.line(f"{deleted}: deleted")
+    screen.result({"deleted": deleted})
+
+
+def pointed(target: int | dict[str, float]) -> str:
+    """`4`, or `3:0.9+4:0.1` for shares of the calls."""
+    if isinstance(target, int):
+        return str(target)
+    return "+".join(f"{version}:{share:g}" for version, share in sorted(target.items(), key=lambda item: int(item[0])))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli import functions, invoke, profile, serve
+from garnish.cli import functions, invoke, profile, serve, versions
 from garnish.errors import FrontDoorError
 from garnish.text import printable
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 serve.register(app)
 functions.register(app)
+versions.register(app)
 invoke.register(app)
 profile.register(app)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -11,15 +11,16 @@ from starlette.responses import Response
 
 from adapters import strict_json
 from adapters.names import is_name
-from adapters.registry import Deployment
+from adapters.registry import Deployment, check_options
 from cluster.errors import ServiceError
 from gateway import schema
-from gateway.bodies import decode_json, media_type, read_body
+from gateway.bodies import decode_json, media_type, read_call_body
 from gateway.multipart import Upload, receive_upload
 from gateway.params import flag, known_only
 from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
+from gateway.source_copy import allowed_place, copied_source
 
 
 async def deploy(request: Request) -> Response:
@@ -36,9 +37,10 @@ async def deploy(request: Request) -> Response:
     dry_run = flag(request, "dry_run")
     given = media_type(request)
     if given == "application/json":
-        await _refuse_source(services, request)
+        return await _from_source(services, request, tenant, name, dry_run)
     if given != "multipart/form-data":
-        raise ServiceError("unsupported_media_type", "send multipart/form-data with the adapter's two files")
+        message = "send multipart/form-data with the adapter's two files, or application/json with a source"
+        raise ServiceError("unsupported_media_type", message)
     with services.deploys.deploy(tenant):
         return await _from_upload(services, request, tenant, name, dry_run)
 
@@ -53,29 +55,40 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
         idle_seconds=config.body_idle_seconds,
     )
     async with upload_to as upload:
-        policy = _policy(upload)
-        alias = _alias(upload)
-        async with services.deploys.store(tenant):
-            if dry_run:
-                checked = await services.threads.write(
-                    services.registry.check, upload.config, upload.weights, name, alias, policy
-                )
-                return json_response(await _reply(services, checked))
-            try:
-                made = await services.threads.write(
-                    services.registry.deploy, tenant, name, upload.config, upload.weights, alias, policy
-                )
-            finally:
-                # Also when the caller has gone or the store failed half-way: the thread may have moved an alias.
-                services.functions.forget(tenant, name)
+        given = _Given(upload.config, upload.weights, _alias(upload), _policy(upload))
+        return await _store(services, tenant, name, given, dry_run)
+
+
+async def _from_source(services: Services, request: Request, tenant: str, name: str, dry_run: bool) -> Response:
+    body = decode_json(await read_call_body(request, services.config), schema.DeploySource)
+    place = allowed_place(services.sources, body.source)
+    check_options(body.alias, body.policy)
+    with services.deploys.deploy(tenant):
+        async with copied_source(services.config, services.sources, services.source_threads, place) as files:
+            given = _Given(files.config, files.weights, body.alias, body.policy, body.source)
+            return await _store(services, tenant, name, given, dry_run)
+
+
+class _Given(NamedTuple):
+    """What is to be deployed; `weights` is a file that goes away afterwards."""
+
+    config: bytes
+    weights: Path
+    alias: str | None
+    policy: dict[str, Any] | None
+    source: str | None = None
+
+
+async def _store(services: Services, tenant: str, name: str, given: _Given, dry_run: bool) -> Response:
+    async with services.deploys.store(tenant):
+        if dry_run:
+            checked = await services.threads.write(
+                services.registry.check, given.config, given.weights, name, given.alias, given.policy
+            )
+            return json_response(await _reply(services, checked))
+        with services.functions.changing(tenant, name):
+            made = await services.threads.write(services.registry.deploy, tenant, name, *given)
     return json_response(await _reply(services, made), 201 if made.created else 200)
-
-
-async def _refuse_source(services: Services, request: Request) -> None:
-    config = services.config
-    body = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
-    decode_json(body, schema.DeploySource)
-    raise ServiceError("forbidden", "the operator allows no source to deploy from; send the files", param="source")
 
 
 def _policy(upload: Upload) -> dict[str, Any] | None:

@@ -1,19 +1,22 @@
-"""GET /functions, GET and DELETE /functions/{name}, GET /functions/{name}/versions."""
+"""GET /functions; GET, PATCH, DELETE /functions/{name}; GET /functions/{name}/versions, and DELETE of one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from adapters.aliases import Alias
 from adapters.errors import NotFound
-from adapters.functions import Alias, FunctionRecord, Manifest, VersionEntry
+from adapters.functions import FunctionRecord, Manifest, VersionEntry
 from cluster.errors import ServiceError
 from cluster.state import NodeView
 from gateway import schema
-from gateway.params import flag, integer, known_only
+from gateway.bodies import decode_json, read_call_body
+from gateway.params import etag, flag, if_match, integer, known_only
 from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
@@ -34,8 +37,9 @@ async def list_functions(request: Request) -> Response:
 
 
 async def function(request: Request) -> Response:
-    """One route for both methods, so that a 405 names both."""
-    return await (delete_function if request.method == "DELETE" else get_function)(request)
+    """One route for all methods, so that a 405 names them all."""
+    chosen = {"DELETE": delete_function, "PATCH": patch_function}.get(request.method, get_function)
+    return await chosen(request)
 
 
 async def get_function(request: Request) -> Response:
@@ -43,10 +47,28 @@ async def get_function(request: Request) -> Response:
     tenant = await services.callers.tenant(request)
     known_only(request)
     record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
+    return await _function_reply(services, tenant, record)
+
+
+async def patch_function(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    known_only(request)
+    name = request.path_params["name"]
+    policy = decode_json(await read_call_body(request, services.config), dict[str, Any])
+    with services.functions.changing(tenant, name):
+        record = await services.threads.write(
+            services.registry.changes.set_policy, tenant, name, policy, if_match(request)
+        )
+    return await _function_reply(services, tenant, record)
+
+
+async def _function_reply(services: Services, tenant: str, record: FunctionRecord) -> Response:
     sums = services.last_hour.sums(tenant, record.name)
     reply = schema.FunctionReply(
         name=record.name,
         created=record.created,
+        generation=record.generation,
         policy=msgspec.to_builtins(record.policy),
         aliases=_aliases(record),
         versions=[msgspec.convert(entry, schema.VersionItem, from_attributes=True) for entry in record.versions],
@@ -59,7 +81,7 @@ async def get_function(request: Request) -> Response:
             mean_ttft_ms=round(sums.ttft_seconds / sums.first_tokens * 1000, 3) if sums.first_tokens else None,
         ),
     )
-    return json_response(reply)
+    return json_response(reply, headers={"etag": etag(record.generation)})
 
 
 async def delete_function(request: Request) -> Response:
@@ -68,10 +90,8 @@ async def delete_function(request: Request) -> Response:
     known_only(request, "force")
     force = flag(request, "force")
     name = request.path_params["name"]
-    try:
-        await services.threads.write(services.registry.delete_function, tenant, name)
-    finally:
-        services.functions.forget(tenant, name)
+    with services.functions.changing(tenant, name):
+        await services.threads.write(services.registry.delete_function, tenant, name, if_match(request))
     if force:
         services.running.revoke(tenant, name, ServiceError("cancelled", f"function {name} was deleted"))
     return Response(status_code=204)
@@ -85,23 +105,44 @@ async def list_versions(request: Request) -> Response:
     return json_response(schema.VersionList(versions=[_manifest(manifest) for manifest in manifests]))
 
 
+async def version(request: Request) -> Response:
+    """One route for both methods, so that a 405 names both."""
+    return await (delete_version if request.method == "DELETE" else get_version)(request)
+
+
 async def get_version(request: Request) -> Response:
     services = services_of(request)
     tenant = await services.callers.tenant(request)
     known_only(request)
-    name, version = request.path_params["name"], request.path_params["version"]
+    name, number = request.path_params["name"], _number(request)
+    return json_response(_manifest(await services.threads.read(services.registry.manifest, tenant, name, number)))
+
+
+async def delete_version(request: Request) -> Response:
+    services = services_of(request)
+    tenant = await services.callers.tenant(request)
+    known_only(request)
+    name, number = request.path_params["name"], _number(request)
+    with services.functions.changing(tenant, name):
+        await services.threads.write(services.registry.delete_version, tenant, name, number, if_match(request))
+    return Response(status_code=204)
+
+
+def _number(request: Request) -> int:
+    version: str = request.path_params["version"]
     if not (version.isascii() and version.isdigit() and len(version) < 10):
         raise NotFound(f"there is no version {version[:100]!r}")
-    return json_response(_manifest(await services.threads.read(services.registry.manifest, tenant, name, int(version))))
+    return int(version)
 
 
 def _item(record: FunctionRecord, called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> schema.FunctionItem:
-    aliases = _aliases(record)
-    latest = next((entry for entry in record.versions if entry.version == aliases.get("latest")), None)
+    weights = record.aliases["latest"].weights if "latest" in record.aliases else {}
+    most = max(weights, key=weights.__getitem__, default="")
+    latest = next((entry for entry in record.versions if str(entry.version) == most), None)
     return schema.FunctionItem(
         name=record.name,
         versions=[entry.version for entry in record.versions],
-        aliases=aliases,
+        aliases=_aliases(record),
         ranks=list(latest.ranks) if latest else [],
         bytes=latest.bytes if latest else 0,
         residency=_residency(called, nodes),
@@ -137,7 +178,7 @@ def _manifest(manifest: Manifest) -> schema.VersionReply:
 
 routes = [
     ExactRoute("/functions", list_functions, methods=["GET"]),
-    ExactRoute("/functions/{name}", function, methods=["GET", "DELETE"]),
+    ExactRoute("/functions/{name}", function, methods=["GET", "PATCH", "DELETE"]),
     ExactRoute("/functions/{name}/versions", list_versions, methods=["GET"]),
-    ExactRoute("/functions/{name}/versions/{version}", get_version, methods=["GET"]),
+    ExactRoute("/functions/{name}/versions/{version}", version, methods=["GET", "DELETE"]),
 ]

@@ -8,12 +8,13 @@ from starlette.types import ASGIApp
 
 from cluster.errors import ServiceError
 from gateway import schema
-from gateway.bodies import decode_json, read_body, require_json
+from gateway.bodies import decode_json, read_call_body
 from gateway.choices import collect
 from gateway.connected import while_connected
+from gateway.dispatch import Generation
 from gateway.event_stream import EventStream
 from gateway.invocation import Invocation, Options, prepare
-from gateway.params import asks_for_events, known_only
+from gateway.params import asks_for_events, known_only, side
 from gateway.prompts import Conversation, Prompts, Source
 from gateway.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.responses import json_response
@@ -28,12 +29,10 @@ async def invoke(request: Request) -> ASGIApp:
     tenant = await services.callers.tenant(request)
     watch.lap("auth")
     known_only(request, "qualifier")
-    require_json(request)
-    config = services.config
-    data = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
+    data = await read_call_body(request, services.config)
     call = decode_json(data, schema.InvokeRequest)
     watch.lap("body")
-    target = await services.functions.target(tenant, *_name_and_qualifier(request))
+    target = await services.functions.target(tenant, *_name_and_qualifier(request), side(request))
     watch.lap("resolve")
     invocation = await prepare(
         services,
@@ -50,7 +49,7 @@ async def invoke(request: Request) -> ASGIApp:
 
 
 async def _whole(services: Services, invocation: Invocation, request: Request) -> ASGIApp:
-    generation = services.dispatcher.generation(invocation.requests[0], invocation.target.function, invocation.received)
+    generation = _generation(services, invocation)
     (outcome,) = await while_connected(collect([generation]), request.receive)
     return json_response(
         invoke_reply(invocation, generation, outcome), headers=invocation_headers(invocation, generation)
@@ -58,7 +57,7 @@ async def _whole(services: Services, invocation: Invocation, request: Request) -
 
 
 def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGIApp:
-    generation = services.dispatcher.generation(invocation.requests[0], invocation.target.function, invocation.received)
+    generation = _generation(services, invocation)
     return EventStream(
         invoke_events(invocation, generation),
         headers=lambda: invocation_headers(invocation, generation),
@@ -66,6 +65,12 @@ def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGI
         header_seconds=services.config.header_seconds,
         keepalive_seconds=services.config.keepalive_seconds,
     )
+
+
+def _generation(services: Services, invocation: Invocation) -> Generation:
+    target = invocation.target
+    (wanted,) = invocation.requests
+    return services.dispatcher.generation(wanted, target.function, invocation.received, target.max_concurrency)
 
 
 def _name_and_qualifier(request: Request) -> tuple[str, str | None]:

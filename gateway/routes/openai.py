@@ -11,13 +11,13 @@ from starlette.types import ASGIApp
 from adapters.functions import FunctionRecord
 from cluster.errors import ServiceError
 from gateway import openai_schema as openai
-from gateway.bodies import convert, parse_json, read_body, require_json
+from gateway.bodies import convert, parse_json, read_call_body
 from gateway.choices import collect
 from gateway.connected import while_connected
 from gateway.event_stream import EventStream
 from gateway.invocation import Invocation, Options, prepare
 from gateway.openai_reply import Head, chunks, failure, whole
-from gateway.params import known_only
+from gateway.params import known_only, side
 from gateway.prompts import Conversation, Prompts
 from gateway.reply import invocation_headers
 from gateway.responses import json_response
@@ -54,8 +54,9 @@ async def get_model(request: Request) -> Response:
     asked = request.path_params["id"]
     if asked == services.base.id:
         return json_response(_base(services))
-    target = await services.functions.target(tenant, *_split(services, asked))
-    record = await services.threads.read(services.registry.function, tenant, target.function)
+    name, qualifier = _split(services, asked)
+    await services.functions.choices(tenant, name, qualifier)
+    record = await services.threads.read(services.registry.function, tenant, name)
     return json_response(openai.Model(asked, int(record.created), tenant))
 
 
@@ -65,7 +66,7 @@ async def completions(request: Request) -> ASGIApp:
     prompts = [call.prompt] if isinstance(call.prompt, str) else call.prompt
     if len(prompts) * (call.n or 1) > openai.MAX_CHOICES:
         raise ServiceError("validation_failed", f"prompts times n may be at most {openai.MAX_CHOICES}", param="n")
-    target = await services.functions.target(tenant, *_split(services, call.model))
+    target = await services.functions.target(tenant, *_split(services, call.model), side(request))
     watch.lap("resolve")
     invocation = await prepare(
         services,
@@ -87,7 +88,7 @@ async def chat_completions(request: Request) -> ASGIApp:
         raise ServiceError("validation_failed", "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
         raise ServiceError("validation_failed", "max_tokens and max_completion_tokens differ", param="max_tokens")
-    target = await services.functions.target(tenant, *_split(services, call.model))
+    target = await services.functions.target(tenant, *_split(services, call.model), side(request))
     watch.lap("resolve")
     invocation = await prepare(
         services,
@@ -112,9 +113,7 @@ async def _read(request: Request, services: Services, watch: Stopwatch, kind: ty
     tenant = await services.callers.tenant(request)
     watch.lap("auth")
     known_only(request)
-    require_json(request)
-    config = services.config
-    data = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
+    data = await read_call_body(request, services.config)
     call = convert(openai.served_fields(parse_json(data)), kind)
     if call.stream_options is not None and not call.stream:
         raise ServiceError("validation_failed", "stream_options needs stream: true", param="stream_options")
@@ -125,8 +124,11 @@ async def _read(request: Request, services: Services, watch: Stopwatch, kind: ty
 async def _answer(
     services: Services, invocation: Invocation, request: Request, call: openai.Shared, head: Head
 ) -> ASGIApp:
-    name, received = invocation.target.function, invocation.received
-    generations = [services.dispatcher.generation(wanted, name, received) for wanted in invocation.requests]
+    target, received = invocation.target, invocation.received
+    generations = [
+        services.dispatcher.generation(wanted, target.function, received, target.max_concurrency)
+        for wanted in invocation.requests
+    ]
     if not call.stream:
         outcomes = await while_connected(collect(generations), request.receive)
         return json_response(whole(head, outcomes), headers=invocation_headers(invocation, generations[0]))

@@ -16,7 +16,9 @@ from adapters.artifact import artifact_key, read_header, read_layer
 from adapters.base_model import BaseModel
 from adapters.contents import blob_key
 from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, StoreUnavailable
+from adapters.functions import FunctionRecord, Policy, VersionEntry, with_version
 from adapters.local_store import LocalStore
+from adapters.records import read_record
 from adapters.registry import Deployment, Registry
 
 DEPLOY = """
@@ -282,6 +284,44 @@ def test_another_base_remakes_the_artifact_or_says_what_does_not_fit(
     for _ in range(2):
         with pytest.raises(InvalidAdapter, match="wrong shape"):
             narrow.resolve("acme", "f")
+
+
+def test_of_a_split_alias_only_the_version_that_fits_the_base_is_served(
+    registry: Registry, good: tuple[bytes, Path], base: BaseModel
+) -> None:
+    deploy(registry, good)
+    record = registry.function("acme", "f")
+    elsewhere = VersionEntry(2, "f" * 64, "e" * 64, (4,), ("q",), 10, 0.0)
+    manifest = msgspec.structs.replace(registry.manifest("acme", "f", 1), version=2, digest="f" * 64)
+    registry.store.put("tenants/acme/functions/f/versions/2.json", msgspec.json.encode(manifest))
+    both = with_version(record, elsewhere, "other", 0.0)
+    registry.store.put("tenants/acme/functions/f/function.json", msgspec.json.encode(both))
+    registry.changes.set_alias("acme", "f", "split", {"1": 0.5, "2": 0.5})
+    wider = tuple((d_in * 2, d_out) for d_in, d_out in base.widths)
+    narrow = Registry(registry.store, msgspec.structs.replace(base, widths=wider))
+    assert [choice.refused != () for choice in narrow.choices("acme", "f", "split")] == [False, True]
+    assert narrow.resolve("acme", "f", "split", point=0.4).version == 1
+    with pytest.raises(InvalidAdapter, match="wrong shape"):
+        narrow.resolve("acme", "f", "split", point=0.6)
+
+
+def test_a_tombstone_keeps_only_what_later_deploys_need(registry: Registry, good: tuple[bytes, Path]) -> None:
+    deploy(registry, good, policy={"timeout": 5})
+    before = time.time()
+    registry.delete_function("acme", "f")
+    found = read_record(registry.store, "tenants/acme/functions/f/function.json", FunctionRecord)
+    assert found is not None
+    tombstone = found[0]
+    assert (tombstone.deleted, tombstone.next_version, tombstone.versions, tombstone.aliases) == (True, 2, (), {})
+    assert (tombstone.policy, tombstone.unlisted >= before) == (Policy(), True)
+    for change in (
+        lambda: registry.changes.set_alias("acme", "f", "prod", {"1": 1.0}),
+        lambda: registry.changes.roll_back("acme", "f"),
+        lambda: registry.changes.set_policy("acme", "f", {}),
+        lambda: registry.delete_version("acme", "f", 1),
+    ):
+        with pytest.raises(NotFound):
+            change()
 
 
 def test_a_damaged_record_is_an_outage_not_a_crash(registry: Registry, good: tuple[bytes, Path]) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from garnish.cli.versions import parse_target
+
 
 def garnish(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -36,6 +38,12 @@ def test_version(tmp_path: Path) -> None:
         ("up", "--port", "0"),
         ("up", "--nodes", "none"),
         ("list", "--unknown"),
+        ("alias", "only-a-name"),
+        ("alias", "name", "prod", "3", "4"),
+        ("alias", "name", "prod", "3=x"),
+        ("alias", "name", "prod", "3=0.5", "3=0.5"),
+        ("delete", "name", "--version", "0"),
+        ("delete", "name", "--version", "1", "--force"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -62,6 +70,19 @@ def test_failures_are_one_line(tmp_path: Path, arguments: tuple[str, ...], told:
     assert last.startswith("garnish: ")
     assert told in last
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        (["4"], 4),
+        (["3=0.9", "4=0.1"], {"3": 0.9, "4": 0.1}),
+        (["3=90%", "4=10%"], {"3": 0.9, "4": 0.1}),
+        (["3=1"], {"3": 1.0}),
+    ],
+)
+def test_targets_of_aliases(words: list[str], target: int | dict[str, float]) -> None:
+    assert parse_target(words) == target
 
 
 def test_imports_stay_light() -> None:

@@ -113,13 +113,21 @@ def test_registries_that_can_not_be(tmp_path: Path, registry: str, told: str) ->
     assert (refused.value.field, refused.value.line) == ("registry", 3)
 
 
+def test_sources_are_places_in_s3(tmp_path: Path) -> None:
+    service = load(tmp_path, HEAD + "gateway: {allowed_sources: ['s3://acme-training/', 's3://b00/runs']}")
+    assert service.gateway.allowed_sources == ["s3://acme-training/", "s3://b00/runs"]
+    for odd in ("file:///etc", "s3://acme-training/../x", "./adapters"):
+        with pytest.raises(ServiceFileError) as refused:
+            load(tmp_path, HEAD + f"gateway: {{allowed_sources: ['{odd}']}}")
+        assert (refused.value.field, refused.value.line) == ("gateway.allowed_sources", 3)
+
+
 @pytest.mark.parametrize(
     ("field", "text"),
     [
         ("gateway.redis", "gateway: {redis: 'redis://127.0.0.1:6379/0'}"),
         ("gateway.workers", "gateway: {workers: 2}"),
         ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
-        ("gateway.allowed_sources", "gateway: {allowed_sources: ['s3://acme-training/']}"),
         ("node.runner", "node: {runner: lightllm}"),
         ("node.predictor", "node: {predictor: lstm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),

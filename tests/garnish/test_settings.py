@@ -29,6 +29,12 @@ def test_gateway(tmp_path: Path, base: Base) -> None:
     assert (config.host, config.port, config.base_id) == ("127.0.0.2", 82, "base")
     assert (config.secret_file, config.registry) == (str(tmp_path / "secret"), str(tmp_path / "store"))
     assert config.tmp_dir == str(tmp_path / "state" / "uploads")
+    assert config.allowed_sources == ()
+
+
+def test_allowed_sources(tmp_path: Path, base: Base) -> None:
+    service = load(tmp_path, "gateway: {allowed_sources: ['s3://acme-training/']}\n")
+    assert gateway_config(service, base, tmp_path).allowed_sources == ("s3://acme-training/",)
 
 
 def test_defaults_lie_in_the_state(tmp_path: Path, base: Base) -> None:

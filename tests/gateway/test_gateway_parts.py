@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -122,10 +123,44 @@ def test_last_hour_forgets_minutes() -> None:
 def test_revoking_reaches_only_its_function() -> None:
     async def main() -> None:
         running = Running()
-        with running.track("t", "f") as first, running.track("t", "f") as second, running.track("u", "f") as other:
+        now = time.monotonic()
+        with (
+            running.track("t", "f", now) as first,
+            running.track("t", "f", now) as second,
+            running.track("u", "f", now) as other,
+        ):
             assert running.count() == 3
             assert running.revoke("t", "f", ServiceError("cancelled", "gone")) == 2
             assert (first.done(), second.done(), other.done()) == (True, True, False)
+        assert running.count() == 0
+
+    asyncio.run(main())
+
+
+def test_calls_received_before_a_revocation_are_ended_when_they_come_to_run() -> None:
+    async def main() -> None:
+        running = Running()
+        before = time.monotonic()
+        assert running.revoke("t", "f", ServiceError("cancelled", "gone")) == 0
+        with pytest.raises(ServiceError, match="gone"), running.track("t", "f", before):
+            pass
+        with running.track("u", "f", before), running.track("t", "f", time.monotonic() + 1):
+            assert running.count() == 2
+        assert running.count() == 0
+
+    asyncio.run(main())
+
+
+def test_a_function_runs_no_more_at_once_than_it_may() -> None:
+    async def main() -> None:
+        running = Running()
+        for _ in range(2):
+            with running.track("t", "f", 0.0, limit=2), running.track("t", "f", 0.0, limit=2):
+                with pytest.raises(ServiceError) as caught, running.track("t", "f", 0.0, limit=2):
+                    pass
+                assert (caught.value.type, caught.value.retry_after) == ("rate_limited", 1.0)
+                with running.track("t", "g", 0.0, limit=1), running.track("u", "f", 0.0, limit=1):
+                    assert running.count() == 4
         assert running.count() == 0
 
     asyncio.run(main())

@@ -1,0 +1,97 @@
+"""Changes of a function that exists, each one compare-and-swap of its function.json."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgspec
+
+from adapters.aliases import checked_weights, history_room, rolled_back
+from adapters.errors import InvalidRequest, NotFound, PreconditionFailed
+from adapters.functions import FunctionRecord, Policy, parse_policy, with_alias, with_aliases
+from adapters.names import NAME_RULE, is_alias, is_name
+from adapters.records import update_record
+from adapters.store import ObjectStore
+
+
+class FunctionChanges:
+    """Methods block; they may be called from any thread. `matches`: the generations of which the function must have
+    one (None: any)."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+
+    def set_alias(
+        self, tenant: str, name: str, alias: str, weights: dict[str, float], matches: Collection[int] | None = None
+    ) -> FunctionRecord:
+        """Point an alias, new or known, to versions by their shares; nothing is written if it points there already.
+
+        Raises InvalidRequest (alias, weights), NotFound (function, version), Conflict, PreconditionFailed.
+        """
+        check_alias(alias)
+        shares = checked_weights(weights)
+        return self.change(tenant, name, matches, lambda record: with_alias(record, alias, shares, time.time()))
+
+    def roll_back(
+        self, tenant: str, name: str, alias: str = "latest", matches: Collection[int] | None = None
+    ) -> FunctionRecord:
+        """Point an alias to what it pointed to before. Raises NotFound, PreconditionFailed, and Conflict when it
+        remembers nothing earlier."""
+
+        def back(record: FunctionRecord) -> FunctionRecord:
+            known = record.aliases.get(alias)
+            if known is None:
+                raise NotFound(f"function {name} has no alias {alias[:100]!r}")
+            earlier = rolled_back(known, record.numbers(), time.time(), history_room(len(record.aliases)))
+            return with_aliases(record, {alias: earlier})
+
+        return self.change(tenant, name, matches, back)
+
+    def set_policy(
+        self, tenant: str, name: str, policy: dict[str, Any], matches: Collection[int] | None = None
+    ) -> FunctionRecord:
+        """Change the stated fields. Raises InvalidRequest naming the field, NotFound, PreconditionFailed."""
+        parse_policy(policy, Policy(), within="")
+
+        def apply(record: FunctionRecord) -> FunctionRecord:
+            changed = parse_policy(policy, record.policy, within="")
+            if changed == record.policy:
+                return record
+            return msgspec.structs.replace(record, generation=record.generation + 1, policy=changed)
+
+        return self.change(tenant, name, matches, apply)
+
+    def change(
+        self,
+        tenant: str,
+        name: str,
+        matches: Collection[int] | None,
+        change: Callable[[FunctionRecord], FunctionRecord],
+    ) -> FunctionRecord:
+        """The outcome. Raises what `change` raises, NotFound, PreconditionFailed, StoreUnavailable."""
+
+        def apply(record: FunctionRecord | None) -> FunctionRecord:
+            if record is None or record.deleted:
+                raise NotFound(f"there is no function {name[:100]!r}")
+            if matches is not None and record.generation not in matches:
+                raise PreconditionFailed(
+                    f"function {name} has changed meanwhile: it is at generation {record.generation}"
+                )
+            return change(record)
+
+        if not is_name(name) or not is_name(tenant):
+            raise NotFound(f"there is no function {name[:100]!r}")
+        return update_record(self.store, function_key(tenant, name), FunctionRecord, apply)
+
+
+def check_alias(alias: str) -> None:
+    """Raises InvalidRequest for a name that no alias may have."""
+    if not is_alias(alias):
+        raise InvalidRequest("alias", f"malformed alias {alias[:100]!r}: {NAME_RULE}, not all digits")
+
+
+def function_key(tenant: str, name: str) -> str:
+    """Where a FunctionRecord is kept."""
+    return f"tenants/{tenant}/functions/{name}/function.json"

@@ -1,0 +1,131 @@
+"""Adapters that lie in S3 already: their two files are copied from below a prefix that the operator allowed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event, Lock
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from adapters.errors import InvalidRequest, StoreUnavailable, TooLarge
+from adapters.peft_config import CONFIG_FILE
+from adapters.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE
+from adapters.s3_url import S3Place, parse_s3_url
+
+if TYPE_CHECKING:
+    from adapters.s3_calls import S3Calls, S3Limits
+
+
+class Forbidden(InvalidRequest):
+    """A source that the operator did not allow, or that is no address of one."""
+
+
+class SourceFiles(msgspec.Struct, frozen=True):
+    config: bytes
+    weights: Path
+
+
+class Sources:
+    """Methods may be called from any thread. Nothing is sent before the first `copy`."""
+
+    def __init__(self, allowed: Sequence[str], limits: S3Limits | None = None) -> None:
+        """`allowed`: `s3://bucket` or `s3://bucket/prefix`. Raises InvalidRequest for anything else."""
+        self._allowed = [parse_s3_url(url) for url in allowed]
+        self._limits = limits
+        self._buckets: dict[str, S3Calls] = {}
+        self._lock = Lock()
+
+    def place(self, source: str) -> S3Place:
+        """Where `source` is, if it lies in or below an allowed prefix, counted in whole segments. Raises Forbidden."""
+        try:
+            place = parse_s3_url(source)
+        except InvalidRequest:
+            raise Forbidden(
+                "source", "a source is s3://bucket/prefix, of letters, digits, '.', '_', '-' and single '/'"
+            ) from None
+        if not any(_within(place, allowed) for allowed in self._allowed):
+            raise Forbidden("source", "the operator allows no such source to deploy from")
+        return place
+
+    def copy(self, place: S3Place, folder: Path, *, limit: int, deadline: float, stop: Event) -> SourceFiles:
+        """Copy the files into `folder`, at most `limit` bytes in all, until `deadline` (monotonic) or `stop`.
+
+        Raises InvalidRequest (a file is not there, or may not be read), TooLarge, StoreUnavailable.
+        """
+        copy = _Copy(self._calls(place.bucket), place, limit, deadline, stop)
+        config, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+        try:
+            copy.file(config, min(limit, MAX_CONFIG_BYTES))
+            copy.file(weights, limit)
+            return SourceFiles(config.read_bytes(), weights)
+        except OSError as error:
+            raise StoreUnavailable(f"temporary files can't be used ({error.strerror or 'I/O error'})") from error
+
+    def _calls(self, bucket: str) -> S3Calls:
+        from adapters.s3_calls import S3Calls, S3Limits  # boto3 takes time and memory that few gateways should spend
+
+        with self._lock:
+            if bucket not in self._buckets:
+                self._buckets[bucket] = S3Calls(bucket, self._limits or S3Limits())
+            return self._buckets[bucket]
+
+
+class _Copy:
+    """One source on its way; `left` bytes may still come."""
+
+    def __init__(self, calls: S3Calls, place: S3Place, limit: int, deadline: float, stop: Event) -> None:
+        self._calls = calls
+        self._place = place
+        self._deadline = deadline
+        self._stop = stop
+        self._limit = limit
+        self.left = limit
+
+    def file(self, target: Path, limit: int) -> None:
+        """Copy the file of that name, whole and of one content."""
+        from adapters.s3_calls import Refused
+
+        name = target.name
+        try:
+            with target.open("wb") as out:
+                self._pieces(name, min(limit, self.left), out)
+        except Refused as refused:
+            told = {
+                404: f"there is no {name} in the source, or it is not shown to this service",
+                403: f"this service may not read {name} in the source",
+                412: f"{name} was written anew while it was copied",
+                416: f"{name} in the source is empty",
+            }
+            problem = told.get(refused.status)
+            if problem is None:
+                raise StoreUnavailable(f"the source answered {refused}") from refused
+            raise InvalidRequest("source", problem) from None
+
+    def _pieces(self, name: str, limit: int, out: BinaryIO) -> None:
+        from adapters.s3_ranges import read_piece
+
+        key = f"{self._place.prefix}/{name}" if self._place.prefix else name
+        buffer = memoryview(bytearray(self._calls.limits.part))
+        start, total, tag = 0, 1, ""
+        while start < total:
+            if self._stop.is_set() or time.monotonic() > self._deadline:
+                raise StoreUnavailable("the source was not copied in time")
+            piece = read_piece(self._calls, {"Bucket": self._place.bucket, "Key": key}, start, buffer, tag, READABLE)
+            if piece.total > limit:
+                raise TooLarge(f"{name} in the source has {piece.total} bytes, {limit} are allowed", self._limit)
+            out.write(buffer[: piece.length])
+            start, total, tag = start + piece.length, piece.total, piece.etag
+        self.left -= total
+
+
+READABLE = (403, 404, 412, 416)
+"""Statuses that say something about the file."""
+
+
+def _within(place: S3Place, allowed: S3Place) -> bool:
+    if place.bucket != allowed.bucket:
+        return False
+    return not allowed.prefix or f"{place.prefix}/".startswith(f"{allowed.prefix}/")

@@ -1,0 +1,98 @@
+"""`garnish alias` and `rollback`: which version a function's names mean."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from garnish.cli.functions import Name, pointed
+from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+
+if TYPE_CHECKING:
+    from garnish.screen import Screen
+    from gateway.alias_schema import AliasReply
+
+IfMatch = Annotated[
+    int | None, typer.Option("--if-match", help="Only if the function is still at this generation (of `describe`).")
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(alias)
+    app.command()(rollback)
+
+
+def alias(
+    name: Name,
+    alias: Annotated[str, typer.Argument(help="The alias, such as prod.")],
+    target: Annotated[
+        list[str] | None, typer.Argument(help="A version (4), or shares of the calls (3=0.9 4=0.1); none: show it.")
+    ] = None,
+    if_match: IfMatch = None,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Point an alias to a version, or split its calls between some; without TARGET, show it."""
+    from garnish.screen import Screen
+
+    wanted = parse_target(target) if target else None
+    screen = Screen(as_json)
+    with open_client(url, state, tenant) as client:
+        reply = client.alias(name, alias) if wanted is None else client.set_alias(name, alias, wanted, if_match)
+    _show(screen, reply, with_history=wanted is None)
+
+
+def rollback(
+    name: Name,
+    alias: Annotated[str, typer.Option("--alias", help="The alias to roll back.")] = "latest",
+    if_match: IfMatch = None,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Point an alias to what it pointed to before; again: one further back."""
+    from garnish.screen import Screen
+
+    screen = Screen(as_json)
+    with open_client(url, state, tenant) as client:
+        reply = client.roll_back(name, alias, if_match)
+    _show(screen, reply, with_history=False)
+
+
+def parse_target(words: list[str]) -> int | dict[str, float]:
+    """`4`, or `3=0.9 4=0.1` (or `3=90% 4=10%`). Raises typer.BadParameter; the service checks versions and sums."""
+    if len(words) == 1 and words[0].isascii() and words[0].isdigit():
+        return int(words[0])
+    shares: dict[str, float] = {}
+    for word in words:
+        version, equals, share = word.partition("=")
+        try:
+            number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
+        except ValueError:
+            number = math.nan
+        if not equals or not version or version in shares or not math.isfinite(number):
+            raise typer.BadParameter(f"{word!r}: expected one version such as 4, or shares such as 3=0.9 4=0.1")
+        shares[version] = number
+    return shares
+
+
+def _show(screen: Screen, reply: AliasReply, *, with_history: bool) -> None:
+    from datetime import UTC, datetime
+
+    target = reply.weights if reply.version is None else reply.version
+    screen.line(f"{reply.function}:{reply.alias} -> {pointed(target)}")
+    if with_history:
+        rows = [
+            [
+                pointed(past.weights if past.version is None else past.version),
+                datetime.fromtimestamp(past.since, UTC).isoformat(timespec="seconds"),
+            ]
+            for past in reply.history
+        ]
+        screen.table(["BEFORE", "SINCE"], rows)
+    screen.result(reply)
