@@ -36,9 +36,7 @@ def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[E
     device = pick_device(config.device)
     if device.type == "cuda" and (config.load_link or config.store_link):
         raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
-    threads = config.threads or default_threads(
-        Path(config.model_dir), cores_to_leave(config) if device.type == "cpu" else 0
-    )
+    threads = config.threads or default_threads(Path(config.model_dir), cores_to_leave(config))
     torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
