@@ -10,7 +10,6 @@ Every part has a share of the time; what a part could not do, or how it failed, 
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -19,141 +18,34 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from benchmarks.cold_rig import VARIANTS
 from benchmarks.exact import Case, Tally
 from benchmarks.exactness import run_batch
 from benchmarks.forced import force
+from benchmarks.gpu_cold_rig import WAYS, Bench, all_handed_over, build
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
-from benchmarks.random_model import random_loader, write_adapters, write_base
 from benchmarks.report import ROOT, arguments, publish, report
 from benchmarks.stream_baselines import plain_torch, synced
-from cluster.messages import Adapter, Sampling
-from node_agent.adapter_memory.link import Link
-from node_agent.coldstart.cold_starts import Way
-from node_agent.coldstart.profile import LinkCost
 from node_agent.coldstart.stream import StreamPool
-from node_agent.config import LinkConfig
 from node_agent.cores import usable_cores
 from node_agent.device import device_seconds
-from node_agent.types import Plan
 
 TOTAL_S = 440.0
 SHARES = {"exact": 0.2, "same": 0.1, "handoff": 0.15, "points": 0.35, "loads": 0.2}
 """Of the time, in this order; what a part leaves goes to the next."""
-WAYS = {name: VARIANTS[name] for name in ("cached", "ondmd", "overlap", "pipeline", "assist", "full")} | {
-    "assist_pipeline": Way(("assist",))
-}
 PLANS = ("overlap", "pipeline", "assist_pipeline")
 """What the planner chooses from."""
-RATES = (1e9, 2e9, 4e9, 8e9, 16e9, None)
 ROUNDS = 3
-MAX_COLD = 4
-
-
-@dataclass
-class Bench:
-    engine: LocalEngine
-    adapters: dict[int, list[Adapter]]
-    rng: np.random.Generator
-    measured: LinkCost = field(init=False)
-
-    def __post_init__(self) -> None:
-        profile = self.engine.engine.cold_start.profile
-        assert profile is not None
-        self.measured = profile.link
-        self.engine.idle = 0.0
-
-    @property
-    def pool(self) -> StreamPool | None:
-        assist = self.engine.engine.assist
-        return assist.workers if assist is not None and isinstance(assist.workers, StreamPool) else None
-
-    def set_rate(self, rate: float | None) -> None:
-        """Bytes per second of all loads together; None: what the link gives."""
-        engine = self.engine.engine
-        engine.store.loader.device_link = Link(None if rate is None else LinkConfig(rate), "device")
-        starts = engine.cold_start
-        assert starts.profile is not None
-        cost = self.measured if rate is None else LinkCost(self.measured.latency, min(rate, self.measured.bandwidth))
-        starts.profile = msgspec.structs.replace(starts.profile, link=cost)
-
-    def settle(self) -> None:
-        """Until all loads have ended: a first token may be there before."""
-        deadline = time.monotonic() + 60.0
-        while self.engine.engine.store.loads_in_flight:
-            self.engine.step()
-            if time.monotonic() > deadline:
-                raise TimeoutError("a load does not end")
-
-    def forget(self) -> None:
-        """Take every adapter off the device; all stay in host memory."""
-        self.settle()
-        store = self.engine.engine.store
-        for digest in list(store.device):
-            if not store.discard(digest):
-                raise RuntimeError(f"adapter {digest} is in use between two runs")
-
-    def prompts(self, tokens: int, count: int) -> list[list[int]]:
-        return self.rng.integers(3, self.engine.base.vocab_size, (count, tokens)).tolist()
-
-    def serve(
-        self, way: Way, adapters: Sequence[Adapter], prompts: Sequence[list[int]], count: int = 1
-    ) -> list[tuple[float, list[int], list[Any], Any]]:
-        """All at once: (seconds to the first token, tokens, their log probabilities, cold start) of each."""
-        engine = self.engine
-        engine.engine.cold_start.way = way
-        begin = time.perf_counter()
-        how = Sampling(temperature=0.0, logprobs=0 if count > 1 else None)
-        calls = [
-            engine.submit(prompt, count, adapter, how, ignore_eos=True)
-            for prompt, adapter in zip(prompts, adapters, strict=True)
-        ]
-        engine.run(limit=60.0)
-        found = []
-        for call in calls:
-            outcome = engine.outcomes.pop(call)
-            if outcome.finished is None or outcome.finished.reason != "length":
-                raise RuntimeError(f"a call ended with {outcome.finished}")
-            found.append((outcome.times[0] - begin, outcome.tokens, outcome.logprobs, outcome.finished.cold_start))
-        return found
-
-    def ttft(self, name: str, adapters: Sequence[Adapter], prompts: Sequence[list[int]]) -> float:
-        if name != "cached":
-            self.forget()
-        seconds = mean(one[0] for one in self.serve(WAYS[name], adapters, prompts))
-        self.settle()
-        return seconds
-
-
-def build(root: Path, shape: str, device: str, ranks: dict[int, int], seed: int) -> Bench:
-    """A base of this shape and `ranks[rank]` adapters of each rank, all in host memory."""
-    base = write_base(root / shape, shape, seed)
-    paths = {rank: write_adapters(root / "adapters", shape, rank, count, seed) for rank, count in ranks.items()}
-    size = sum((path / "adapter_model.safetensors").stat().st_size for group in paths.values() for path in group)
-    workers = max(1, min(14, usable_cores() - 2))
-    engine = LocalEngine(
-        base, root / "registry", random_loader(seed), device=device, dtype="bfloat16", threads=1, cpu_workers=workers,
-        adapter_memory=2 * size + (64 << 20), host_memory=2 * size + (64 << 20), chunk_tokens=2048, max_rows=32,
-        max_cold=MAX_COLD, kv_memory=(32 << 30) if device == "cuda" else (64 << 20),
-    )  # fmt: skip
-    adapters = {rank: [engine.deploy(path) for path in group] for rank, group in paths.items()}
-    bench = Bench(engine, adapters, np.random.default_rng(seed))
-    for group in adapters.values():
-        for adapter in group:  # through host memory to the device
-            bench.serve(WAYS["overlap"], [adapter], bench.prompts(4, 1))
-    return bench
 
 
 def exact(root: Path, device: str, adapters: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
@@ -186,22 +78,20 @@ def same(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
 
     Drawn weights make close calls, so tokens may differ by rounding; the first token's log probability tells how much.
     """
-    engine, layers = bench.engine.engine, bench.engine.base.num_layers
-    usual, start = engine.cold_start.plan, engine.start_lora
-    every = Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
+    engine = bench.engine.engine
+    start = engine.start_lora
     for rank, tokens in product(bench.adapters, (64, 512)):
         adapter, prompts = bench.adapters[rank][:1], bench.prompts(tokens, 1)
         bench.forget()
-        bench.set_rate(1e9)
-        engine.cold_start.plan = lambda *_: every  # type: ignore[method-assign]
-        (cold,) = bench.serve(WAYS["assist"], adapter, prompts, 8)
-        engine.cold_start.plan = usual  # type: ignore[method-assign]
-        bench.set_rate(None)
+        with all_handed_over(bench):
+            (cold,) = bench.serve(WAYS["assist"], adapter, prompts, 8)
         (warm,) = bench.serve(WAYS["cached"], adapter, prompts, 8)
         engine.start_lora = plain_torch(engine.store)
-        (plain,) = bench.serve(WAYS["cached"], adapter, prompts, 8)
+        try:
+            (plain,) = bench.serve(WAYS["cached"], adapter, prompts, 8)
+        finally:
+            engine.start_lora = start
         (base,) = bench.serve(WAYS["cached"], [None], prompts, 8)  # type: ignore[list-item]
-        engine.start_lora = start
         yield {
             "rank": rank, "tokens": tokens, "layers_cpu": cold[3].layers_cpu, "replays": cold[3].replays,
             "cold_equals_warm": sum(a == b for a, b in zip(cold[1], warm[1], strict=True)),
@@ -216,9 +106,7 @@ def same(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
 
 def handoff(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
     """Empty round trips on the stream, and a prompt whose every layer is handed over: on the stream, or by the host."""
-    engine, layers = bench.engine.engine, bench.engine.base.num_layers
-    rank = next(iter(bench.adapters))
-    pool = bench.pool
+    rank, pool = next(iter(bench.adapters)), bench.pool
     if pool is None:
         yield {"left_out": "handoff", "why": "this device has no stream"}
         return
@@ -230,11 +118,7 @@ def handoff(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
         pool.disarm()
         p50, p99 = np.percentile(times, (50, 99)) * 1e6
         yield {"roundtrip_tokens": tokens, "p50_us": float(p50), "p99_us": float(p99), "workers": pool.layout.workers}
-    usual = engine.cold_start.plan
-    every = Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
-    engine.cold_start.plan = lambda *_: every  # type: ignore[method-assign]
-    bench.set_rate(1e9)
-    try:
+    with all_handed_over(bench):
         for tokens in (64, 256, 1024):
             adapter = bench.adapters[rank][:1]
             each: dict[str, list[float]] = {"stream": [], "synced": []}
@@ -246,9 +130,6 @@ def handoff(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
             yield {"synced_tokens": tokens, **{f"{name}_ms": median(times[1:]) * 1e3 for name, times in each.items()}}
             if time.monotonic() > until:
                 return
-    finally:
-        engine.cold_start.plan = usual  # type: ignore[method-assign]
-        bench.set_rate(None)
 
 
 def _round_trip(pool: StreamPool, x: torch.Tensor) -> None:
@@ -266,10 +147,10 @@ def compare(bench: Bench, rank: int, tokens: int, rate: float | None, loads: int
     each: dict[str, list[float]] = {name: [] for name in WAYS}
     bench.set_rate(None)
     bench.serve(WAYS["overlap"], adapters, bench.prompts(tokens, loads))  # all resident, and this length seen before
+    bench.set_rate(rate)
     for _ in range(ROUNDS):
         prompts = bench.prompts(tokens, loads)
         for name, times in each.items():  # `cached` comes first, after a way that has left the adapters there
-            bench.set_rate(rate)
             times.append(bench.ttft(name, adapters, prompts))
     bench.set_rate(None)
     row: dict[str, Any] = {"rank": rank, "tokens": tokens, "gb_s": None if rate is None else rate / 1e9, "loads": loads}
@@ -373,7 +254,7 @@ def run(seconds: float, quick: bool, seed: int, file: Path | None) -> dict[str, 
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(found, indent=1) + "\n")
 
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as root:
+    with tempfile.TemporaryDirectory() as root:
         return study(Path(root), "cuda", "7b", seconds, quick, seed, save)
 
 

