@@ -1,6 +1,7 @@
 """Everything that needs a GPU, in one command of under eight minutes; one JSON object. Fails without a GPU.
 
-First every operation is held against the float64 reference; a wrong result ends the run. Then speed.
+Kernels: first every operation is held against the float64 reference; a wrong result ends the run. Then speed.
+Cold starts: coldstart_gpu.py, which has a command of its own too. With both, each gets less time.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import coldstart_gpu
 from benchmarks.gpu_check import OPERATIONS, check_operations, draw_cases, scratch_for
 from benchmarks.gpu_timing import gpu_seconds
-from benchmarks.kernels import Shape, floor, gpu_rows
+from benchmarks.kernels import TIME_LIMIT_S, Shape, floor, gpu_rows
 from benchmarks.peers import PEERS, installed_peers
 from benchmarks.report import arguments, publish, report
 from kernels.cases import Case, relative_error
@@ -22,6 +24,7 @@ from kernels.launch import launch_for
 
 CHECKS, CHECK_SECONDS = 400, 100.0
 """Drawn calls of each operation; what time doesn't suffice for is left out. Most of it goes into compiling."""
+PARTS = ("kernels", "coldstart")
 PEER_TOLERANCE = 3e-2
 """bf16, and weights that were scaled before"""
 
@@ -87,20 +90,43 @@ def _copy_bandwidth() -> float:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to run, of " + ", ".join(PARTS))
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts: there are {', '.join(PARTS)}")
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: benchmarks.kernels gives the floors")
-    checked = check_operations(draw_cases(CHECKS, options.seed, "cuda"), 15.0 if options.quick else CHECK_SECONDS)
+    share = 1 / len(parts)
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, float] = {}
+    bad: list[str] = []
+    if "kernels" in parts:
+        rows, figures = _kernels(options.quick, options.seed, share)
+    if "coldstart" in parts:
+        found = coldstart_gpu.run(
+            60.0 if options.quick else share * coldstart_gpu.TOTAL_S, options.quick, options.seed, None
+        )
+        rows += [{"coldstart": row} for row in found["rows"]]
+        figures |= {f"coldstart_{name}": value for name, value in found["figures"].items()}
+        bad = coldstart_gpu.failures(found)
+    settings = {"quick": options.quick, "parts": parts, "peers": installed_peers()}
+    publish(report("gpu_suite", settings, options.seed, rows, figures), options.json)
+    if bad:
+        sys.exit("\n".join(bad))
+
+
+def _kernels(quick: bool, seed: int, share: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows and figures; `share` of the time that they have alone."""
+    checked = check_operations(draw_cases(CHECKS, seed, "cuda"), 15.0 if quick else share * CHECK_SECONDS)
     copy = _copy_bandwidth()
-    rows = [{"checked": row} for row in checked] + gpu_rows(options.quick, options.seed)
+    rows = [{"checked": row} for row in checked] + gpu_rows(quick, seed, share * TIME_LIMIT_S)
     figures = {"copy_gb_s": copy, "empty_launch_us": gpu_seconds(lambda: torch.empty(1, device="cuda").fill_(1)) * 1e6}
     large = [row for row in rows if row.get("run") == "mbgmv" and row["weight_bytes"] >= 64 << 20]
     if large:
         figures["mbgmv_copy_share_from_64MB"] = min(row["gb_s"] for row in large) / copy
-    publish(
-        report("gpu_suite", {"quick": options.quick, "peers": installed_peers()}, options.seed, rows, figures),
-        options.json,
-    )
+    return rows, figures
 
 
 if __name__ == "__main__":

@@ -184,13 +184,13 @@ def _torch_views(case: Case) -> list[tuple[torch.Tensor, list[tuple[int, int, in
     return found
 
 
-def gpu_rows(quick: bool, seed: int) -> list[dict[str, Any]]:
+def gpu_rows(quick: bool, seed: int, limit: float = TIME_LIMIT_S) -> list[dict[str, Any]]:
     """Every operation at every shape in bf16, until the time is up."""
     from benchmarks.gpu_suite import measure_shape
 
     begin, rows = time.monotonic(), []
     for shape in shapes(quick):
-        if time.monotonic() - begin > TIME_LIMIT_S:
+        if time.monotonic() - begin > limit:
             rows.append({"shape": shape.name, "skipped": "time is up"})
         else:
             rows += measure_shape(shape, seed)

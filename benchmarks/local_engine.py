@@ -13,8 +13,9 @@ from adapters.open_store import open_store
 from adapters.registry import Registry
 from cluster.messages import Adapter, Sampling
 from node_agent.config import EngineConfig
-from node_agent.engine.setup import build_engine
+from node_agent.engine.setup import LoadModel, build_engine
 from node_agent.ipc import Admitted, Finished, Generated, Submit
+from node_agent.runner.transformers_runner import load_model
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -33,11 +34,13 @@ class Outcome:
 class LocalEngine:
     """Deploys adapters through the real registry and collects what the engine answers."""
 
-    def __init__(self, model_dir: Path, registry: Path, **settings: Any) -> None:
+    def __init__(self, model_dir: Path, registry: Path, load: LoadModel = load_model, **settings: Any) -> None:
         self.model_dir = model_dir
+        self.idle = 0.0005
+        """seconds that a step sleeps which finds nothing to do"""
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
         config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
-        self.engine, self.base = build_engine(config, lambda: None)
+        self.engine, self.base = build_engine(config, lambda: None, load)
         self.outcomes: dict[str, Outcome] = {}
         self._count = 0
 
@@ -79,7 +82,7 @@ class LocalEngine:
             elif isinstance(event, Finished):
                 self.outcomes[event.id].finished = event
         if not worked and not events:
-            time.sleep(0.0005)  # a load is on its way
+            time.sleep(self.idle)  # a load is on its way
 
     def run(self, until: Callable[[], bool] | None = None, limit: float = 300.0) -> None:
         """Step until nothing is in flight (or `until` holds). Raises TimeoutError after `limit` seconds."""

@@ -6,10 +6,12 @@ parts were stored, and what it then does, a release store of each command flag a
 visible to the host thread that acquires the flag. The commands themselves the host wrote before it launched. The
 waiting kernel acquires the done flags at system scope; kernels after it on the stream see what the workers wrote.
 
+The last program's threads each store one worker's flag: the barrier before that carries the ticket's order to them.
+
 A worker never needs anything from this device, so a wait can't be part of a circle; it is bounded all the same. A wait
-that times out sets `poisoned`; the pass runs on, and its rows must not be used. Neither kernel may run in a captured
-graph. The memory is the handoff memory, registered with CUDA by the process that launches. Not run on a GPU yet:
-compiled for one, and run by Triton's interpreter.
+that times out sets `poisoned`, and what follows in the pass neither signals nor waits: its rows must not be used.
+Neither kernel may run in a captured graph. The memory is the handoff memory, registered with CUDA by the process that
+launches. Not run on a GPU yet: compiled for one, and run by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,41 +27,63 @@ BLOCK = 1024
 
 
 @triton.jit
-def copy_and_signal(x, size, target, ticket, command_flags, values, workers, BLOCK: tl.constexpr):
+def copy_and_signal(
+    x, size, target, ticket, command_flags, values, workers, poisoned, BLOCK: tl.constexpr, LANES: tl.constexpr
+):
     """target[0..size) = x[0..size), then command_flags[w] = values[w] for every worker w whose value is not 0; flags
-    and values lie a line apart. ticket i32[1] is 0 before and after."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + at, tl.load(x + at, mask=at < size), mask=at < size)
-    tl.debug_barrier()
-    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(ticket, 0)
-        for worker in range(workers):
-            value = tl.load(values + worker * WORDS)
-            if value != 0:
-                tl.atomic_store(command_flags + worker * WORDS, value, sem="release", scope="sys")
+    and values lie a line apart. Nothing where poisoned[0] is set. ticket i32[1] is 0 before and after."""
+    if tl.load(poisoned) == 0:  # kernels before this one wrote it: all programs see the same
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(x + at, mask=at < size), mask=at < size)
+        tl.debug_barrier()
+        if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            tl.store(ticket, 0)
+            worker = tl.arange(0, LANES)
+            value = tl.load(values + worker * WORDS, mask=worker < workers, other=0)
+            tl.debug_barrier()
+            tl.atomic_store(command_flags + worker * WORDS, value, mask=value != 0, sem="release", scope="sys")
 
 
 @triton.jit
-def wait_for_workers(done_flags, values, timeout_ns, poisoned):
-    """A program per worker: poisoned[0] = 1 unless its done flag becomes its value within timeout_ns; value 0: no
-    wait."""
+def wait_for_workers(done_flags, values, timeout_ns, poisoned, failed):
+    """A program per worker: poisoned[0] = failed[0] = 1 unless its done flag becomes its value within timeout_ns;
+    value 0, or poisoned already: no wait."""
     worker = tl.program_id(0)
     value = tl.load(values + worker * WORDS)
-    if value != 0:
-        arrived = tl.atomic_poll(done_flags + worker * WORDS, value, sem="acquire", scope="sys", timeout_ns=timeout_ns)
-        if not arrived:
-            tl.store(poisoned, 1)
+    if value != 0:  # noqa: SIM102 - no short circuit in Triton
+        if tl.load(poisoned) == 0:
+            arrived = tl.atomic_poll(
+                done_flags + worker * WORDS, value, sem="acquire", scope="sys", timeout_ns=timeout_ns
+            )
+            if not arrived:
+                tl.store(poisoned, 1)
+                tl.store(failed, 1)
 
 
-def launch_copy_and_signal(
-    x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, command_flags: torch.Tensor, values: torch.Tensor
-) -> None:
-    """Enqueue it. x and target contiguous, of one shape; ticket i32[1] on x's device; command_flags and values
-    i64[workers, 8], registered host memory, of which column 0 counts."""
-    grid = (triton.cdiv(x.numel(), BLOCK),)
-    copy_and_signal[grid](x, x.numel(), target, ticket, command_flags, values, len(values), BLOCK=BLOCK)
+class TritonKernels:
+    """StreamKernels. Also runs in Triton's interpreter, where the "stream" is the caller."""
 
+    def copy_and_signal(
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        ticket: torch.Tensor,
+        command_flags: torch.Tensor,
+        values: torch.Tensor,
+        poisoned: torch.Tensor,
+    ) -> None:
+        workers = len(values)
+        lanes = triton.next_power_of_2(workers)
+        copy_and_signal[(triton.cdiv(x.numel(), BLOCK),)](
+            x, x.numel(), target, ticket, command_flags, values, workers, poisoned, BLOCK=BLOCK, LANES=lanes
+        )
 
-def launch_wait(done_flags: torch.Tensor, values: torch.Tensor, timeout_ns: int, poisoned: torch.Tensor) -> None:
-    """Enqueue it. done_flags and values i64[workers, 8]; poisoned i32[1] on the device."""
-    wait_for_workers[(len(values),)](done_flags, values, timeout_ns, poisoned)
+    def wait(
+        self,
+        done_flags: torch.Tensor,
+        values: torch.Tensor,
+        timeout_ns: int,
+        poisoned: torch.Tensor,
+        failed: torch.Tensor,
+    ) -> None:
+        wait_for_workers[(len(values),)](done_flags, values, timeout_ns, poisoned, failed)

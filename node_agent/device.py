@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +19,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Returns when it has ended."""
 
+    def wait(self) -> None:
+        """Whatever is enqueued on the current stream from now on runs after it. Returns at once."""
+
 
 class EndedEvent:
     """Work on a CPU device has ended when the call returns."""
@@ -25,6 +30,9 @@ class EndedEvent:
         return True
 
     def synchronize(self) -> None:
+        return None
+
+    def wait(self) -> None:
         return None
 
 
@@ -38,6 +46,22 @@ def record_event(device: torch.device) -> Event:
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """How long the work takes on the device: by events on its stream, on a CPU by the clock. Returns when it has
+    ended."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        work()
+        return time.perf_counter() - begun
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)  # the launches of what came before are not this work's
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def pick_device(name: str) -> torch.device:

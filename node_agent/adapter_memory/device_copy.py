@@ -1,10 +1,12 @@
 """One load from host memory to the device: each layer goes on as soon as it is there.
 
-A worker holds one layer at a time, and only one that lies in host memory: no slow store holds up a copy.
+A worker holds one layer at a time, and only one that lies in host memory: no slow store holds up a copy. With a stream,
+a few layers are enqueued ahead of the one that it waits for, so that the link does not stand still in between.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,6 +22,10 @@ from node_agent.adapter_memory.weights import view_layer
 from node_agent.adapter_memory.workers import Workers
 from node_agent.device import record_event
 from node_agent.types import LayerState
+
+AHEAD = 2
+"""Layers of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits for
+those before it too, of every load: so they are few."""
 
 
 class DeviceCopy:
@@ -44,6 +50,8 @@ class DeviceCopy:
         self.positions = host.layout.positions(pages)
         self.over = False
         self._running = False
+        self._crossing: deque[int] = deque()
+        """layers that are enqueued; touched by the worker that runs"""
         if target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
             states.stream = torch.cuda.Stream(target.data.device)  # type: ignore[no-untyped-call]
 
@@ -53,50 +61,69 @@ class DeviceCopy:
         if self._running or self.over:
             return None
         states = self.states.layers
-        left = [layer for layer in self.states.order if states[layer] != LayerState.DEVICE]
-        if self.host.failed or self.states.failed or not left:
+        failed = self.host.failed or self.states.failed
+        left = [] if failed else [layer for layer in self.states.order if states[layer] == LayerState.NO]
+        if not left and not self._crossing:
             self._settle()
             return None
         layer = next((layer for layer in left if self.host.here[layer]), None)
-        if layer is None:
+        if layer is None and not self._crossing:
             return None
         self._running = True
-        return partial(self._copy, layer)
+        return partial(self._work, layer)
 
     def due(self) -> float | None:
         return None
 
     def _settle(self) -> None:
+        """Nothing crosses any more."""
         self.over = True
         self.states.failed = self.states.failed or self.host.failed
         self.states.ended.set()
 
     # --- in a worker
 
-    def _copy(self, layer: int) -> None:
+    def _work(self, layer: int | None) -> None:
+        """Enqueue the layer; wait for the oldest that crosses where there is no other to enqueue, or enough are."""
         states = self.states
         try:
-            spans = self.layout.spans[layer]
-            self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
-            views = view_layer(self.target, self.positions, self.layout.layers[layer], self.base)
-            with torch.cuda.stream(states.stream):
-                for span in spans:
-                    rows = self.source.span(self.host_pages[span.page], span)
-                    self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)
-                event = record_event(self.target.data.device)
-            states.views[layer] = views
-            if not event.query():
-                states.layers[layer] = LayerState.ENQUEUED
-                self.on_change()
+            if layer is not None:
+                self._enqueue(layer)
+            if self._crossing and (layer is None or len(self._crossing) > AHEAD):
+                event = states.events[self._crossing[0]]
+                assert event is not None
                 event.synchronize()
-            states.layers[layer] = LayerState.DEVICE
+            self._note_arrivals()
         except Exception as error:  # the border of a worker: whatever failed becomes the load's state
             states.failed = str(error) or type(error).__name__
             if states.stream is not None:
                 with suppress(RuntimeError):  # of a copy that failed, and has said so already
                     states.stream.synchronize()
+            self._crossing.clear()
         with self.workers.changed:
             self._running = False
-            if states.failed or all(state == LayerState.DEVICE for state in states.layers):
+            whole = all(state == LayerState.DEVICE for state in states.layers)
+            if not self._crossing and (states.failed or whole):
                 self._settle()
         self.on_change()
+
+    def _enqueue(self, layer: int) -> None:
+        states, spans = self.states, self.layout.spans[layer]
+        self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
+        views = view_layer(self.target, self.positions, self.layout.layers[layer], self.base)
+        with torch.cuda.stream(states.stream):
+            for span in spans:
+                rows = self.source.span(self.host_pages[span.page], span)
+                self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)
+            states.events[layer] = record_event(self.target.data.device)
+        states.views[layer] = views
+        states.layers[layer] = LayerState.ENQUEUED
+        self._crossing.append(layer)
+
+    def _note_arrivals(self) -> None:
+        while self._crossing:
+            event = self.states.events[self._crossing[0]]
+            assert event is not None
+            if not event.query():
+                break
+            self.states.layers[self._crossing.popleft()] = LayerState.DEVICE

@@ -5,15 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from node_agent.adapter_memory.pool import Pool
 from node_agent.device import free_memory
+from node_agent.pinned import Pinned
 
 REGISTER_CHUNK = 256 << 20
-"""Bytes that are pinned at a time."""
+"""Bytes that are pinned at a time: a multiple of every page size, so that no copy crosses a border."""
 
 
 class HostMemory:
@@ -27,7 +27,7 @@ class HostMemory:
         """As many whole pages as `size` bytes hold. Raises ValueError when the host has not that much memory."""
         whole = size // page_size * page_size
         self.fd = os.memfd_create("garnish-adapters", os.MFD_CLOEXEC)
-        self._pinned: list[int] = []
+        self._pinned: Pinned | None = None
         try:
             data = self._map(whole, dtype)
         except BaseException:
@@ -35,13 +35,14 @@ class HostMemory:
             raise
         self.pool = Pool(data, page_size)
         if pinned and whole:
-            self._pin(data)
+            start, chunks = data.data_ptr(), range(0, whole, REGISTER_CHUNK)
+            self._pinned = Pinned((start + at, min(REGISTER_CHUNK, whole - at)) for at in chunks)
 
     def close(self) -> None:
         """Nothing may copy from it any more."""
-        for address in self._pinned:
-            torch.cuda.check_error(_cuda().cudaHostUnregister(address))
-        self._pinned = []
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
         os.close(self.fd)
 
     def _map(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,13 +57,6 @@ class HostMemory:
             raise ValueError(f"host_memory: {size} bytes can't be reserved ({error.strerror}); set less") from error
         return torch.frombuffer(mmap.mmap(self.fd, size), dtype=dtype)
 
-    def _pin(self, data: torch.Tensor) -> None:
-        for at in range(0, data.nbytes, REGISTER_CHUNK):
-            address = data.data_ptr() + at
-            size = min(REGISTER_CHUNK, data.nbytes - at)
-            torch.cuda.check_error(_cuda().cudaHostRegister(address, size, 0))
-            self._pinned.append(address)
-
 
 def available_memory() -> int:
     """Bytes that this process may still take: of the host, and of its control group where that has a limit."""
@@ -73,7 +67,3 @@ def available_memory() -> int:
     except OSError:
         return available  # no control groups here, or those of version 1
     return available if limit == "max" else min(available, max(0, int(limit) - int(current)))
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

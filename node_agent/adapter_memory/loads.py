@@ -13,6 +13,7 @@ from adapters.artifact import ArtifactHeader
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
+from node_agent.device import Event
 from node_agent.types import LayerState
 
 
@@ -83,7 +84,8 @@ class CopyStates:
     layers: list[int]
     """a LayerState each: NO until the layer is enqueued"""
     views: list[LayerWeights | None]
-    """each set before its layer's state says DEVICE"""
+    events: list[Event | None]
+    """behind the layer's copy; it and the views are set before the layer's state says ENQUEUED or DEVICE"""
     order: Sequence[int]
     """in which layers are copied, as far as they are in host memory"""
     failed: str = ""
@@ -93,7 +95,7 @@ class CopyStates:
 
     @classmethod
     def of(cls, layers: int) -> CopyStates:
-        return cls([LayerState.NO] * layers, [None] * layers, range(layers))
+        return cls([LayerState.NO] * layers, [None] * layers, [None] * layers, range(layers))
 
 
 @dataclass

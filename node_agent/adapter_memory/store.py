@@ -206,12 +206,20 @@ class AdapterStore:
         """One layer that is on the device, whether or not the others are. Raises RuntimeError when it is not.
 
         It stays readable when the load fails on a later layer: a pass may be in the midst of it, and it was verified.
+        One whose copy is enqueued is read on the stream, after `await_copy`.
         """
         copy = self.device[lease.digest].copy
         views = copy.views[layer]
-        if views is None or copy.layers[layer] != LayerState.DEVICE:
+        if views is None or copy.layers[layer] not in (LayerState.ENQUEUED, LayerState.DEVICE):
             raise RuntimeError(f"layer {layer} of adapter {lease.digest} is read before it is on the device")
         return views
+
+    def await_copy(self, lease: Lease, layer: int) -> None:
+        """Whatever is enqueued on the current stream from now on runs after the copy of a layer that is ENQUEUED.
+        Returns at once."""
+        event = self.device[lease.digest].copy.events[layer]
+        if event is not None:
+            event.wait()
 
     def weights(self, lease: Lease) -> AdapterWeights:
         """By layer. One that is not on the device yet raises RuntimeError when it is asked for."""

@@ -7,9 +7,10 @@ import torch
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore, HostHold
+from node_agent.coldstart.cold_lora import Handoff
 from node_agent.coldstart.costs import group_elements, group_shares
 from node_agent.coldstart.profile import Profile
-from node_agent.coldstart.workers import Handoff, WorkerPool
+from node_agent.coldstart.workers import PassHandoffs, WorkerPool
 from node_agent.types import Lease
 
 
@@ -26,7 +27,11 @@ class Assist:
         hold = self.store.hold_host(lease)
         if hold is None:
             return None
-        return AssistedPass(self, hold, layout)
+        handoffs = self.workers.begin_pass()
+        if handoffs is None:
+            self.store.release_host(hold)
+            return None
+        return AssistedPass(self, hold, layout, handoffs)
 
     def slice_tokens(self, elements: int, tokens: int, group: str) -> int:
         """c: tokens that one worker computes while the device computes the group's base product (Toppings 4.2)."""
@@ -39,6 +44,7 @@ class Assist:
 
     def poll(self) -> None:
         """Let go of host rows that no worker can read any more: a late one may still read those of an ended pass."""
+        self.workers.poll()
         if self._ended and not self.workers.counters().in_quarantine:
             for hold in self._ended:
                 self.store.release_host(hold)
@@ -48,8 +54,8 @@ class Assist:
 class AssistedPass:
     """The handoffs of one cold pass."""
 
-    def __init__(self, assist: Assist, hold: HostHold, layout: AdapterLayout) -> None:
-        self._assist, self._hold, self._layout = assist, hold, layout
+    def __init__(self, assist: Assist, hold: HostHold, layout: AdapterLayout, handoffs: PassHandoffs) -> None:
+        self._assist, self._hold, self._layout, self._handoffs = assist, hold, layout, handoffs
         self._armed, self._open = False, True
         self._arm()
 
@@ -57,7 +63,12 @@ class AssistedPass:
         self._arm()
         elements = group_elements(self._layout, layer, self._assist.base)[group]
         slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
-        return self._assist.workers.open(x, self._hold.slot, layer, group, slice_tokens)
+        handoff: Handoff | None = self._handoffs.open(x, self._hold.slot, layer, group, slice_tokens)
+        return handoff
+
+    @property
+    def failed(self) -> bool:
+        return self._handoffs.failed
 
     def rest(self) -> None:
         """The pass goes on on the device: workers need not spin, until the next `open`."""
@@ -70,6 +81,7 @@ class AssistedPass:
         self.rest()
         if self._open:
             self._open = False
+            self._handoffs.end()
             self._assist.end(self._hold)
 
     def _arm(self) -> None:

@@ -9,12 +9,16 @@ import torch
 
 from node_agent.types import LayerState, PassLora
 
+ON_DEVICE = (LayerState.ENQUEUED, LayerState.DEVICE)
+"""What is computed there: a layer whose copy is enqueued is awaited on the stream."""
+
 
 class Handoff(Protocol):
     """One projection group's adapter part, being computed by CPU workers."""
 
     def wait(self) -> bool:
-        """Bounded. False: it will not come, and nobody may read `outputs`."""
+        """Bounded; on a device with a stream, enqueued there. False: it will not come, and nobody may read
+        `outputs`."""
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
@@ -26,6 +30,10 @@ class Handoff(Protocol):
 
 class PassWorkers(Protocol):
     """The CPU workers, as one pass uses them."""
+
+    @property
+    def failed(self) -> bool:
+        """A handoff failed that `wait` did not know of: on a device with a stream, certain once the pass has ended."""
 
     def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
         """Begin to compute the adapter's part for x [T, d_in]; None when no worker can take it."""
@@ -41,7 +49,8 @@ class ColdLora:
     """A PassLora for one adapter that may not be wholly on the device.
 
     Where a layer is computed is fixed at its first `begin`. A handoff that fails poisons the pass: its numbers are
-    wrong from there on, nothing of it may be used, and the rest of it does no adapter's work.
+    wrong from there on, nothing of it may be used, and the rest of it does no adapter's work. On a device with a stream
+    that is certain only when the pass has ended there.
     """
 
     def __init__(
@@ -50,13 +59,19 @@ class ColdLora:
         state: Callable[[int], int],
         adapted: Callable[[int, str], bool],
         workers: PassWorkers | None,
+        await_copy: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_device` adds a layer whose weights have arrived; `adapted` says whether a layer's group is adapted at
-        all."""
+        """`on_device` adds a layer whose weights have arrived, or will have when `await_copy` has been enqueued for it;
+        `adapted` says whether a layer's group is adapted at all."""
         self._on_device, self._state, self._adapted, self._workers = on_device, state, adapted, workers
+        self._await_copy = await_copy
         self._here: dict[int, bool] = {}
         self._handoff: Handoff | None = None
-        self.poisoned = False
+        self._failed = False
+
+    @property
+    def poisoned(self) -> bool:
+        return self._failed or (self._workers is not None and self._workers.failed)
 
     @property
     def layers_on_device(self) -> int:
@@ -69,14 +84,17 @@ class ColdLora:
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
         here = self._here.get(layer)
         if here is None:
-            here = self._here[layer] = self._state(layer) == LayerState.DEVICE
+            state = self._state(layer)
+            here = self._here[layer] = state in ON_DEVICE
             if here and self._workers is not None:
                 self._workers.rest()
+            if state == LayerState.ENQUEUED:
+                self._await_copy(layer)
         if here:
             return self._on_device.begin(layer, group, x)
         if not self.poisoned and self._adapted(layer, group):
             self._handoff = self._workers.open(x, layer, group) if self._workers else None
-            self.poisoned = self._handoff is None
+            self._failed = self._handoff is None
         return self._handoff is not None
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
@@ -89,7 +107,7 @@ class ColdLora:
                     for y, part in zip(ys, handoff.outputs, strict=True):
                         y.add_(part)
                 else:
-                    self.poisoned = True
+                    self._failed = True
             finally:
                 handoff.close()
 
@@ -99,5 +117,6 @@ class ColdLora:
             self._handoff.close()
             self._handoff = None
         if self._workers is not None:
+            self._failed = self.poisoned
             self._workers.end()
             self._workers = None

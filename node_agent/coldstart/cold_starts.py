@@ -9,14 +9,12 @@ import numpy as np
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.costs import group_elements, group_shares
+from node_agent.coldstart.cold_lora import ON_DEVICE
+from node_agent.coldstart.costs import group_elements, group_shares, group_widths
 from node_agent.coldstart.planner import ChunkCosts, choose
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import LayerState, Lease, Plan
-
-IN_HOST = (LayerState.HOST, LayerState.ENQUEUED)
-"""Verified, in host memory, and not on the device yet. A load that has failed has no layer that may be begun."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,13 @@ class ColdStarts:
     def state(self, lease: Lease, layer: int) -> int:
         """A LayerState, as far as this node's way makes use of it."""
         found = self.store.state(lease, layer)
-        if found == LayerState.DEVICE and self.way.whole and not self.store.loaded(lease):
+        if found in ON_DEVICE and self.way.whole and not self.store.loaded(lease):
             return LayerState.HOST
         return found
 
     def _computable(self, lease: Lease, plan: Plan, layer: int) -> bool:
         state = self.state(lease, layer)
-        return state == LayerState.DEVICE or (state in IN_HOST and self.on_cpu(lease, plan, layer))
+        return state in ON_DEVICE or (state == LayerState.HOST and self.on_cpu(lease, plan, layer))
 
     def on_cpu(self, lease: Lease, plan: Plan, layer: int) -> bool:
         """Whether a layer that lies in host memory is computed by the workers rather than waited for."""
@@ -127,8 +125,10 @@ class ColdStarts:
     def _cpu_extra(self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int, device: float) -> float:
         """Seconds by which the workers end later than the base products beside which they compute."""
         assert self.workers is not None
-        extra = 0.0
+        extra, itemsize = 0.0, self.store.pool.data.element_size()
         for group, elements in group_elements(layout, layer, self.base).items():
+            handed, answered = group_widths(self.base, group)
+            extra += profile.crossing_seconds(n_tokens * handed * itemsize, n_tokens * answered * itemsize)
             beside = self._shares[group] * device
             wanted = -(-n_tokens // profile.slice_tokens(elements, beside))
             slices = max(1, min(wanted, self.workers.usable))

@@ -18,3 +18,9 @@ def group_shares(base: BaseModel) -> dict[str, float]:
     """Each group's part of a layer's time, by its products."""
     sizes = {group: sum(base.widths[p][0] * base.widths[p][1] for p in members) for group, members in GROUPS.items()}
     return {group: size / sum(sizes.values()) for group, size in sizes.items()}
+
+
+def group_widths(base: BaseModel, group: str) -> tuple[int, int]:
+    """Elements of a token's input and of its outputs together."""
+    members = GROUPS[group]
+    return base.widths[members[0]][0], sum(base.widths[p][1] for p in members)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -18,8 +19,10 @@ from cluster.messages import Sampling
 from node_agent.adapter_memory.layout import AdapterLayout, lay_out
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.costs import group_elements
-from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileKey
+from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey
+from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.workers import WorkerPool
+from node_agent.device import device_seconds
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
@@ -59,15 +62,18 @@ def measure(
     )
     progress("the link from host memory")
     link = measure_link(store, effort.rounds)
-    cpu = None
+    cpu = handoff = None
     if workers is not None:
         progress("a worker's slice")
         cpu = measure_cpu(store, workers, effort)
-    return Profile(key, layer, cpu, link)
+    if cpu is not None and isinstance(workers, StreamPool):
+        progress("a handoff")
+        handoff = measure_handoff(workers, effort.rounds)
+    return Profile(key, layer, cpu, link, handoff)
 
 
 def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int) -> float:
-    """Of a prompt of `tokens` tokens without an adapter; on a GPU with all its layers behind each other."""
+    """Of a prompt of `tokens` tokens without an adapter; on a GPU with all its layers behind each other, by events."""
     request = Request("profile", "", [1] * tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
     taken = blocks.allocate(blocks.blocks_for(tokens))
     assert taken is not None  # so many were free
@@ -76,33 +82,30 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
     try:
         for _ in range(rounds + 1):
             run = runner.start(build_step([Row(request, tokens)], 0, runner.block_tokens, runner.device), None)
-            begin = time.perf_counter()
-            run.advance(runner.num_layers)
+            times.append(device_seconds(runner.device, partial(run.advance, runner.num_layers)))
             run.abort().synchronize()
-            times.append(time.perf_counter() - begin)
     finally:
         blocks.release(taken)
     return median(times[1:]) / runner.num_layers
 
 
 def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
-    """Copies of one page and of as many as there are, up to 16, from host memory to the device, as a load makes them;
-    a simulated link's own cost is added."""
+    """Copies of one page and of as many as there are, up to 16, from host memory to the device, page by page as a load
+    makes them; a simulated link's own cost is added."""
     host, device = store.host_memory.pool, store.pool
     pages = min(16, host.pages.count, device.pages.count)
     if not pages:
         return LinkCost(0.0, 1e9)  # nothing will be loaded
-    per_page = host.data.numel() // host.pages.count
+    elements = host.page_size // host.data.element_size()
+    places = [slice(page * elements, (page + 1) * elements) for page in range(pages)]
+
+    def copy(count: int) -> None:
+        for place in places[:count]:
+            device.data[place].copy_(host.data[place], non_blocking=True)
+
     seconds = {}
     for count in (1, pages):
-        elements = count * per_page
-        found = []
-        for _ in range(rounds + 1):
-            begin = time.perf_counter()
-            device.data[:elements].copy_(host.data[:elements], non_blocking=True)
-            if device.data.is_cuda:
-                torch.cuda.synchronize(device.data.device)
-            found.append(time.perf_counter() - begin)
+        found = [device_seconds(device.data.device, partial(copy, count)) for _ in range(rounds + 1)]
         seconds[count] = median(found[1:])
     size = host.page_size
     per_byte = (seconds[pages] - seconds[1]) / (size * (pages - 1)) if pages > 1 else seconds[1] / size
@@ -112,6 +115,33 @@ def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
     if simulated is not None:
         per_byte, latency = per_byte + 1 / simulated.bandwidth, latency + simulated.latency
     return LinkCost(latency, 1 / per_byte)
+
+
+def measure_handoff(workers: StreamPool, rounds: int) -> LinkCost:
+    """Rows handed over on the stream to workers that answer at once: one row, and as many as there may be."""
+    width = max(d_in for d_in, _ in workers.layout.widths)
+    sizes = sorted({1, workers.layout.max_tokens})
+    seconds = []
+    workers.arm()
+    try:
+        for tokens in sizes:
+            x = torch.zeros(tokens, width, dtype=workers.layout.torch_dtype, device=workers.device)
+            found = [device_seconds(workers.device, partial(_hand_over, workers, x)) for _ in range(rounds + 1)]
+            seconds.append(median(found[1:]))
+    finally:
+        workers.disarm()
+    row = width * workers.layout.torch_dtype.itemsize
+    per_byte = max((seconds[-1] - seconds[0]) / (row * max(1, sizes[-1] - sizes[0])), 1e-13)
+    return LinkCost(max(0.0, seconds[0] - row * per_byte), 1 / per_byte)
+
+
+def _hand_over(workers: StreamPool, x: torch.Tensor) -> None:
+    one = workers.begin_pass()
+    handoff = one.open(x, 0, 0, None, x.shape[0]) if one is not None else None
+    if one is None or handoff is None:
+        raise ProfileError("no CPU worker takes a handoff")
+    handoff.wait()
+    one.end()
 
 
 def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> CpuLora | None:

@@ -56,6 +56,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """None: this node has no CPU workers"""
     link: LinkCost
     """host memory to device"""
+    handoff: LinkCost | None = None
+    """what workers are given by a device with a stream; None: they share its memory"""
     version: int = PROFILE_VERSION
 
     def layer_seconds(self, tokens: int) -> float:
@@ -75,6 +77,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.cpu is None:
             return float("inf")
         return self.cpu.fixed + elements * (self.cpu.per_element + tokens * self.cpu.per_product)
+
+    def crossing_seconds(self, handed: int, answered: int) -> float:
+        """For so many bytes to the workers and back, beside no product. 0 where they share the device's memory."""
+        if self.handoff is None:
+            return 0.0
+        return self.handoff.latency + handed / self.handoff.bandwidth + answered / self.link.bandwidth
 
     def slice_tokens(self, elements: int, budget: float) -> int:
         """c: tokens that one worker handles in `budget` seconds, at least one (Toppings 4.2)."""
@@ -115,8 +123,9 @@ def check(profile: Profile) -> None:
         raise ProfileError("layer: token counts must be positive and ascending")
     if any(not 0 < seconds < 1e3 for _, seconds in profile.layer):
         raise ProfileError("layer: seconds must be positive")
-    if not profile.link.bandwidth > 0 or not 0 <= profile.link.latency < 1e3:
-        raise ProfileError("link: bandwidth must be positive, latency not negative")
+    for name, link in (("link", profile.link), ("handoff", profile.handoff)):
+        if link is not None and (not link.bandwidth > 0 or not 0 <= link.latency < 1e3):
+            raise ProfileError(f"{name}: bandwidth must be positive, latency not negative")
     cpu = profile.cpu
     if cpu is not None and not all(0 <= value < 1e3 for value in (cpu.fixed, cpu.per_element, cpu.per_product)):
         raise ProfileError("cpu: costs must not be negative")

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from adapters.base_model import BaseModel
+from kernels.build import CompileError
+from kernels.handoff_device import stream_kernels
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.measure import SHORT, Effort, measure
 from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, read_profile, write_profile
 from node_agent.coldstart.shared import DTYPES, Layout
+from node_agent.coldstart.stream import BrokenHandoff, StreamPool
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
 from node_agent.cores import spare_cores
 from node_agent.engine.loop import Engine
+from node_agent.types import GROUPS
 
 log = logging.getLogger("garnish.engine")
 
@@ -28,10 +33,12 @@ MOST_WORKERS = 16
 """That `auto` starts: a prompt's slices fill no more."""
 HANDOFF_SLOTS = 8
 """Handoffs that may be open or in quarantine at once."""
+SPARE_SLOTS = 2
+"""With a GPU: passes that may be ending or in quarantine beside those that are open."""
 
 
 def cores_to_leave(config: EngineConfig) -> int:
-    """That the engine of a CPU node does not compute on, where its threads are not given."""
+    """That the engine does not compute on, where its threads are not given."""
     if config.cpu_workers is not None:
         return config.cpu_workers
     return 1 if config.load_link is not None and "assist" in WAYS[config.cold_start].plans else 0
@@ -40,16 +47,17 @@ def cores_to_leave(config: EngineConfig) -> int:
 def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, threads: int) -> WorkerPool | None:
     """The workers, warm; None where there are to be none. Raises ValueError when there can't be as many as asked for.
 
-    `auto` starts none on a CPU whose adapters have no slow link to cross: there a load ends before a worker could help.
+    `auto` starts none on a CPU whose adapters have no slow link to cross: there a load ends before a worker could help;
+    and none with a GPU, as long as no GPU has run the handoff.
     """
-    dtype, device = store.pool.data.dtype, store.pool.data.device
-    if "assist" not in WAYS[config.cold_start].plans or config.cpu_workers == 0 or dtype not in DTYPES:
-        return None
-    if device.type != "cpu":  # the handoff on a stream is not wired to the engine yet
-        if config.cpu_workers:
-            raise ValueError("cpu_workers: not used with a GPU yet; leave it at auto, or 0")
+    dtype = store.pool.data.dtype
+    if "assist" not in WAYS[config.cold_start].plans or config.cpu_workers == 0:
         return None
     if config.cpu_workers is None and config.load_link is None:
+        return None
+    if dtype not in DTYPES:
+        if config.cpu_workers:
+            raise ValueError(f"cpu_workers: they compute in {' or '.join(map(str, DTYPES))}, not {dtype}; set 0")
         return None
     cores = spare_cores(threads)
     count = min(len(cores), MOST_WORKERS) if config.cpu_workers is None else config.cpu_workers
@@ -60,14 +68,42 @@ def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, th
         )
     if not count:
         return None
-    layout = Layout(HANDOFF_SLOTS, count, config.chunk_tokens, base.widths, DTYPES.index(dtype))
-    workers = WorkerPool(store.host_map, layout, cores[-count:])
+    workers = make_pool(config, store, base, cores[-count:])
     workers.start()
     os.sched_setaffinity(0, workers.other_cores)  # an armed worker gives nothing of its core
     ready = workers.wait_ready(START_LIMIT_S)
     if ready < count:
         log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": count})
+    if ready and isinstance(workers, StreamPool):
+        _check_handoff(workers)
     return workers
+
+
+def make_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: Sequence[int]) -> WorkerPool:
+    """For the device on which the store's adapters are. Raises ValueError."""
+    device, dtype = store.pool.data.device, DTYPES.index(store.pool.data.dtype)
+    if device.type == "cpu":
+        layout = Layout(HANDOFF_SLOTS, len(cores), config.chunk_tokens, base.widths, dtype)
+        return WorkerPool(store.host_map, layout, cores)
+    layout = stream_layout(config, base, len(cores), dtype)
+    try:
+        return StreamPool(store.host_map, layout, cores, device, stream_kernels(device))
+    except (CompileError, RuntimeError) as error:
+        raise ValueError(f"cpu_workers: {error}; set cpu_workers to 0") from error
+
+
+def stream_layout(config: EngineConfig, base: BaseModel, workers: int, dtype: int) -> Layout:
+    """A slot for each pass, and in it a step for each handoff that a pass can have."""
+    steps = base.num_layers * len(GROUPS)
+    return Layout(config.max_cold + SPARE_SLOTS, workers, config.chunk_tokens, base.widths, dtype, steps)
+
+
+def _check_handoff(workers: StreamPool) -> None:
+    try:
+        workers.check()
+    except BrokenHandoff as error:
+        workers.close()
+        raise ValueError(f"cpu_workers: {error}; set cpu_workers to 0") from error
 
 
 def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: WorkerPool | None) -> ProfileKey:

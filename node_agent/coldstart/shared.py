@@ -1,9 +1,11 @@
 """The memory that engine and CPU LoRA workers share: one memfd of flags, commands, inputs and outputs.
 
-Every slot has an x area [tokens, d_in], a y area [tokens, sum of the group's d_out], and for each worker three lines of
-64 bytes: a command flag (written by the engine), what it commands (by the engine, before the flag), and a done flag (by
-the worker). A slot belongs to one handoff until all of its workers have answered or are dead; only then are its areas
-and lines written again. The memory belongs to one engine process: the next one makes its own, and never maps this.
+Every slot has an x area [tokens, d_in] and a y area [tokens, sum of the group's d_out]. For each of its `steps` and
+each worker there are three lines of 64 bytes: a command flag (written by the engine or its device), what it commands
+(by the engine, before the flag), and a done flag (by the worker). On a CPU a slot has one step and belongs to one
+handoff; on a GPU it belongs to a pass, whose handoffs follow each other on the device's stream and have a step each
+(stream.py). It has its owner until all workers have answered or are dead; only then are its areas and lines written
+again. The memory belongs to one engine process: the next one makes its own, and never maps this.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ MAX_BYTES = 4 << 30
 """More than any sensible slots take; a larger size is a mistake."""
 MAX_WORKERS = 64
 MAX_SLOTS = 64
+MAX_STEPS = 1024
 DTYPES = (torch.float32, torch.bfloat16)
 ECHO = len(GROUPS)
 """In a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
@@ -60,11 +63,14 @@ class Layout(msgspec.Struct, frozen=True):
     """(d_in, d_out) per projection, as BaseModel.widths"""
     dtype: int
     """index into DTYPES: of the host pool's weights, x and y"""
+    steps: int = 1
+    """commands to each worker that a slot's owner may have given before the first is answered"""
 
     def check(self) -> None:
         """Raises ValueError with the size that is wrong."""
         for name, value, most in (
             ("slots", self.slots, MAX_SLOTS),
+            ("steps", self.steps, MAX_STEPS),
             ("workers", self.workers, MAX_WORKERS),
             ("max_tokens", self.max_tokens, 1 << 20),
         ):
@@ -83,18 +89,27 @@ class Layout(msgspec.Struct, frozen=True):
         return self.widths[members[0]][0], tuple(self.widths[p][1] for p in members)
 
     @property
+    def commands(self) -> int:
+        """To each worker, in all slots; the first of a slot is slot * steps."""
+        return self.slots * self.steps
+
+    @property
     def _lines(self) -> int:
-        return self.slots * self.workers * LINE
+        return self.commands * self.workers * LINE
 
-    def command_flag(self, slot: int, worker: int) -> int:
-        """Offsets, in bytes; those of one worker's slots are `workers` lines apart."""
-        return LINE + (slot * self.workers + worker) * LINE
+    def command_flag(self, command: int, worker: int) -> int:
+        """Offsets, in bytes; those of one worker's commands are `workers` lines apart."""
+        return LINE + (command * self.workers + worker) * LINE
 
-    def command(self, slot: int, worker: int) -> int:
-        return self.command_flag(slot, worker) + self._lines
+    def command(self, command: int, worker: int) -> int:
+        return self.command_flag(command, worker) + self._lines
 
-    def done_flag(self, slot: int, worker: int) -> int:
-        return self.command_flag(slot, worker) + 2 * self._lines
+    def done_flag(self, command: int, worker: int) -> int:
+        return self.command_flag(command, worker) + 2 * self._lines
+
+    def failed(self, slot: int) -> int:
+        """i32, written by a GPU: an answer did not come in time."""
+        return self.command_flag(0, 0) + 3 * self._lines + slot * LINE
 
     @property
     def x_bytes(self) -> int:
@@ -106,7 +121,7 @@ class Layout(msgspec.Struct, frozen=True):
         return _pages(self.max_tokens * widest * self.torch_dtype.itemsize)
 
     def x_area(self, slot: int) -> int:
-        return _pages(LINE + 3 * self._lines) + slot * (self.x_bytes + self.y_bytes)
+        return _pages(self.failed(self.slots)) + slot * (self.x_bytes + self.y_bytes)
 
     def y_area(self, slot: int) -> int:
         return self.x_area(slot) + self.x_bytes
@@ -129,7 +144,7 @@ class HandoffMemory:
         self._bytes = memoryview(self._map)
         self._elements = torch.frombuffer(self._map, dtype=layout.torch_dtype)
         self.armed: int = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
-        """Addresses of flags, the latter two by slot and worker."""
+        """Addresses of flags, the latter two by command and worker."""
         self.command_flags = self._by_worker(layout.command_flag, self.armed)
         self.done_flags = self._by_worker(layout.done_flag, self.armed)
         self._commands = self._by_worker(layout.command, 0)
@@ -138,17 +153,26 @@ class HandoffMemory:
         self.group_widths = [layout.group_widths(group) for group in range(ECHO)]
         """(d_in, d_out of each projection)"""
 
-    def write_command(self, slot: int, worker: int, command: tuple[int, ...]) -> None:
+    def write_command(self, at: int, worker: int, command: tuple[int, ...]) -> None:
         """`command` has Command's fields; making one takes a microsecond."""
-        _COMMAND.pack_into(self._bytes, self._commands[slot][worker], *command)
+        _COMMAND.pack_into(self._bytes, self._commands[at][worker], *command)
 
-    def read_command(self, slot: int, worker: int) -> Command:
-        return Command._make(_COMMAND.unpack_from(self._bytes, self._commands[slot][worker]))
+    def read_command(self, at: int, worker: int) -> Command:
+        return Command._make(_COMMAND.unpack_from(self._bytes, self._commands[at][worker]))
 
-    def command_value(self, slot: int, worker: int) -> int:
+    def command_value(self, at: int, worker: int) -> int:
         """What the command flag holds now; no order is promised."""
-        value: int = _WORD.unpack_from(self._bytes, self.command_flags[slot][worker] - self.armed)[0]
+        value: int = _WORD.unpack_from(self._bytes, self.command_flags[at][worker] - self.armed)[0]
         return value
+
+    def lines(self, offset: int) -> torch.Tensor:
+        """i64[workers, 8] from a command's first flag, command or done flag on: its lines, one for each worker."""
+        words = torch.frombuffer(self._map, dtype=torch.int64)
+        return words.as_strided((self.layout.workers, LINE // 8), (LINE // 8, 1), offset // 8)
+
+    def failed(self, slot: int) -> torch.Tensor:
+        """i32[1]"""
+        return torch.frombuffer(self._map, dtype=torch.int32, count=1, offset=self.layout.failed(slot))
 
     def x(self, slot: int, tokens: int, width: int) -> torch.Tensor:
         """[tokens, width], the x area's beginning."""
@@ -163,7 +187,7 @@ class HandoffMemory:
 
     def _by_worker(self, offset: Callable[[int, int], int], base: int) -> list[list[int]]:
         layout = self.layout
-        return [[base + offset(slot, worker) for worker in range(layout.workers)] for slot in range(layout.slots)]
+        return [[base + offset(at, worker) for worker in range(layout.workers)] for at in range(layout.commands)]
 
 
 def make_memory(layout: Layout) -> int:

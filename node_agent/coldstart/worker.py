@@ -39,9 +39,8 @@ class Worker:
         self._layout, self._index, self._epoch = config.layout, config.index, config.epoch
         self._flags = load_flags()
         self.product = Product(attach(config.host), config.layout)
-        slots = range(config.layout.slots)
         # what stands there now is from before this process: it is passed over too
-        before = [self._memory.command_value(slot, config.index) for slot in slots]
+        before = [self._memory.command_value(at, config.index) for at in range(config.layout.commands)]
         self._seen = (ctypes.c_uint64 * len(before))(*before)
         self._start = 0
 
@@ -50,18 +49,18 @@ class Worker:
         layout, index, memory = self._layout, self._index, self._memory
         first = memory.command_flags[0][index]
         while True:
-            slot = self._flags.next(first, layout.workers, self._seen, self._start, memory.armed, poll_ns)
-            if slot == DISARMED:
+            at = self._flags.next(first, layout.workers, self._seen, self._start, memory.armed, poll_ns)
+            if at == DISARMED:
                 return
-            if slot == TIMED_OUT:
+            if at == TIMED_OUT:
                 continue
-            self._start = slot + 1 if slot + 1 < layout.slots else 0  # requests in turn
-            value = memory.command_value(slot, index)
-            self._seen[slot] = value
-            command = memory.read_command(slot, index)
+            self._start = at + 1 if at + 1 < layout.commands else 0  # requests in turn
+            value = memory.command_value(at, index)
+            self._seen[at] = value
+            command = memory.read_command(at, index)
             if value >> SEQUENCE_BITS == self._epoch and command.value == value:
-                self._serve(slot, command)
-                self._flags.post(memory.done_flags[slot][index], value)
+                self._serve(at // layout.steps, command)
+                self._flags.post(memory.done_flags[at][index], value)
 
     def _serve(self, slot: int, command: Command) -> None:
         if command.group == ECHO:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -40,13 +41,15 @@ class Counters:
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class Part:
     """One worker's slice of a handoff."""
 
     worker: WorkerState
     flag: int
     """address of the done flag"""
     value: int
+    at: int
+    """command, among the worker's"""
 
 
 class WorkerPool:
@@ -69,7 +72,7 @@ class WorkerPool:
         fds = (self._fd, host.pool_fd, host.table_fd, *self._armed_fds)
         self._keeper = Keeper(len(cores), self._worker_config, fds, stall_limit)
         self._free = list(range(layout.slots))
-        self._quarantine: list[tuple[int, list[_Part]]] = []
+        self._quarantine: list[tuple[int, list[Part]]] = []
         self._sequence = self._armed = self._handoffs = self._timeouts = self._quarantined = 0
         self._closed = False
         self._x_bytes = layout.x_bytes
@@ -132,6 +135,14 @@ class WorkerPool:
         self._handoffs += 1
         return Handoff(self, slot, parts, () if group is None else self.memory.y(slot, tokens, self._widths(code)))
 
+    def begin_pass(self) -> PassHandoffs | None:
+        """What one cold pass hands over to the workers; None when it can't."""
+        return HostPass(self)
+
+    def poll(self) -> None:
+        """Free what was late and is not any more."""
+        self._sweep()
+
     def counters(self) -> Counters:
         self._sweep()
         keeper = self._keeper
@@ -171,18 +182,23 @@ class WorkerPool:
         free = [worker for worker in able if not worker.commands]
         return free[:most] if free else sorted(able, key=lambda worker: worker.commands)[:most]
 
-    def _post(self, slot: int, worker: WorkerState, command: tuple[int, int, int, int, int, int, int]) -> _Part:
+    def write(self, at: int, worker: WorkerState, command: tuple[int, int, int, int, int, int, int]) -> Part:
+        """What the worker is to do once its command flag `at` has the part's value."""
         self._sequence += 1
         value = flag_value(worker.epoch, self._sequence)
-        self.memory.write_command(slot, worker.index, (value, *command))
-        self._flags.post(self.memory.command_flags[slot][worker.index], value)
+        self.memory.write_command(at, worker.index, (value, *command))
         worker.commands += 1
-        return _Part(worker, self.memory.done_flags[slot][worker.index], value)
+        return Part(worker, self.memory.done_flags[at][worker.index], value, at)
 
-    def _answered(self, part: _Part) -> bool:
+    def _post(self, slot: int, worker: WorkerState, command: tuple[int, int, int, int, int, int, int]) -> Part:
+        part = self.write(slot * self.layout.steps, worker, command)
+        self._flags.post(self.memory.command_flags[part.at][worker.index], part.value)
+        return part
+
+    def _answered(self, part: Part) -> bool:
         return bool(self._flags.wait(part.flag, part.value, 0))
 
-    def _await(self, part: _Part, end_ns: int) -> bool:
+    def _await(self, part: Part, end_ns: int) -> bool:
         """Whether its worker answered before it ended and before `end_ns`, monotonic."""
         while not self._flags.wait(part.flag, part.value, CHECK_NS):
             if part.worker.ended:
@@ -192,7 +208,7 @@ class WorkerPool:
                 return False
         return True
 
-    def _release(self, slot: int, parts: list[_Part], arrived: bool) -> None:
+    def _release(self, slot: int, parts: list[Part], arrived: bool) -> None:
         """The slot is free as soon as nobody writes to it any more."""
         waiting = [part for part in parts if not self._settle(part, arrived)]
         if not waiting:
@@ -205,7 +221,7 @@ class WorkerPool:
             part.worker.late = (*part.worker.late, partial(self._answered, part))
         self._keeper.look()
 
-    def _settle(self, part: _Part, arrived: bool = False) -> bool:
+    def _settle(self, part: Part, arrived: bool = False) -> bool:
         """Whether the part's worker is through with the slot."""
         if not arrived and not self._answered(part) and not part.worker.ended:
             return False
@@ -228,10 +244,36 @@ class WorkerPool:
             worker.late = tuple(answered for answered in worker.late if not answered())
 
 
+class PassHandoffs(Protocol):
+    """One cold pass's handoffs: the part that differs between a CPU and a device with a stream (stream.py)."""
+
+    @property
+    def failed(self) -> bool:
+        """A worker did not answer a handoff; on a device with a stream it is certain once the pass has ended there."""
+
+    def open(self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int) -> Any:
+        """As WorkerPool.open: a handoff with `wait`, `outputs` and `close`."""
+
+    def end(self) -> None:
+        """The pass opens no more."""
+
+
+class HostPass:
+    """Handoffs of an engine that computes on a CPU: each is awaited by its caller, who sees there how it went."""
+
+    failed = False
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.open = pool.open
+
+    def end(self) -> None:
+        return None
+
+
 class Handoff:
     """One projection group's adapter part, being computed. A worker that times out or dies fails it."""
 
-    def __init__(self, pool: WorkerPool, slot: int, parts: list[_Part], outputs: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, pool: WorkerPool, slot: int, parts: list[Part], outputs: tuple[torch.Tensor, ...]) -> None:
         self._pool, self._slot, self._parts, self._outputs = pool, slot, parts, outputs
         self._arrived: bool | None = None
         self._open = True

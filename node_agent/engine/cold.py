@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
 
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
-from node_agent.device import Event
+from node_agent.device import ENDED, Event, record_event
 from node_agent.engine.batch import Row
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.types import Lease, Pass, Plan, StepOutput
@@ -32,6 +35,16 @@ class ColdPass:
     phases: ColdPhases
     stalled_at: float = 0.0
     """since when it waits for adapter bytes, monotonic; 0: it does not"""
+    enqueued: Event = ENDED
+    """behind the layers that were advanced last"""
+
+    @property
+    def plan_now(self) -> Plan:
+        """While the device is behind, layers that the plan meant to load are not given to the CPU: the time that is
+        left for them begins when the device gets there."""
+        if self.enqueued.query():
+            return self.plan
+        return replace(self.plan, cpu_extra=(inf,) * len(self.plan.cpu_extra))
 
     def resume(self, now: float) -> None:
         if self.stalled_at:
@@ -42,9 +55,11 @@ class ColdPass:
 class ColdPasses:
     """At most `limit` passes, which take turns: `advance` moves one of them by at most `layers_per_turn` layers."""
 
-    def __init__(self, cold_start: ColdStarts, start: StartPass, book: Book, num_layers: int, limit: int) -> None:
+    def __init__(
+        self, cold_start: ColdStarts, start: StartPass, book: Book, device: torch.device, num_layers: int, limit: int
+    ) -> None:
         """`start` begins a pass with its LoRA; `book` is told what an ended pass computed."""
-        self.cold_start, self.num_layers, self.limit = cold_start, num_layers, limit
+        self.cold_start, self.device, self.num_layers, self.limit = cold_start, device, num_layers, limit
         self._start, self._book = start, book
         self.layers_per_turn = max(1, num_layers // 4)
         self.open: list[ColdPass] = []
@@ -70,12 +85,14 @@ class ColdPasses:
         """Advance the first pass that can go on; False when there is none."""
         for cold in self.open:
             now = time.monotonic()
-            ready = self.cold_start.ready_until(cold.lease, cold.plan, cold.run.layer)
+            ready = self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer)
             if ready <= cold.run.layer:
-                cold.stalled_at = cold.stalled_at or now
+                if cold.enqueued.query():  # else the device still computes what is before it
+                    cold.stalled_at = cold.stalled_at or now
                 continue
             cold.resume(now)
             cold.run.advance(min(ready, cold.run.layer + self.layers_per_turn))
+            cold.enqueued = record_event(self.device)
             self._take_stock(cold)
             return True
         return False
@@ -96,15 +113,18 @@ class ColdPasses:
         if not cold.lora.poisoned and cold.run.layer < self.num_layers:
             self.open.append(cold)
             return
+        output = None if cold.lora.poisoned else cold.run.finish()
+        if output is not None:
+            output.done.synchronize()  # a device with a stream knows only now whether a handoff failed
         cold.lora.close()
         request.in_cold_pass = False
         cold.phases.layers_cpu += cold.lora.layers_on_cpu
         cold.phases.layers_device += cold.lora.layers_on_device
-        if cold.lora.poisoned:
+        if output is None or cold.lora.poisoned:
             log.warning("request %s: a CPU worker failed it; the chunk is computed again", request.id)
             cold.run.abort().synchronize()
             cold.phases.replays += 1
             self.replays += 1
             request.wants_whole = True
         else:
-            self._book([cold.row], cold.run.finish())
+            self._book([cold.row], output)

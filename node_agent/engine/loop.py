@@ -51,7 +51,9 @@ class Engine:
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.queue: list[Request] = []
         self.running: dict[str, Request] = {}
-        self.cold = ColdPasses(cold_start, self._start_cold, self._book, runner.num_layers, limits.max_cold)
+        self.cold = ColdPasses(
+            cold_start, self._start_cold, self._book, runner.device, runner.num_layers, limits.max_cold
+        )
         self.assist: Assist | None = None
         self._freeing: list[tuple[Event, list[int]]] = []
         self._events: list[EngineEvent] = []
@@ -244,7 +246,13 @@ class Engine:
         assert on_device is not None  # it has an adapter
         layout = self.store.layout(lease)
         workers = self.assist.begin(lease, layout) if self.assist and plan.name == "assist" else None
-        lora = ColdLora(on_device, lambda layer: self.cold_start.state(lease, layer), layout.adapts, workers)
+        lora = ColdLora(
+            on_device,
+            lambda layer: self.cold_start.state(lease, layer),
+            layout.adapts,
+            workers,
+            lambda layer: self.store.await_copy(lease, layer),
+        )
         return self.runner.start(batch, lora), lora
 
     def _run_hot(self, rows: list[Row], n_decode: int) -> None:

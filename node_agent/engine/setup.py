@@ -31,19 +31,22 @@ class WarmUpFailed(RuntimeError):
     """The dummy request did not end as it must; the node is not ready."""
 
 
-def build_engine(config: EngineConfig, on_change: Callable[[], None]) -> tuple[Engine, BaseModel]:
+LoadModel = Callable[[Path, torch.device, torch.dtype | None], PreTrainedModel]
+
+
+def build_engine(
+    config: EngineConfig, on_change: Callable[[], None], load: LoadModel = load_model
+) -> tuple[Engine, BaseModel]:
     """Load the base model, allocate the pools and warm up. Raises ValueError or OSError on bad settings."""
     device = pick_device(config.device)
     if device.type == "cuda" and (config.load_link or config.store_link):
         raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
-    threads = config.threads or default_threads(
-        Path(config.model_dir), cores_to_leave(config) if device.type == "cpu" else 0
-    )
+    threads = config.threads or default_threads(Path(config.model_dir), cores_to_leave(config))
     torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise ValueError(f"dtype: {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
-    model = load_model(Path(config.model_dir), device, DTYPES.get(config.dtype))
+    model = load(Path(config.model_dir), device, DTYPES.get(config.dtype))
     runner = TransformersRunner(model, config.block_tokens, _kv_blocks(config, model))
     store = AdapterStore(config, open_store(config.registry), base, device, runner.dtype, on_change)
     capacity = (runner.num_blocks - 1) * config.block_tokens

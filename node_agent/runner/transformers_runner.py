@@ -29,10 +29,15 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on how long a sequence, or its neighbour in the batch, is."""
 
 
-def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The base model in its own or another dtype, ready for a TransformersRunner. Raises ValueError."""
+def register_attention() -> None:
+    """So that a model can be made with ATTENTION."""
     AttentionInterface.register(ATTENTION, paged_attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The base model in its own or another dtype, ready for a TransformersRunner. Raises ValueError."""
+    register_attention()
     config = AutoConfig.from_pretrained(model_dir)
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(f"{model_dir}: model_type {config.model_type!r} is not served")

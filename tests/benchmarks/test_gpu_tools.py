@@ -90,7 +90,7 @@ def test_weights_for_peers_are_the_same_weights() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["gpu_suite", "tune_kernels"])
+@pytest.mark.parametrize("name", ["gpu_suite", "tune_kernels", "coldstart_gpu"])
 def test_without_a_gpu_it_says_so(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, env=os.environ, capture_output=True, text=True,

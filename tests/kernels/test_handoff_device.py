@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ import torch
 pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
 
 from kernels.handoff import flag_value
-from kernels.handoff_triton import launch_copy_and_signal, launch_wait
+from kernels.handoff_cuda import CudaKernels
+from kernels.handoff_device import StreamKernels, stream_kernels
+from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart.shared import Command
 from tests.node_agent.coldstart.pools import CORES, draw_x, drawn_case, poison, started
 
@@ -30,25 +34,80 @@ def words(*values: int) -> torch.Tensor:
     return lines
 
 
+@pytest.fixture(scope="module")
+def emulated_cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """handoff.cu as it is, compiled for this CPU under another handoff_order.h."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("NOT RUN: there is no g++ here to compile handoff.cu with")
+    place = tmp_path_factory.mktemp("emulated")
+    for file in (*(ROOT / "tests" / "kernels" / "emulated_cuda").iterdir(), ROOT / "kernels" / "handoff.cu"):
+        shutil.copy(file, place)
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "launch.cpp", "-o", "launch.so", "-lpthread"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(place / "launch.so"))
+
+
+class EmulatedKernels(CudaKernels):
+    """What CudaKernels would launch, with its own grids and arguments, on this CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def _launch(self, name: bytes, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        self._library.launch(int(name == b"wait_for_workers"), blocks, threads, addresses)
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def kernels(request: pytest.FixtureRequest) -> StreamKernels:
+    """Triton's in the interpreter, and the CUDA source with its threads as a CPU's."""
+    return TritonKernels() if request.param == "triton" else EmulatedKernels(request.getfixturevalue("emulated_cuda"))
+
+
+def word() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 5000])
-def test_copy_then_signal(size: int) -> None:
-    x, target, ticket = torch.randn(size), torch.full((size + 7,), torch.nan), torch.zeros(1, dtype=torch.int32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copy_then_signal(kernels: StreamKernels, size: int, dtype: torch.dtype) -> None:
+    x, target, ticket = torch.randn(size).to(dtype), torch.full((size + 7,), torch.nan, dtype=dtype), word()
     flags, values = words(0, 11, 0), words(5, 0, flag_value(3, 9))
     for _ in range(2):  # the ticket is ready again
-        launch_copy_and_signal(x, target, ticket, flags, values)
+        kernels.copy_and_signal(x, target[:size], ticket, flags, values, word())
         assert torch.equal(target[:size], x) and target[size:].isnan().all() and int(ticket) == 0
     assert torch.equal(flags, words(5, 11, flag_value(3, 9)))
 
 
-def test_a_wait_that_succeeds_and_one_that_times_out() -> None:
-    poisoned = torch.zeros(1, dtype=torch.int32)
-    launch_wait(words(4, 7, 9), words(4, 0, 9), SECOND_NS, poisoned)
-    assert int(poisoned) == 0
-    launch_wait(words(4, 7, 9), words(4, 0, 8), 1000, poisoned)
-    assert int(poisoned) == 1
+def test_rows_that_begin_anywhere(kernels: StreamKernels) -> None:
+    x, target, flags = torch.randn(40)[1:], torch.zeros(41), words(0)
+    kernels.copy_and_signal(x, target[2:], word(), flags, words(7), word())
+    assert torch.equal(target[2:], x) and not target[:2].any() and torch.equal(flags, words(7))
 
 
-def test_with_real_workers() -> None:
+def test_a_wait_that_succeeds_and_one_that_times_out(kernels: StreamKernels) -> None:
+    poisoned, failed = word(), word()
+    kernels.wait(words(4, 7, 9), words(4, 0, 9), SECOND_NS, poisoned, failed)
+    assert (int(poisoned), int(failed)) == (0, 0)
+    kernels.wait(words(4, 7, 9), words(4, 0, 8), 1000, poisoned, failed)
+    assert (int(poisoned), int(failed)) == (1, 1)
+
+
+def test_a_poisoned_pass_neither_signals_nor_waits(kernels: StreamKernels) -> None:
+    x, target, poisoned, failed = torch.ones(2000), torch.zeros(2000), word() + 1, word()
+    flags, ticket = words(3), word()
+    kernels.copy_and_signal(x, target, ticket, flags, words(8), poisoned)
+    kernels.wait(words(3), words(8), 1000 * SECOND_NS, poisoned, failed)
+    assert not target.any() and torch.equal(flags, words(3)) and (int(ticket), int(failed)) == (0, 0)
+
+
+def test_triton_is_taken_where_it_has_the_operations() -> None:
+    assert isinstance(stream_kernels(torch.device("cpu")), TritonKernels)
+
+
+def test_with_real_workers(kernels: StreamKernels) -> None:
     """The kernels in the engine's place: workers find the command, and the wait ends by their answer."""
     case = drawn_case(torch.float32)
     count = min(2, len(CORES))
@@ -63,17 +122,15 @@ def test_with_real_workers() -> None:
                 begin, end = tokens * worker // count, tokens * (worker + 1) // count
                 command = Command(int(values[worker, 0]), 2, 0, 0, begin, end, tokens, layout.dtype)
                 memory.write_command(slot, worker, command)
-            flags = torch.frombuffer(memory._map, dtype=torch.int64)
-            lines = [flags[at // 8 :][: 8 * count].view(count, 8) for at in
-                     (layout.command_flag(slot, 0), layout.done_flag(slot, 0))]  # fmt: skip
-            poisoned = torch.zeros(1, dtype=torch.int32)
-            launch_wait(lines[1], values, 1000, poisoned)
-            assert int(poisoned) == 1  # nobody has signalled
+            flags, done = (memory.lines(offset(slot, 0)) for offset in (layout.command_flag, layout.done_flag))
+            poisoned, failed = word(), word()
+            kernels.wait(done, values, 1000, poisoned, failed)
+            assert int(failed) == 1  # nobody has signalled
             poisoned.zero_()
-            ticket = torch.zeros(1, dtype=torch.int32)
-            launch_copy_and_signal(x, memory.x(slot, tokens, 40), ticket, lines[0], values)
-            launch_wait(lines[1], values, 100 * SECOND_NS, poisoned)
-            assert int(poisoned) == 0
+            failed.zero_()
+            kernels.copy_and_signal(x, memory.x(slot, tokens, 40), word(), flags, values, poisoned)
+            kernels.wait(done, values, 100 * SECOND_NS, poisoned, failed)
+            assert int(failed) == 0
             ys = memory.y(slot, tokens, memory.group_widths[0][1])
             for y, want in zip(ys, case.expected(x, 2, 0, "qkv"), strict=True):
                 assert float((y.double() - want).abs().max()) <= 1e-4
@@ -86,11 +143,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kernels.handoff_triton import copy_and_signal, wait_for_workers
-flags = {"command_flags": "*i64", "done_flags": "*i64", "values": "*i64", "timeout_ns": "i64"}
+flags = {"command_flags": "*i64", "done_flags": "*i64", "values": "*i64", "timeout_ns": "i64", "poisoned": "*i32"}
 for kernel, types, fixed in (
     (copy_and_signal, {**flags, "x": "*bf16", "target": "*bf16", "ticket": "*i32", "size": "i32", "workers": "i32"},
-     {"BLOCK": 1024}),
-    (wait_for_workers, {**flags, "poisoned": "*i32"}, {}),
+     {"BLOCK": 1024, "LANES": 16}),
+    (wait_for_workers, {**flags, "failed": "*i32"}, {}),
 ):
     signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
@@ -115,6 +172,14 @@ def test_triton_compiles_to_the_promised_memory_order(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert all(re.search(pattern, done.stdout) for pattern in ORDER), done.stdout
+
+
+def test_cuda_source_compiles_by_nvrtc() -> None:
+    """Which is what an engine on a GPU does."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NOT RUN: no NVRTC is here")
+    from kernels.handoff_cuda import compile_cubin
+
+    assert compile_cubin((9, 0)).startswith(b"\x7fELF")
 
 
 def test_cuda_source_compiles(tmp_path: Path) -> None:

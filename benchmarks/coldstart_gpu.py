@@ -1,0 +1,281 @@
+"""Cold starts on a GPU: exact first, then a 7B-shaped random model over link rates, prompts, ranks and loads at once.
+
+All adapters lie in pinned host memory. Copies are real; below the full rate each layer is also delayed so that loads
+together move no more bytes per second than named (what workers are handed is not delayed). `cached` has the adapters on
+the device; `assist_pipeline` and the ways of coldstart.py are forced plans, `full` is the planner's choice, and
+`planner_regret` how much later it ends than the best of them. `synced` hands over by copies that the host waits for.
+Every part has a share of the time; what a part could not do, or how it failed, stands in the report.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.exact import Case, Tally
+from benchmarks.exactness import run_batch
+from benchmarks.forced import force
+from benchmarks.gpu_cold_rig import WAYS, Bench, all_handed_over, build
+from benchmarks.local_engine import LocalEngine
+from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
+from benchmarks.report import ROOT, arguments, publish, report
+from benchmarks.stream_baselines import plain_torch, synced
+from node_agent.coldstart.stream import StreamPool
+from node_agent.cores import usable_cores
+from node_agent.device import device_seconds
+
+TOTAL_S = 440.0
+SHARES = {"exact": 0.2, "same": 0.1, "handoff": 0.15, "points": 0.35, "loads": 0.2}
+"""Of the time, in this order; what a part leaves goes to the next."""
+PLANS = ("overlap", "pipeline", "assist_pipeline")
+"""What the planner chooses from."""
+ROUNDS = 3
+
+
+def exact(root: Path, device: str, adapters: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
+    """Tokens of stories260K in fp32 against PEFT alone: drawn adapters, plans, arrivals, workers that fail."""
+    model = root / "stories260K"
+    script = [sys.executable, str(ROOT / "examples" / "models" / "convert_stories.py"), str(model)]
+    subprocess.run(script, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    rng, tally, seen = random.Random(seed), Tally(), Counter[str]()
+    engine = LocalEngine(
+        model, root / "exact", device=device, dtype="float32", threads=1, block_tokens=4, max_rows=16,
+        adapter_memory=4 << 20, host_memory=64 << 20, kv_memory=64 << 20, cpu_workers=1 if usable_cores() < 3 else 2,
+    )  # fmt: skip
+    try:
+        force(engine.engine, random.Random(seed + 1), faults=0.02)
+        kinds = [Case(None, None, [], 0)]
+        for i in range(adapters):
+            path = make_adapter(model, root / f"drawn{i}", i, **draw_adapter(rng, engine.base.num_layers))
+            kinds.append(Case(path, engine.deploy(path), [], 0))
+        reference = PeftReference(model)
+        problems: list[str] = []
+        while time.monotonic() < until or not tally.cases:
+            problems += run_batch(rng, engine, reference, kinds, tally, seen)
+        yield {**vars(tally), **seen, "problems": problems[:20]}
+    finally:
+        engine.close()
+
+
+def same(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
+    """The 7B shape in bf16: a cold prompt's tokens against the same engine's warm ones, and against plain torch LoRA.
+
+    Drawn weights make close calls, so tokens may differ by rounding; the first token's log probability tells how much.
+    """
+    engine = bench.engine.engine
+    start = engine.start_lora
+    for rank, tokens in product(bench.adapters, (64, 512)):
+        adapter, prompts = bench.adapters[rank][:1], bench.prompts(tokens, 1)
+        bench.forget()
+        with all_handed_over(bench):
+            (cold,) = bench.serve(WAYS["assist"], adapter, prompts, 8)
+        (warm,) = bench.serve(WAYS["cached"], adapter, prompts, 8)
+        engine.start_lora = plain_torch(engine.store)
+        try:
+            (plain,) = bench.serve(WAYS["cached"], adapter, prompts, 8)
+        finally:
+            engine.start_lora = start
+        (base,) = bench.serve(WAYS["cached"], [None], prompts, 8)  # type: ignore[list-item]
+        yield {
+            "rank": rank, "tokens": tokens, "layers_cpu": cold[3].layers_cpu, "replays": cold[3].replays,
+            "cold_equals_warm": sum(a == b for a, b in zip(cold[1], warm[1], strict=True)),
+            "warm_equals_plain": sum(a == b for a, b in zip(warm[1], plain[1], strict=True)),
+            "base_equals_plain": sum(a == b for a, b in zip(base[1], plain[1], strict=True)), "of": 8,
+            "cold_warm_logprob": abs(cold[2][0].logprob - warm[2][0].logprob),
+            "warm_plain_logprob": abs(warm[2][0].logprob - plain[2][0].logprob),
+        }  # fmt: skip
+        if time.monotonic() > until:
+            return
+
+
+def handoff(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
+    """Empty round trips on the stream, and a prompt whose every layer is handed over: on the stream, or by the host."""
+    rank, pool = next(iter(bench.adapters)), bench.pool
+    if pool is None:
+        yield {"left_out": "handoff", "why": "this device has no stream"}
+        return
+    width = bench.engine.base.hidden_size
+    for tokens in (1, 16, 256):
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=pool.device)
+        pool.arm()
+        times = [device_seconds(pool.device, partial(_round_trip, pool, x)) for _ in range(220)][20:]
+        pool.disarm()
+        p50, p99 = np.percentile(times, (50, 99)) * 1e6
+        yield {"roundtrip_tokens": tokens, "p50_us": float(p50), "p99_us": float(p99), "workers": pool.layout.workers}
+    with all_handed_over(bench):
+        for tokens in (64, 256, 1024):
+            adapter = bench.adapters[rank][:1]
+            each: dict[str, list[float]] = {"stream": [], "synced": []}
+            for _ in range(ROUNDS + 2):
+                prompts = bench.prompts(tokens, 1)
+                each["stream"].append(bench.ttft("assist", adapter, prompts))
+                with synced(pool):
+                    each["synced"].append(bench.ttft("assist", adapter, prompts))
+            yield {"synced_tokens": tokens, **{f"{name}_ms": median(times[1:]) * 1e3 for name, times in each.items()}}
+            if time.monotonic() > until:
+                return
+
+
+def _round_trip(pool: StreamPool, x: torch.Tensor) -> None:
+    one = pool.begin_pass()
+    found = one.open(x, 0, 0, None, max(1, x.shape[0] // pool.layout.workers)) if one is not None else None
+    if one is None or found is None:
+        raise RuntimeError(f"a handoff failed: {pool.counters()}")
+    found.wait()
+    one.end()
+
+
+def compare(bench: Bench, rank: int, tokens: int, rate: float | None, loads: int) -> dict[str, Any]:
+    """Every way at one point: medians over rounds of the mean time to the first token, in ms."""
+    adapters = bench.adapters[rank][:loads]
+    each: dict[str, list[float]] = {name: [] for name in WAYS}
+    bench.set_rate(None)
+    bench.serve(WAYS["overlap"], adapters, bench.prompts(tokens, loads))  # all resident, and this length seen before
+    bench.set_rate(rate)
+    for _ in range(ROUNDS):
+        prompts = bench.prompts(tokens, loads)
+        for name, times in each.items():  # `cached` comes first, after a way that has left the adapters there
+            times.append(bench.ttft(name, adapters, prompts))
+    bench.set_rate(None)
+    row: dict[str, Any] = {"rank": rank, "tokens": tokens, "gb_s": None if rate is None else rate / 1e9, "loads": loads}
+    return row | {f"{name}_ms": median(times) * 1e3 for name, times in each.items()}
+
+
+def points(bench: Bench, quick: bool, until: float) -> Iterator[dict[str, Any]]:
+    """One load: the rates that are told apart most first, so that what time doesn't suffice for is in between."""
+    rates = (None, 1e9) if quick else (None, 1e9, 4e9, 16e9, 2e9, 8e9)
+    lengths = (64,) if quick else (256, 64, 1024, 512, 2048)
+    for rate, tokens, rank in product(rates, lengths, bench.adapters):
+        if time.monotonic() > until:
+            yield {"left_out": "point", "rank": rank, "tokens": tokens, "gb_s": None if rate is None else rate / 1e9}
+        else:
+            yield compare(bench, rank, tokens, rate, 1)
+
+
+def several(bench: Bench, quick: bool, until: float) -> Iterator[dict[str, Any]]:
+    """Loads that begin together, each for a request of its own."""
+    rank = next(iter(bench.adapters))
+    for loads, rate in product((2,) if quick else (4, 16, 32, 8, 2), (None, 4e9)):
+        if time.monotonic() > until:
+            yield {"left_out": "loads", "loads": loads, "gb_s": None if rate is None else rate / 1e9}
+        else:
+            yield compare(bench, rank, 16 if quick else 256, rate, loads)
+
+
+def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Names: `_r` rank, `_t` prompt tokens, `_gbs` link rate, `_n` loads at once."""
+    found: dict[str, float] = {}
+    regrets = []
+    for row in rows:
+        if "cached_ms" in row:
+            rate = "full" if row["gb_s"] is None else f"{row['gb_s']:g}"
+            where = f"r{row['rank']}_t{row['tokens']}_gbs{rate}_n{row['loads']}"
+            for name in WAYS:
+                if name != "cached":
+                    found[f"ttft_over_cached_{name}_{where}"] = row[f"{name}_ms"] / row["cached_ms"]
+            regrets.append(row["full_ms"] / min(row[f"{name}_ms"] for name in PLANS) - 1)
+        elif "roundtrip_tokens" in row:
+            found[f"roundtrip_p50_us_{row['workers']}_t{row['roundtrip_tokens']}"] = row["p50_us"]
+        elif "synced_tokens" in row:
+            found[f"syncfree_over_sync_{row['synced_tokens']}"] = row["synced_ms"] / row["stream_ms"]
+        elif "mismatches" in row:
+            found |= {name: row[name] for name in ("cases", "tokens", "mismatches", "ties")}
+    if regrets:
+        found |= {"planner_regret": max(regrets), "planner_regret_median": median(regrets)}
+    return found
+
+
+def study(
+    root: Path,
+    device: str,
+    shape: str,
+    seconds: float,
+    quick: bool,
+    seed: int,
+    done: Callable[[dict[str, Any]], None],
+    shares: dict[str, float] = SHARES,
+) -> dict[str, Any]:
+    """`done` gets the report as far as it is, after every part. A part that fails leaves its failure in the rows."""
+    rows: list[dict[str, Any]] = []
+    made: list[Bench] = []
+
+    @cache
+    def bench() -> Bench:
+        if (root / shape).exists():
+            raise RuntimeError("the engine could not be built, as an earlier part says")
+        made.append(build(root, shape, device, {64: 2, 128: 1} if quick else {64: 32, 128: 1}, seed))
+        profile = msgspec.to_builtins(made[0].engine.engine.cold_start.profile)
+        rows.append({"profile": profile, "kernels": type(getattr(made[0].pool, "kernels", None)).__name__})
+        return made[0]
+
+    parts: dict[str, Callable[[float], Iterator[dict[str, Any]]]] = {
+        "exact": lambda until: exact(root, device, 2 if quick else 12, seed, until),
+        "same": lambda until: same(bench(), until),
+        "handoff": lambda until: handoff(bench(), until),
+        "points": lambda until: points(bench(), quick, until),
+        "loads": lambda until: several(bench(), quick, until),
+    }
+    begun, share = time.monotonic(), 0.0
+    settings = {"device": device, "shape": shape, "seconds": seconds, "quick": quick, "dtype": "bfloat16"}
+    for name, part in parts.items():
+        share += shares.get(name, 1.0)
+        try:
+            rows.extend({"part": name, **row} for row in part(begun + share * seconds))
+        except Exception:  # the border of a part: the others still have something to say
+            rows.append({"part": name, "failed": traceback.format_exc()[-3000:]})
+        document = report("coldstart_gpu", settings, seed, rows, figures_of(rows))
+        done(document)
+    if made:
+        made[0].engine.close()
+    return document
+
+
+def run(seconds: float, quick: bool, seed: int, file: Path | None) -> dict[str, Any]:
+    """On the GPU. Every part's outcome is in the file as soon as it is there."""
+
+    def save(found: dict[str, Any]) -> None:
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as root:
+        return study(Path(root), "cuda", "7b", seconds, quick, seed, save)
+
+
+def failures(document: dict[str, Any]) -> list[str]:
+    """What makes a run bad: parts that failed, and wrong tokens."""
+    found = [f"{row['part']}: {row['failed']}" for row in document["rows"] if "failed" in row]
+    wrong = document["figures"].get("mismatches")
+    return found + ([f"{wrong:.0f} answers differ from PEFT's"] if wrong else [])
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts together")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no GPU is here: benchmarks.coldstart measures cold starts on a CPU, over a simulated link")
+    document = run(60.0 if options.quick else options.seconds, options.quick, options.seed, options.json)
+    publish(document, options.json)
+    if bad := failures(document):
+        sys.exit("\n".join(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Bases and adapters of any shape with drawn weights: a 7B that no disk holds, made on the device from a seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from node_agent.engine.setup import LoadModel
+from node_agent.runner.transformers_runner import ATTENTION, register_attention
+
+SHAPES: dict[str, dict[str, int]] = {
+    "7b": {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+TARGETS = ("q_proj", "k_proj", "v_proj")
+
+
+def write_base(directory: Path, shape: str, seed: int) -> Path:
+    """What identifies the base: its config.json, and the seed in the place of weights."""
+    directory.mkdir(parents=True)
+    config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False, dtype="bfloat16").to_dict()
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    save_file({"seed": torch.tensor([seed])}, directory / "model.safetensors")
+    return directory
+
+
+def random_loader(seed: int) -> LoadModel:
+    """In the place of `load_model`: the weights are drawn on the device."""
+
+    def load(directory: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+        register_attention()
+        config = LlamaConfig.from_pretrained(directory)
+        torch.manual_seed(seed)
+        with device:
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or torch.bfloat16, attn_implementation=ATTENTION
+            )
+        found: PreTrainedModel = model.eval().requires_grad_(False).to(device)
+        return found
+
+    return load
+
+
+def write_adapters(root: Path, shape: str, rank: int, count: int, seed: int) -> list[Path]:
+    """`count` adapters on q, k and v: one set of weights, under a scaling of its own for each."""
+    size, generator = SHAPES[shape], torch.Generator().manual_seed(seed + rank)
+    hidden = size["hidden_size"]
+    tensors = {}
+    for layer in range(size["num_hidden_layers"]):
+        for target in TARGETS:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            tensors[f"{name}.lora_A.weight"] = _noise((rank, hidden), hidden**-0.5, generator)
+            tensors[f"{name}.lora_B.weight"] = _noise((hidden, rank), 0.5 * rank**-0.5, generator)
+    found = []
+    for i in range(count):
+        directory = root / f"r{rank}-{i}"
+        directory.mkdir(parents=True)
+        file = directory / "adapter_model.safetensors"
+        if found:
+            file.hardlink_to(found[0] / file.name)
+        else:
+            save_file(tensors, file, metadata={"format": "pt"})
+        config = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank + i / 1000, "bias": "none",
+            "target_modules": list(TARGETS),
+        }  # fmt: skip
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+        found.append(directory)
+    return found
+
+
+def _noise(shape: tuple[int, int], spread: float, generator: torch.Generator) -> torch.Tensor:
+    return (torch.randn(shape, generator=generator) * spread).to(torch.bfloat16)

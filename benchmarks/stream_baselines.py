@@ -1,0 +1,63 @@
+"""What the GPU's cold starts are compared with: handoffs that the host waits for, and adapters by plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.stream import StreamPool
+from node_agent.coldstart.workers import Handoff, WorkerPool
+from node_agent.lora import SegmentedLora
+from node_agent.lora_choice import StartLora
+
+
+def plain_torch(store: AdapterStore) -> StartLora:
+    """Every segment by torch's own products."""
+    return lambda batch, _: SegmentedLora(batch, store.weights)
+
+
+class SyncedPass:
+    """PassHandoffs by explicit synchronisation: x is copied to the host, which signals, waits and copies back."""
+
+    failed = False
+
+    def __init__(self, pool: StreamPool) -> None:
+        self._pool = pool
+
+    def open(
+        self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int
+    ) -> SyncedHandoff | None:
+        found = WorkerPool.open(self._pool, x.cpu(), host_slot, layer, group, slice_tokens)
+        return None if found is None else SyncedHandoff(found, x.device)
+
+    def end(self) -> None:
+        return None
+
+
+class SyncedHandoff:
+    def __init__(self, handoff: Handoff, device: torch.device) -> None:
+        self._handoff, self._device = handoff, device
+
+    def wait(self) -> bool:
+        return self._handoff.wait()
+
+    @property
+    def outputs(self) -> Sequence[torch.Tensor]:
+        return [part.to(self._device) for part in self._handoff.outputs]
+
+    def close(self) -> None:
+        self._handoff.close()
+
+
+@contextmanager
+def synced(pool: StreamPool) -> Iterator[None]:
+    """Passes that begin meanwhile are handed over by the host."""
+    usual = pool.begin_pass
+    pool.begin_pass = lambda: SyncedPass(pool)  # type: ignore[method-assign, assignment, return-value]
+    try:
+        yield
+    finally:
+        pool.begin_pass = usual  # type: ignore[method-assign]

@@ -1,0 +1,110 @@
+"""handoff.cu, compiled by NVRTC and launched through the driver: the handoff's kernels where Triton is older than 3.9.
+
+cuda.bindings come with every CUDA build of torch that is supported here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from kernels.build import CompileError
+
+SOURCE, HEADER = "handoff.cu", "handoff_order.h"
+THREADS = 256
+MOST_BLOCKS = 64
+"""Enough to fill a link to host memory; each takes a ticket."""
+VECTOR = 16
+"""Bytes that a thread moves at a time"""
+Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_ulonglong | ctypes.c_int
+
+
+def compile_cubin(capability: tuple[int, int]) -> bytes:
+    """handoff.cu for this compute capability; needs no GPU. Raises CompileError."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise CompileError(f"cuda.bindings, which torch's CUDA builds bring, can't be imported: {error}") from error
+    source, header = ((files(__package__) / name).read_bytes() for name in (SOURCE, HEADER))
+    try:
+        program = _checked(nvrtc.nvrtcCreateProgram(source, SOURCE.encode(), 1, [header], [HEADER.encode()]))
+        options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]
+        done = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(done[0]):
+            log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompileError(f"{SOURCE}: {log.decode(errors='replace').strip()[-500:]}")
+        cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    except (OSError, RuntimeError) as error:  # a library that is not there, or older than the driver's interface
+        raise CompileError(f"{SOURCE}: {error}") from error
+    nvrtc.nvrtcDestroyProgram(program)
+    return bytes(cubin)
+
+
+class CudaKernels:
+    """StreamKernels. Made and used by one thread, on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises CompileError."""
+        cubin = compile_cubin(torch.cuda.get_device_capability(device))
+        from cuda.bindings import driver
+
+        torch.zeros(1, device=device)  # the device's context is this thread's from here on
+        self._device, self._driver = device, driver
+        self._module = _checked(driver.cuModuleLoadData(cubin))
+        names = (b"copy_and_signal", b"wait_for_workers")
+        self._functions = {name: _checked(driver.cuModuleGetFunction(self._module, name)) for name in names}
+
+    def copy_and_signal(
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        ticket: torch.Tensor,
+        command_flags: torch.Tensor,
+        values: torch.Tensor,
+        poisoned: torch.Tensor,
+    ) -> None:
+        blocks = max(1, min(MOST_BLOCKS, -(-x.nbytes // (VECTOR * THREADS))))
+        arguments = (
+            _address(x), ctypes.c_longlong(x.nbytes), _address(target), _address(ticket), _address(command_flags),
+            _address(values), ctypes.c_int(len(values)), _address(poisoned),
+        )  # fmt: skip
+        self._launch(b"copy_and_signal", blocks, THREADS, arguments)
+
+    def wait(
+        self,
+        done_flags: torch.Tensor,
+        values: torch.Tensor,
+        timeout_ns: int,
+        poisoned: torch.Tensor,
+        failed: torch.Tensor,
+    ) -> None:
+        limit = ctypes.c_ulonglong(timeout_ns)
+        arguments = (_address(done_flags), _address(values), limit, _address(poisoned), _address(failed))
+        self._launch(b"wait_for_workers", len(values), 1, arguments)
+
+    def _launch(self, name: bytes, blocks: int, threads: int, arguments: tuple[Argument, ...]) -> None:
+        # The driver copies the arguments before it returns.
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        grid, block = (blocks, 1, 1), (threads, 1, 1)
+        done = self._driver.cuLaunchKernel(
+            self._functions[name], *grid, *block, 0, stream, ctypes.addressof(addresses), 0
+        )
+        _checked(done)
+
+
+def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call of the bindings returned, if it went well. Raises RuntimeError."""
+    status, *found = result
+    if int(status):
+        raise RuntimeError(f"CUDA says {status!r}")
+    return found[0] if found else None

@@ -1,0 +1,53 @@
+"""The two operations of a handoff that run on the engine's device, and which code does them here."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class StreamKernels(Protocol):
+    """Both are enqueued on the current stream and return at once. W workers; flags and values lie a cache line apart,
+    in registered host memory: i64[W, 8], of which column 0 counts."""
+
+    def copy_and_signal(
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        ticket: torch.Tensor,
+        command_flags: torch.Tensor,
+        values: torch.Tensor,
+        poisoned: torch.Tensor,
+    ) -> None:
+        """target = x, then command_flags[w] = values[w] for every worker w whose value is not 0; nothing where
+        poisoned i32[1] is set. x contiguous on the device, target of its shape in registered host memory; ticket
+        i32[1] on the device, 0 before and after."""
+
+    def wait(
+        self,
+        done_flags: torch.Tensor,
+        values: torch.Tensor,
+        timeout_ns: int,
+        poisoned: torch.Tensor,
+        failed: torch.Tensor,
+    ) -> None:
+        """Later work on the stream begins when every done flag is its value, or after timeout_ns: then poisoned i32[1]
+        on the device and failed i32[1] in registered host memory become 1. Value 0, or poisoned already: no wait."""
+
+
+def stream_kernels(device: torch.device) -> StreamKernels:
+    """Triton's where this Triton has the operations (3.9), else CUDA C++ through NVRTC. Raises CompileError."""
+    import triton.language as tl  # a host without a GPU need not load it
+
+    if hasattr(tl, "atomic_store") and hasattr(tl, "atomic_poll"):
+        from kernels.handoff_triton import TritonKernels
+
+        return TritonKernels()
+    from kernels.handoff_cuda import CudaKernels
+
+    log.info("handoffs go through NVRTC: this Triton has no atomic_poll")
+    return CudaKernels(device)

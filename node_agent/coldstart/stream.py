@@ -1,0 +1,259 @@
+"""Handoffs from a device with a stream (a GPU): enqueued between the base's products, awaited on the stream alone.
+
+A cold pass owns a slot of the handoff memory. Each of its handoffs is a step of that slot with command lines of its
+own, which the host writes when it enqueues; the x and y areas serve one handoff after the other, as the stream orders
+them. On the stream: x is copied to the x area and the workers' flags are raised; the base's product runs; a bounded
+wait; the answer is copied to the device and added. The host learns of a failed wait from a word that is certain once
+the pass's last event has ended, and only then are the slot's lines and areas anyone else's.
+
+What a failed wait leaves: later steps of the pass neither signal nor wait, so their commands never reach a worker. What
+was signalled is quarantined until its worker has answered or is dead, as on a CPU.
+
+The kernels run on any device; on a CPU (Triton's interpreter) the stream is the caller, and every event has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from kernels.handoff_device import StreamKernels
+from node_agent.adapter_memory.host_map import HostMap
+from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout
+from node_agent.coldstart.workers import STALL_LIMIT_S, WAIT_LIMIT_S, Counters, Part, WorkerPool
+from node_agent.device import Event, record_event
+from node_agent.pinned import Pinned
+
+
+class BrokenHandoff(RuntimeError):
+    """What was handed to the workers did not arrive as it was: handoffs can't be used on this device."""
+
+
+class StreamPool(WorkerPool):
+    """The workers of an engine on `device`. One stream uses it: the current one of the thread that calls."""
+
+    def __init__(
+        self,
+        host: HostMap,
+        layout: Layout,
+        cores: Sequence[int],
+        device: torch.device,
+        kernels: StreamKernels,
+        stall_limit: float = STALL_LIMIT_S,
+        wait_limit: float = WAIT_LIMIT_S,
+    ) -> None:
+        """`layout.slots` passes may hold or quarantine a slot, each with `layout.steps` handoffs. Raises ValueError,
+        UnsupportedMachine, RuntimeError when CUDA can't pin the memory."""
+        super().__init__(host, layout, cores, stall_limit)
+        self.device, self.kernels, self.wait_ns = device, kernels, int(wait_limit * 1e9)
+        self._pinned = Pinned(_ranges(self.memory)) if device.type == "cuda" else None
+        self.poisoned = torch.zeros(layout.slots, dtype=torch.int32, device=device)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.answer = torch.empty(
+            layout.y_bytes // layout.torch_dtype.itemsize, dtype=layout.torch_dtype, device=device
+        )
+        """where answers are copied to; one stream, so one is enough"""
+        self.failed = [self.memory.failed(slot) for slot in range(layout.slots)]
+        self.lines = [
+            tuple(
+                self.memory.lines(offset(at, 0)) for offset in (layout.command_flag, layout.command, layout.done_flag)
+            )
+            for at in range(layout.commands)
+        ]
+        """of each command: its flags, the commands (whose first word is the flag's value), its done flags"""
+        self._ending: list[StreamPass] = []
+        self._disarming: list[Event] = []
+
+    def begin_pass(self) -> StreamPass | None:
+        """None when no slot is free."""
+        self.poll()
+        return StreamPass(self, self._free.pop()) if self._free else None
+
+    def disarm(self) -> None:
+        """As soon as the device has signalled all that is enqueued so far."""
+        self._disarming.append(record_event(self.device))
+        self.poll()
+
+    def poll(self) -> None:
+        """Take note of what the device has finished."""
+        disarming, self._disarming = self._disarming, []
+        for event in disarming:
+            if event.query():
+                super().disarm()
+            else:
+                self._disarming.append(event)
+        ending, self._ending = self._ending, []
+        for one in ending:
+            if one.ended is not None and one.ended.query():
+                self._free_slot(one)
+            else:
+                self._ending.append(one)
+        super().poll()
+
+    def counters(self) -> Counters:
+        self.poll()
+        found = super().counters()
+        return replace(found, in_quarantine=found.in_quarantine + len(self._ending))
+
+    def check(self) -> None:
+        """Hand random rows over and compare what lies there: before any request does. Workers must be warm.
+
+        Raises BrokenHandoff.
+        """
+        layout = self.layout
+        width = max(d_in for d_in, _ in layout.widths)
+        generator = torch.Generator().manual_seed(0)
+        self.arm()
+        try:
+            for tokens in sorted({1, 3, layout.max_tokens}):
+                x = torch.randn(tokens, width, generator=generator).to(layout.torch_dtype)
+                one = self.begin_pass()
+                handoff = one.open(x.to(self.device), 0, 0, None, max(1, tokens // layout.workers)) if one else None
+                if one is None or handoff is None:
+                    raise BrokenHandoff("no CPU worker takes a handoff")
+                handoff.wait()
+                one.end()
+                assert one.ended is not None
+                one.ended.synchronize()
+                if one.failed:
+                    raise BrokenHandoff("the device saw no answer of the CPU workers in time")
+                if not torch.equal(self.memory.x(one.slot, tokens, width), x):
+                    raise BrokenHandoff(f"{tokens} rows did not reach the CPU workers as they were")
+                self.poll()
+        finally:
+            self.disarm()
+
+    def close(self) -> None:
+        """Waits for the device: each wait on it is bounded, and a pass of which one failed waits no more."""
+        if self._pinned is not None:
+            torch.cuda.synchronize(self.device)
+            self._pinned.close()
+            self._pinned = None
+        super().close()
+
+    def command(self, at: int, host_slot: int, layer: int, code: int, tokens: int, most: int) -> list[Part]:
+        """Write a handoff's commands for at most `most` workers, and value 0 for all others. Raises no flag."""
+        self.lines[at][1][:, 0].zero_()
+        # the stream gives them one handoff at a time: whoever is not late is free when this one's turn comes
+        chosen = [worker for worker in self._keeper.workers if not worker.late][:most]
+        parts = []
+        for i, worker in enumerate(chosen):
+            begin, end = tokens * i // len(chosen), tokens * (i + 1) // len(chosen)
+            parts.append(self.write(at, worker, (host_slot, layer, code, begin, end, tokens, self.layout.dtype)))
+        self._handoffs += bool(parts)
+        return parts
+
+    def end_pass(self, one: StreamPass) -> None:
+        self._ending.append(one)
+        self.poll()
+
+    def _free_slot(self, one: StreamPass) -> None:
+        """The device is through with the pass."""
+        self._timeouts += one.failed
+        if one.awaited == len(one.handoffs) and not one.failed:  # every wait saw its workers' flags
+            self._release(one.slot, one.parts, arrived=True)
+            return
+        signalled = []
+        for part in one.parts:
+            if self.memory.command_value(part.at, part.worker.index) == part.value:
+                signalled.append(part)
+            else:
+                part.worker.commands -= 1
+        self._release(one.slot, signalled, arrived=False)
+
+
+class StreamPass:
+    """One cold pass's handoffs, in the order of its layers."""
+
+    def __init__(self, pool: StreamPool, slot: int) -> None:
+        self.pool, self.slot = pool, slot
+        self.handoffs: list[list[Part]] = []
+        self.awaited = 0
+        self.ended: Event | None = None
+        """set by `end`"""
+        self._poisoned = pool.poisoned[slot : slot + 1]
+        self._poisoned.zero_()
+        pool.failed[slot].zero_()  # nothing on the device writes it: the slot was free
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for parts in self.handoffs for part in parts]
+
+    @property
+    def failed(self) -> bool:
+        """A worker did not answer in time. False is certain once work that was enqueued later has ended."""
+        return bool(self.pool.failed[self.slot].item())
+
+    def open(
+        self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int
+    ) -> StreamHandoff | None:
+        """Enqueue that workers compute the group's part for x [T, d_in], as `WorkerPool.open` says.
+
+        None: no worker is there, or the pass has had all its steps.
+        """
+        pool, step, tokens = self.pool, len(self.handoffs), x.shape[0]
+        code = ECHO if group is None else GROUP_NAMES.index(group)
+        pool._check(x, host_slot, layer, code, slice_tokens)
+        if step == pool.layout.steps:
+            return None
+        at = self.slot * pool.layout.steps + step
+        parts = pool.command(at, host_slot, layer, code, tokens, -(-tokens // slice_tokens))
+        if not parts:
+            return None
+        self.handoffs.append(parts)
+        flags, commands, _ = pool.lines[at]
+        target = pool.memory.x(self.slot, tokens, x.shape[1])
+        pool.kernels.copy_and_signal(x.contiguous(), target, pool.ticket, flags, commands, self._poisoned)
+        return StreamHandoff(self, at, tokens, () if group is None else pool.memory.group_widths[code][1])
+
+    def wait(self, at: int) -> None:
+        """Enqueue the wait for the workers of command `at`."""
+        pool = self.pool
+        _, commands, done = pool.lines[at]
+        pool.kernels.wait(done, commands, pool.wait_ns, self._poisoned, pool.failed[self.slot])
+        self.awaited += 1
+
+    def end(self) -> None:
+        """Nothing more of the pass will be enqueued."""
+        if self.ended is None:
+            self.ended = record_event(self.pool.device)
+            self.pool.end_pass(self)
+
+
+class StreamHandoff:
+    """One projection group's adapter part, on its way by the stream. `wait` and `outputs` are for the stream too."""
+
+    def __init__(self, one: StreamPass, at: int, tokens: int, widths: tuple[int, ...]) -> None:
+        self._pass, self._at, self._tokens, self._widths = one, at, tokens, widths
+
+    def wait(self) -> bool:
+        """Work that is enqueued from now on sees the answer, or belongs to a pass that has failed. Always True."""
+        self._pass.wait(self._at)
+        if self._widths:
+            pool = self._pass.pool
+            (found,) = pool.memory.y(self._pass.slot, self._tokens, (sum(self._widths),))
+            self._answer().copy_(found, non_blocking=True)
+        return True
+
+    @property
+    def outputs(self) -> Sequence[torch.Tensor]:
+        """[T, d_out] per projection, on the device; the next handoff's `wait` overwrites them, on the stream."""
+        return self._answer().split_with_sizes(self._widths, dim=1)
+
+    def close(self) -> None:
+        """The stream orders what reads `outputs`."""
+
+    def _answer(self) -> torch.Tensor:
+        width = sum(self._widths)
+        return self._pass.pool.answer[: self._tokens * width].view(self._tokens, width)
+
+
+def _ranges(memory: HandoffMemory) -> Iterator[tuple[int, int]]:
+    """(address, bytes): what lies before the areas, and each slot's areas, for an answer is one copy."""
+    layout = memory.layout
+    borders = [0, *(layout.x_area(slot) for slot in range(layout.slots + 1))]
+    for begin, end in pairwise(borders):
+        yield memory.armed + begin, end - begin

@@ -1,0 +1,51 @@
+"""The GPU's cold-start study on a CPU and a tiny shape: every part runs, but for what needs a stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import coldstart_gpu, gpu_cold_rig
+from benchmarks.coldstart_gpu import PLANS, SHARES, WAYS, failures, figures_of, study
+from node_agent.cores import spare_cores
+
+
+@pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
+def test_every_part_runs_and_one_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> Any:
+        raise ValueError("no such stream")
+
+    monkeypatch.setattr(coldstart_gpu, "handoff", broken)
+    monkeypatch.setattr(coldstart_gpu, "ROUNDS", 1)
+    monkeypatch.setattr(gpu_cold_rig, "SLOW_RATE", 5e5)  # so small an adapter would be there at once
+    saved: list[dict[str, Any]] = []
+    document = study(tmp_path, "cpu", "tiny", 1e4, True, 3, saved.append, {"exact": 0.0})
+    assert len(saved) == len(SHARES) and saved[-1] == document
+    (failed,) = failures(document)
+    assert failed.startswith("handoff: ") and "no such stream" in failed
+    figures = document["figures"]
+    assert figures["cases"] >= 1 and figures["mismatches"] == 0
+    for name in set(WAYS) - {"cached"}:
+        assert figures[f"ttft_over_cached_{name}_r64_t64_gbsfull_n1"] > 0
+        assert figures[f"ttft_over_cached_{name}_r64_t16_gbs4_n2"] > 0
+    assert "planner_regret" in figures
+    (first, *_) = [row for row in document["rows"] if row.get("part") == "same"]
+    assert first["warm_plain_logprob"] < 0.1 and first["cold_warm_logprob"] < 0.1
+    assert first["layers_cpu"] and not first["replays"]
+
+
+def test_figures() -> None:
+    times = {f"{name}_ms": 20.0 for name in WAYS}
+    point = {"rank": 64, "tokens": 256, "gb_s": None, "loads": 1, **times, "cached_ms": 10.0, "full_ms": 22.0}
+    other = {**point, "gb_s": 4.0, f"{PLANS[0]}_ms": 11.0, "full_ms": 11.0}
+    rows = [point, other, {"synced_tokens": 64, "stream_ms": 10.0, "synced_ms": 12.0}, {"left_out": "point"}]
+    figures = figures_of(rows)
+    assert figures["ttft_over_cached_full_r64_t256_gbsfull_n1"] == pytest.approx(2.2)
+    assert figures["ttft_over_cached_full_r64_t256_gbs4_n1"] == pytest.approx(1.1)
+    assert figures["planner_regret"] == pytest.approx(0.1)
+    assert figures["planner_regret_median"] == pytest.approx(0.05)
+    assert figures["syncfree_over_sync_64"] == pytest.approx(1.2)
+    wrong = {"rows": [], "figures": {"mismatches": 2}}
+    assert failures(wrong) == ["2 answers differ from PEFT's"]
