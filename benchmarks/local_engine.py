@@ -14,7 +14,7 @@ from adapters.registry import Registry
 from cluster.messages import Adapter, Sampling
 from node_agent.config import EngineConfig
 from node_agent.engine.setup import build_engine
-from node_agent.ipc import Admitted, Finished, Generated, Submit
+from node_agent.ipc import Admitted, Answer, Finished, Generated, Question, Submit
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -33,12 +33,14 @@ class Outcome:
 class LocalEngine:
     """Deploys adapters through the real registry and collects what the engine answers."""
 
-    def __init__(self, model_dir: Path, registry: Path, **settings: Any) -> None:
+    def __init__(self, model_dir: Path, registry: Path | str, **settings: Any) -> None:
+        """`registry`: a directory, or the URL of a store."""
         self.model_dir = model_dir
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
         config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
         self.engine, self.base = build_engine(config, lambda: None)
         self.outcomes: dict[str, Outcome] = {}
+        self.answers: dict[str, Answer] = {}
         self._count = 0
 
     def deploy(self, directory: Path, name: str | None = None) -> Adapter:
@@ -78,6 +80,8 @@ class LocalEngine:
                 self.outcomes[event.id].admitted = event.state
             elif isinstance(event, Finished):
                 self.outcomes[event.id].finished = event
+            elif isinstance(event, Answer):
+                self.answers[event.id] = event
         if not worked and not events:
             time.sleep(0.0005)  # a load is on its way
 
@@ -89,6 +93,16 @@ class LocalEngine:
             self.step()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"requests still run after {limit} s")
+
+    def ask(self, question: Question, limit: float = 60.0) -> Answer:
+        """Step until the question is answered. Raises TimeoutError."""
+        self.engine.orders.take(question)
+        deadline = time.monotonic() + limit
+        while question.id not in self.answers:
+            self.step()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer after {limit} s")
+        return self.answers.pop(question.id)
 
     def results(self, requests: Iterable[str]) -> list[list[int]]:
         return [self.outcomes[request].tokens for request in requests]

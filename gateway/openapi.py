@@ -14,15 +14,19 @@ import msgspec
 
 from gateway import openai_schema as openai
 from gateway import schema
-from gateway.operations import NAME_PATTERN, OPERATIONS, Operation
+from gateway.node_operations import NODE_OPERATIONS
+from gateway.operations import NAME_PATTERN, Operation
+from gateway.operations import OPERATIONS as OTHER_OPERATIONS
 
+OPERATIONS = (*OTHER_OPERATIONS, *NODE_OPERATIONS)
 FILE = Path(__file__).with_name("openapi.json")
 
 STATUS_TEXT = {
     400: "Broken JSON, a broken or slow body, an admin key without tenant; on /v1 also wrong fields",
     401: "No key, or not a valid one",
     403: "The key may not do this",
-    404: "No such function, version or alias, or it belongs to another tenant",
+    404: "No such function, version, alias or node, or it belongs to another tenant",
+    409: "Something else uses it, or has changed it",
     413: "The body is over its limit",
     415: "Another content type is expected",
     422: "Wrong types, values or unknown fields; `param` names the field, `details` lists several problems",

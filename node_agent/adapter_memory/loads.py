@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from adapters.artifact import ArtifactHeader
+from cluster.residency import HeldTier
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
@@ -32,7 +33,7 @@ class HostAdapter:
     """the device is to copy from it"""
     holds: int = 0
     """CPU workers may read it"""
-    origin: str = "absent"
+    origin: HeldTier = "absent"
     """where its bytes come from: disk or absent (the store)"""
     began: float = field(default_factory=time.monotonic)
     header: ArtifactHeader | None = None
