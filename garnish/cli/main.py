@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli import functions, invoke, profile, serve
+from garnish.cli import functions, invoke, nodes, profile, serve
 from garnish.errors import FrontDoorError
 from garnish.text import printable
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 serve.register(app)
 functions.register(app)
 invoke.register(app)
+nodes.register(app)
 profile.register(app)
 
 

@@ -36,6 +36,9 @@ def test_version(tmp_path: Path) -> None:
         ("up", "--port", "0"),
         ("up", "--nodes", "none"),
         ("list", "--unknown"),
+        ("nodes", "evict", "node-1"),
+        ("nodes", "prefetch", "node-1", "name", "--digest", "0"),
+        ("nodes", "--json", "drain", "node-1"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
