@@ -126,4 +126,4 @@ class LocalEngine:
 
 
 MakeEngine = Callable[..., LocalEngine]
-"""(model_dir=None, **EngineConfig fields) -> LocalEngine"""
+"""(model_dir=None, registry=None, **EngineConfig fields) -> LocalEngine"""

@@ -16,6 +16,9 @@ from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.types import LayerState
 
+NEARLY_DONE = 0.25
+"""A load of which no more than this share has still to come is ended even if nobody wants it any more."""
+
 
 @dataclass(eq=False)
 class HostAdapter:
@@ -68,6 +71,18 @@ class HostAdapter:
         return not (self.waiters or self.placed or self.holds)
 
     @property
+    def given_up(self) -> bool:
+        """Nobody wants it, and what is here is not worth the rest."""
+        return self.unwanted and not self.nearly_done
+
+    @property
+    def nearly_done(self) -> bool:
+        """By bytes that have arrived."""
+        if self.header is None or not self.here:
+            return False
+        return self.bytes_left(len(self.here)) <= NEARLY_DONE * sum(block.size for block in self.header.layers)
+
+    @property
     def in_use(self) -> bool:
         """Somebody may still read its pages, or a worker write them."""
         return self.placed or self.holds > 0 or not (self.complete or self.failed)
@@ -88,6 +103,8 @@ class CopyStates:
     order: Sequence[int]
     """in which layers are copied, as far as they are in host memory"""
     failed: str = ""
+    abandoned: bool = False
+    """`failed` because nobody wanted it any more"""
     ended: threading.Event = field(default_factory=threading.Event)
     """No worker touches the target any more."""
     stream: torch.cuda.Stream | None = None
