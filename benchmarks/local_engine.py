@@ -14,7 +14,7 @@ from adapters.registry import Registry
 from cluster.messages import Adapter, Sampling
 from node_agent.config import EngineConfig
 from node_agent.engine.setup import LoadModel, build_engine
-from node_agent.ipc import Admitted, Finished, Generated, Submit
+from node_agent.ipc import Admitted, Answer, Finished, Generated, Question, Submit
 from node_agent.runner.transformers_runner import load_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -34,7 +34,8 @@ class Outcome:
 class LocalEngine:
     """Deploys adapters through the real registry and collects what the engine answers."""
 
-    def __init__(self, model_dir: Path, registry: Path, load: LoadModel = load_model, **settings: Any) -> None:
+    def __init__(self, model_dir: Path, registry: Path | str, load: LoadModel = load_model, **settings: Any) -> None:
+        """`registry`: a directory, or the URL of a store."""
         self.model_dir = model_dir
         self.idle = 0.0005
         """seconds that a step sleeps which finds nothing to do"""
@@ -42,6 +43,7 @@ class LocalEngine:
         config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
         self.engine, self.base = build_engine(config, lambda: None, load)
         self.outcomes: dict[str, Outcome] = {}
+        self.answers: dict[str, Answer] = {}
         self._count = 0
 
     def deploy(self, directory: Path, name: str | None = None) -> Adapter:
@@ -81,6 +83,8 @@ class LocalEngine:
                 self.outcomes[event.id].admitted = event.state
             elif isinstance(event, Finished):
                 self.outcomes[event.id].finished = event
+            elif isinstance(event, Answer):
+                self.answers[event.id] = event
         if not worked and not events:
             time.sleep(self.idle)  # a load is on its way
 
@@ -92,6 +96,16 @@ class LocalEngine:
             self.step()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"requests still run after {limit} s")
+
+    def ask(self, question: Question, limit: float = 60.0) -> Answer:
+        """Step until the question is answered. Raises TimeoutError."""
+        self.engine.orders.take(question)
+        deadline = time.monotonic() + limit
+        while question.id not in self.answers:
+            self.step()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer after {limit} s")
+        return self.answers.pop(question.id)
 
     def results(self, requests: Iterable[str]) -> list[list[int]]:
         return [self.outcomes[request].tokens for request in requests]
@@ -115,4 +129,4 @@ class LocalEngine:
 
 
 MakeEngine = Callable[..., LocalEngine]
-"""(model_dir=None, **EngineConfig fields) -> LocalEngine"""
+"""(model_dir=None, registry=None, **EngineConfig fields) -> LocalEngine"""

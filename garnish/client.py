@@ -133,6 +133,10 @@ class Client:
         if response.is_error:
             raise error_of(response)
 
+    def ask(self, call: Call, kind: type[Reply]) -> Reply:
+        """Any other request, such as those of garnish.operate; `kind` is the type of its reply."""
+        return self._reply(call, kind)
+
     def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():
             response = self._http.request(**call.arguments())
@@ -235,6 +239,10 @@ class AsyncClient:
             response = await self._http.request(**call.arguments())
         if response.is_error:
             raise error_of(response)
+
+    async def ask(self, call: Call, kind: type[Reply]) -> Reply:
+        """As `Client.ask`."""
+        return await self._reply(call, kind)
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():

@@ -17,12 +17,12 @@ from starlette.requests import Request
 from gateway.boundary import Boundary, OpenRequests
 from gateway.config import GatewayConfig, check_config
 from gateway.metrics import Metrics
-from gateway.routes import aliases, cluster, deploy, functions, health, invoke, metrics, openai, openapi
+from gateway.routes import aliases, cluster, deploy, functions, health, invoke, metrics, nodes, openai, openapi
 from gateway.services import Services, open_services
 
 ROUTES = [
     route
-    for group in (deploy, functions, aliases, invoke, openai, health, metrics, cluster, openapi)
+    for group in (deploy, functions, aliases, invoke, openai, health, metrics, cluster, nodes, openapi)
     for route in group.routes
 ]
 

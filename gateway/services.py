@@ -28,6 +28,7 @@ from gateway.dispatch import Dispatcher
 from gateway.functions import Functions
 from gateway.last_hour import LastHour
 from gateway.metrics import Metrics
+from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
 from gateway.running import Running
 from gateway.scheduling.policy import make_policy
@@ -50,6 +51,7 @@ class Services:
     cluster: ClusterState
     secret: str
     dispatcher: Dispatcher
+    node_calls: NodeCalls
     running: Running
     metrics: Metrics
     last_hour: LastHour
@@ -93,6 +95,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             cluster=cluster,
             secret=secret,
             dispatcher=Dispatcher(cluster, policy, client, base.fingerprint, running, metrics, last_hour, called),
+            node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
             running=running,
             metrics=metrics,
             last_hour=last_hour,

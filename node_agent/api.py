@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import ServiceError
 from cluster.secret import is_authorized, read_secret
 from cluster.text import BaseText
+from node_agent.api_adapters import adapter_routes
 from node_agent.api_desk import Desk
 from node_agent.api_generate import Generate
 from node_agent.api_request import read_limits
@@ -76,6 +77,7 @@ def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str)
         Route("/drain", drain, methods=["POST"]),
         Route("/undrain", undrain, methods=["POST"]),
         Route("/generate", generate, methods=["POST"]),
+        *adapter_routes(desk),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={ServiceError: _answer_error})
     return RequireSecret(app, secret)

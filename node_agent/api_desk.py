@@ -10,12 +10,25 @@ from pathlib import Path
 
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, NodeRecord
+from node_agent.api_questions import Questions
 from node_agent.api_reply import RequestEvent
 from node_agent.api_request import Limits, check_request
 from node_agent.config import NodeConfig
 from node_agent.engine_link import EngineLink, LinkDown
 from node_agent.exit_note import clear_exit, read_exit
-from node_agent.ipc import Admitted, Cancel, EngineEvent, Finished, Generated, Ready, Stats, Submit
+from node_agent.ipc import (
+    Admitted,
+    Answer,
+    Cancel,
+    Command,
+    EngineEvent,
+    Finished,
+    Generated,
+    Question,
+    Ready,
+    Stats,
+    Submit,
+)
 
 EVENT_LIMIT = 4096
 """Events of one request that may wait for a gateway that reads slowly; beyond it the request is cancelled."""
@@ -92,6 +105,7 @@ class Desk:
         self._stats: Stats | None = None
         self._error = "the engine is starting"
         self._link: EngineLink | None = None
+        self._questions = Questions()
         self.ready: Ready | None = None
         self.draining = False
         self.url = ""
@@ -134,6 +148,10 @@ class Desk:
                 # The link is going down: engine_gone frees the place.
                 log.warning("cancel not sent", extra={"request": entry.id, "reason": error.message})
 
+    async def ask(self, question: Question, seconds: float) -> Answer | None:
+        """The engine's answer; None when there is none within `seconds`. Raises ServiceError."""
+        return await self._questions.ask(self._send, question, seconds)
+
     def _check(self, request: GenerateRequest) -> None:
         if self.draining:
             raise ServiceError("unavailable", "this node is draining", retry_after=RETRY_AFTER)
@@ -147,7 +165,7 @@ class Desk:
         if self.queued >= self._config.engine.queue_limit:
             raise ServiceError("overloaded", f"{self.queued} requests wait already", retry_after=RETRY_AFTER)
 
-    def _send(self, command: Submit | Cancel) -> None:
+    def _send(self, command: Command) -> None:
         if self._link is None:
             raise ServiceError("unavailable", "this node has no engine", retry_after=RETRY_AFTER)
         try:
@@ -182,12 +200,15 @@ class Desk:
                 self._note(event)
             elif isinstance(event, Admitted | Generated | Finished):
                 self._deliver(event)
+            elif isinstance(event, Answer):
+                self._questions.answered(event)
 
     def engine_gone(self, reason: str) -> None:
         self.ready, self._stats, self._error = None, None, reason
         for entry in list(self._in_flight.values()):
             self._remove(entry)
             entry.end(Ended("node_failed", "the node's engine ended while it served the request"))
+        self._questions.engine_gone()
         self.changed.set()
 
     def _note(self, stats: Stats) -> None:

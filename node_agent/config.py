@@ -93,3 +93,11 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None = None
     """The supervisor's process id: the child ends when that process has. None: it lives on its own."""
     engine: EngineConfig
+
+
+class ProfileProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `garnish profile` writes, as JSON, on the measuring process's standard input."""
+
+    parent: int
+    """The process that waits for it: it ends when that one has."""
+    engine: EngineConfig

@@ -21,7 +21,7 @@ from node_agent.child import die_with_parent, read_config
 from node_agent.config import EngineProcessConfig
 from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
-from node_agent.ipc import Cancel, EngineEvent, Ready, Submit, command_decoder, encode
+from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, command_decoder, encode
 from node_agent.log import set_up_logging
 
 STATS_INTERVAL = 0.2
@@ -58,9 +58,9 @@ class Channel:
     def wants_write(self) -> bool:
         return bool(self._unsent)
 
-    def receive(self) -> list[Submit | Cancel]:
+    def receive(self) -> list[Command]:
         """Everything that has arrived. Raises Disconnected."""
-        commands: list[Submit | Cancel] = []
+        commands: list[Command] = []
         while True:
             try:
                 chunk = self.socket.recv(1 << 18)
@@ -143,8 +143,10 @@ class Loop:
         for command in channel.receive():
             if isinstance(command, Submit):
                 self.engine.submit(command)
-            else:
+            elif isinstance(command, Cancel):
                 self.engine.cancel(command.id)
+            else:
+                self.engine.orders.take(command)
         self.engine.prepare()
         told = self._tell(channel)  # who was admitted is told before the passes, which may take long
         worked = self.engine.compute()

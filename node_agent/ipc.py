@@ -11,6 +11,7 @@ import msgspec
 
 from cluster.frames import frame
 from cluster.messages import Adapter, ColdStart, Resident, Sampling
+from cluster.residency import AdapterStates, HeldTier
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
@@ -31,7 +32,29 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     id: str
 
 
-Command = Submit | Cancel
+class ListAdapters(msgspec.Struct, frozen=True, tag="list_adapters"):
+    """Answered by Answer, as the next two are, each with the `id` of its question."""
+
+    id: str
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    """Bring the adapter to the device, or to host memory where the device is full of adapters in use. Answered when it
+    is there, or can't be; that may take as long as a load."""
+
+    id: str
+    adapter: Adapter
+
+
+class Evict(msgspec.Struct, frozen=True, tag="evict"):
+    """Take the adapter away from device, host memory and disk, unless it is in use."""
+
+    id: str
+    digest: str
+
+
+Question = ListAdapters | Prefetch | Evict
+Command = Submit | Cancel | Question
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -96,7 +119,18 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     residents: list[Resident]
 
 
-EngineEvent = Ready | Admitted | Generated | Finished | Stats
+class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
+    """To one question. `error_type` is one of cluster.errors.STATUS, or empty."""
+
+    id: str
+    found: AdapterStates | None = None
+    tier: HeldTier | None = None
+    """Where the adapter is now."""
+    error_type: str = ""
+    error: str = ""
+
+
+EngineEvent = Ready | Admitted | Generated | Finished | Stats | Answer
 
 
 _encoder = msgspec.msgpack.Encoder()

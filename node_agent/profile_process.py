@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from node_agent.child import read_config
-from node_agent.config import EngineConfig
+from node_agent.child import die_with_parent, read_config
+from node_agent.config import ProfileProcessConfig
 from node_agent.log import set_up_logging
 
 
@@ -25,7 +25,9 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 def main() -> int:
-    config = read_config(EngineConfig)
+    settings = read_config(ProfileProcessConfig)
+    die_with_parent(settings.parent)
+    config = settings.engine
     set_up_logging("profile")
     report = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints goes to the log

@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Fault:
-    """What happens to the next requests whose "METHOD /path?query" holds `match`.
+    """What happens to the next requests whose "METHOD /path?query range" holds `match`.
 
     reset: dropped unread · refuse: `status` and `code`, not passed on · lose: passed on, and the reply dropped ·
     blind: passed on, and the reply replaced by `status` and `code` · stall: neither passed on nor answered ·
     cut: the reply's body ends `bytes_short` early · drip: the reply's body comes in bits, slowly, without an end ·
-    whole: the request's Range header is lost
+    whole: the request's Range header is lost · flip: a bit of the reply's body is another ·
+    trickle: the body comes whole, in pieces
     """
 
     kind: str
@@ -28,6 +29,8 @@ class Fault:
     status: int = 500
     code: str = "InternalError"
     bytes_short: int = 1
+    at: int = -1
+    """Which byte of the body `flip` changes."""
     meanwhile: Callable[[], object] | None = None
     """Called once the server has answered, before the fault."""
 
@@ -75,7 +78,7 @@ class Proxy:
             line, headers = head[0], [entry for entry in head[1:] if entry]
             named = {name.lower(): value.strip() for name, _, value in (entry.partition(":") for entry in headers)}
             self.requests.append(line.rsplit(" ", 1)[0])
-            fault = self._next_fault(self.requests[-1])
+            fault = self._next_fault(f"{self.requests[-1]} {named.get('range', '')}")
             if fault.kind == "reset":
                 return _reset(writer)
             if "expect" in named and fault.kind != "stall":
@@ -122,6 +125,16 @@ async def _answer(writer: asyncio.StreamWriter, fault: Fault, reply: bytes) -> N
         writer.write(_error(fault))
     elif fault.kind == "cut":
         writer.write(head + b"\r\n\r\n" + body[: -fault.bytes_short])
+    elif fault.kind == "flip":
+        other = bytearray(body)
+        other[fault.at] ^= 16
+        writer.write(head + b"\r\n\r\n" + other)
+    elif fault.kind == "trickle":
+        writer.write(head + b"\r\n\r\n")
+        for at in range(0, len(body), max(1, len(body) // 8)):
+            writer.write(body[at : at + max(1, len(body) // 8)])
+            await writer.drain()
+            await asyncio.sleep(0.02)
     elif fault.kind == "drip":
         writer.write(head + b"\r\n\r\n")
         for at in range(len(body) - 1):

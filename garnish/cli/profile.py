@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +24,8 @@ def profile(
 
     A node without a profile measures a short one when it starts.
     """
-    import msgspec
-
     from garnish.config import load_service_file
+    from garnish.measurement import run_measurement
     from garnish.screen import Screen
     from garnish.settings import node_config, resolve_base
 
@@ -36,35 +33,11 @@ def profile(
     config = node_config(
         service, resolve_base(service), state.absolute(), node_id=node_id, gateway_url="http://127.0.0.1"
     ).engine
-    command = [sys.executable, "-m", "node_agent.profile_process"]
     with Screen(as_json) as screen:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(msgspec.json.encode(config))
-            process.stdin.close()
-            found = _follow(process.stdout, screen)
-        if found is None or process.returncode:
-            raise typer.Exit(1)
+        found = run_measurement(config, screen.progress)
+        screen.end_progress()
         screen.result(found)
         _show(found, Path(config.profile or ""), screen)
-
-
-def _follow(lines: Any, screen: Any) -> dict[str, Any] | None:
-    """Show steps as they begin; the profile, or None when there is none. Raises FrontDoorError."""
-    import msgspec
-
-    from garnish.errors import FrontDoorError
-
-    for line in lines:
-        message = msgspec.json.decode(line)
-        if message.get("type") == "step":
-            screen.progress(message["text"])
-        elif message.get("type") == "failed":
-            raise FrontDoorError(f"the node can't be measured: {message['message']}")
-        else:
-            screen.end_progress()
-            return dict(message)
-    return None
 
 
 def _show(found: dict[str, Any], file: Path, screen: Any) -> None:

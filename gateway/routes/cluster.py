@@ -1,4 +1,4 @@
-"""Nodes to gateway (cluster secret), and what an operator may see of the nodes (admin key)."""
+"""What nodes tell the gateway (cluster secret)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from cluster.errors import ServiceError
 from cluster.messages import NodeRecord, VersionMismatch
 from cluster.secret import is_authorized
 from cluster.state import TooManyNodes
-from gateway import schema
 from gateway.bodies import read_body
 from gateway.params import known_only
-from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import services_of
 
@@ -42,18 +40,4 @@ async def record(request: Request) -> Response:
     return Response(status_code=204)
 
 
-async def nodes(request: Request) -> Response:
-    services = services_of(request)
-    await services.callers.admin(request)
-    known_only(request)
-    seen = [
-        schema.NodeItem(record=msgspec.to_builtins(node.record), reserved=node.reserved, age=round(node.age, 3))
-        for node in await services.cluster.nodes()
-    ]
-    return json_response(schema.NodeList(nodes=seen))
-
-
-routes = [
-    ExactRoute("/cluster/record", record, methods=["POST"]),
-    ExactRoute("/nodes", nodes, methods=["GET"]),
-]
+routes = [ExactRoute("/cluster/record", record, methods=["POST"])]

@@ -180,6 +180,14 @@ class DiskCache:
         log.warning("an adapter on the disk is not usable", extra={"digest": digest, "reason": reason})
         self._remove([self._name(digest)])
 
+    def remove(self, digest: str) -> bool:
+        """The file is not wanted any more; False when there is none."""
+        with self._lock:
+            if self._sizes.pop(self._name(digest), None) is None:
+                return False
+        self._remove([self._name(digest)])
+        return True
+
     def keep(self, digest: str, size: int) -> None:
         """A writer has ended well."""
         with self._lock:

@@ -73,7 +73,7 @@ class Fetch:
     def take(self, now: float) -> Callable[[], None] | None:
         if self.over:
             return None
-        if self._error or self.host.unwanted:
+        if self._error or self.host.given_up:
             self._settle()
             return None
         ready = next((r for r in self._ranges if r.not_before <= now), None)
@@ -94,7 +94,7 @@ class Fetch:
         if self._running or self.over:
             return
         self.host.complete = all(self.host.here)
-        abandoned = self.host.unwanted and not self._error
+        abandoned = self.host.given_up and not self._error
         if not (self.host.complete or self._error or abandoned):
             return
         self.over = True
@@ -116,7 +116,7 @@ class Fetch:
                 block = self.header.layers[at]
                 if source is None:
                     self.flow.wait(transfers[at - wanted.first])
-                if self._error or self.host.unwanted:
+                if self._error or self.host.given_up:
                     self._put_back(wanted, at)
                     break
                 if block.size:

@@ -47,6 +47,14 @@ class HostTier:
     def get(self, digest: str) -> HostAdapter | None:
         return self._all.get(digest)
 
+    def all(self) -> Iterable[HostAdapter]:
+        """Also those that are arriving, or have failed a moment ago."""
+        return self._all.values()
+
+    def waiting(self, digest: str) -> int:
+        """How many wait for it."""
+        return self._waiters[digest]
+
     def announce(self, digest: str) -> None:
         """Count one more who waits; each call is answered by one `retract`."""
         self._waiters[digest] += 1

@@ -80,6 +80,14 @@ class Loader:
         with self._copying.changed:
             states.order = tuple(order)
 
+    def abandon(self, states: CopyStates) -> None:
+        """Nobody wants the copy any more: it ends as failed, unless it has ended."""
+        with self._copying.changed:
+            if not states.ended.is_set():
+                states.abandoned = True
+                states.failed = states.failed or "nobody waits for it any more"
+        self._copying.wake()
+
     def close(self) -> None:
         for link in self._links:
             link.close()

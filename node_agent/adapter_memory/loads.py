@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 import torch
 
 from adapters.artifact import ArtifactHeader
+from cluster.residency import HeldTier
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.device import Event
 from node_agent.types import LayerState
+
+NEARLY_DONE = 0.25
+"""A load of which no more than this share has still to come is ended even if nobody wants it any more."""
 
 
 @dataclass(eq=False)
@@ -33,7 +37,7 @@ class HostAdapter:
     """the device is to copy from it"""
     holds: int = 0
     """CPU workers may read it"""
-    origin: str = "absent"
+    origin: HeldTier = "absent"
     """where its bytes come from: disk or absent (the store)"""
     began: float = field(default_factory=time.monotonic)
     header: ArtifactHeader | None = None
@@ -68,6 +72,18 @@ class HostAdapter:
         return not (self.waiters or self.placed or self.holds)
 
     @property
+    def given_up(self) -> bool:
+        """Nobody wants it, and what is here is not worth the rest."""
+        return self.unwanted and not self.nearly_done
+
+    @property
+    def nearly_done(self) -> bool:
+        """By bytes that have arrived."""
+        if self.header is None or not self.here:
+            return False
+        return self.bytes_left(len(self.here)) <= NEARLY_DONE * sum(block.size for block in self.header.layers)
+
+    @property
     def in_use(self) -> bool:
         """Somebody may still read its pages, or a worker write them."""
         return self.placed or self.holds > 0 or not (self.complete or self.failed)
@@ -89,6 +105,8 @@ class CopyStates:
     order: Sequence[int]
     """in which layers are copied, as far as they are in host memory"""
     failed: str = ""
+    abandoned: bool = False
+    """`failed` because nobody wanted it any more"""
     ended: threading.Event = field(default_factory=threading.Event)
     """No worker touches the target any more."""
     stream: torch.cuda.Stream | None = None

@@ -129,6 +129,8 @@ class AdapterStore:
             if not isinstance(found, DeviceAdapter):
                 return found
             entry = found
+        elif entry.copy.abandoned:
+            return Pending()  # it is about to go; the next load begins then
         elif entry.copy.failed:
             return LoadFailed(entry.copy.failed)
         entry.leases += 1
@@ -380,6 +382,13 @@ class AdapterStore:
         entry.leases -= 1
         if entry.copy.failed and entry.idle:
             self._evict(digest)
+        elif not (entry.leases or entry.settled) and self._may_give_up(entry):
+            self.loader.abandon(entry.copy)
+
+    def _may_give_up(self, entry: DeviceAdapter) -> bool:
+        """Nobody wants the adapter that is on its way, and much of it has still to come from the store."""
+        digest = entry.host.digest
+        return not (digest in self.pinned or self.hosts.waiting(digest) or entry.host.nearly_done)
 
     def _advance_load(self, entry: DeviceAdapter) -> bool:
         """Take note of a copy that has ended, one way or the other; False while it goes on."""
@@ -391,7 +400,7 @@ class AdapterStore:
             entry.weights = [views for views in copy.views if views is not None]
             entry.load_seconds = time.monotonic() - entry.began
             return True
-        if not host.failed:
+        if not (host.failed or copy.abandoned):
             self.hosts.forget(host)  # the copy failed: the next request reads the store again
         if entry.leases == 0:
             self._evict(host.digest)

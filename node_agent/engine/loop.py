@@ -16,6 +16,7 @@ from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.orders import Orders
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import Admission, choose_hot
 from node_agent.ipc import Admitted, EngineEvent, Finished, Generated, Stats, Submit, Top
@@ -54,6 +55,7 @@ class Engine:
         self.cold = ColdPasses(
             cold_start, self._start_cold, self._book, runner.device, runner.num_layers, limits.max_cold
         )
+        self.orders = Orders(store)
         self.assist: Assist | None = None
         self._freeing: list[tuple[Event, list[int]]] = []
         self._events: list[EngineEvent] = []
@@ -111,6 +113,7 @@ class Engine:
         self._free_blocks()
         self._expire()
         self._admit()
+        self.orders.poll(may_place=not self.queue)
 
     def compute(self) -> bool:
         """The slow half: the passes."""
@@ -127,7 +130,7 @@ class Engine:
     def take_events(self) -> list[EngineEvent]:
         """What has happened since the last call, in order."""
         events, self._events = self._events, []
-        return events
+        return [*events, *self.orders.answers()]
 
     @property
     def busy(self) -> bool:

@@ -44,6 +44,9 @@ def test_version(tmp_path: Path) -> None:
         ("alias", "name", "prod", "3=0.5", "3=0.5"),
         ("delete", "name", "--version", "0"),
         ("delete", "name", "--version", "1", "--force"),
+        ("nodes", "evict", "node-1"),
+        ("nodes", "prefetch", "node-1", "name", "--digest", "0"),
+        ("nodes", "--json", "drain", "node-1"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:

@@ -21,13 +21,13 @@ def make_engine(stories_dir: Path, tmp_path: Path) -> Iterator[MakeEngine]:
     """Builds engines in fp32; at the end of the test each must hold nothing."""
     engines: list[LocalEngine] = []
 
-    def make(model_dir: Path | None = None, **settings: Any) -> LocalEngine:
+    def make(model_dir: Path | None = None, registry: Path | str | None = None, **settings: Any) -> LocalEngine:
         settings.setdefault("dtype", "float32")
         settings.setdefault("threads", 1)  # more only get in each other's way on so small a model
         settings.setdefault("adapter_memory", 8 << 20)
         settings.setdefault("host_memory", 32 << 20)
         settings.setdefault("kv_memory", 32 << 20)
-        engine = LocalEngine(model_dir or stories_dir, tmp_path / f"registry{len(engines)}", **settings)
+        engine = LocalEngine(model_dir or stories_dir, registry or tmp_path / f"registry{len(engines)}", **settings)
         engines.append(engine)
         return engine
 

@@ -74,12 +74,14 @@ class Supervised:
 
 
 @contextlib.asynccontextmanager
-async def supervised(directory: Path, model_dir: Path) -> AsyncIterator[Supervised]:
+async def supervised(directory: Path, model_dir: Path, **engine: object) -> AsyncIterator[Supervised]:
+    """`engine`: settings of it."""
     secret = create_secret(directory / "cluster.secret")
-    (directory / "registry").mkdir()
+    (directory / "registry").mkdir(exist_ok=True)
     gateway = Gateway()
     async with gateway_server(gateway) as url:
-        config = node_config(directory, model_dir, url, device="cpu", dtype="float32", threads=1, kv_memory=1 << 24)
+        settings = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_memory": 1 << 24, **engine}
+        config = node_config(directory, model_dir, url, **settings)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", RUN, msgspec.json.encode(config).decode()),
             cwd=ROOT,

@@ -20,6 +20,7 @@ from cluster.messages import Adapter
 from node_agent.adapter_memory import ranges
 from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT, TRIES
 from node_agent.adapter_memory.integrity import check_memory
+from node_agent.adapter_memory.loads import NEARLY_DONE
 from node_agent.adapter_memory.ranges import plan_ranges
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.types import GROUPS, LayerState, Lease, LoadFailed, Pending, TooLarge
@@ -434,3 +435,86 @@ def test_one_load_however_many_ask_for_it(
         store.release(held, [])
     assert not isinstance(store.acquire(adapter), LoadFailed)
     store.release(leases[0], [])
+
+
+def leave_after(store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, layers: int) -> Lease:
+    """A lease that ends when so many layers of its load are on the device."""
+    offsets, held = starts(world, adapter), lease(store, adapter)
+    for layer in range(layers):
+        turnstile.await_waiting(min(RANGES_IN_FLIGHT, LAYERS - layer))
+        turnstile.let(offsets[layer])
+        until(store, lambda at=layer: store.state(held, at) == LayerState.DEVICE)  # type: ignore[misc]
+    store.release(held, [])
+    return held
+
+
+@pytest.mark.usefixtures("by_layer")
+def test_a_load_whose_caller_leaves_early_gives_everything_back(
+    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
+) -> None:
+    """Though it had room on the device, and copied; what is in flight may end, and no more is read."""
+    leave_after(store, turnstile, world, adapter, 1)
+    until(store, lambda: not store.device)
+    turnstile.open_all()
+    until(store, lambda: not list(store.hosts.all()))
+    assert store.pool.free_bytes == store.pool.size
+    assert store.hosts.used == 0
+    assert not store.table.rank.any() and not store.hosts.table.rank.any()
+    assert len(turnstile.reads) <= 1 + RANGES_IN_FLIGHT
+    assert check_memory(store) == []
+
+
+@pytest.mark.usefixtures("by_layer")
+def test_a_load_that_is_nearly_done_is_ended_for_the_next_caller(
+    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
+) -> None:
+    sizes = [block.size for block in read_header(world.objects, adapter.artifact).layers]
+    assert sizes[-1] <= NEARLY_DONE * sum(sizes)
+    leave_after(store, turnstile, world, adapter, LAYERS - 1)
+    turnstile.open_all()
+    until(store, lambda: store.ready(adapter.digest))
+    again = lease(store, adapter)
+    assert_contents(store, world, again)
+    assert len(turnstile.reads) == LAYERS
+    store.release(again, [])
+
+
+@pytest.mark.usefixtures("by_layer")
+@pytest.mark.parametrize("how", ["queued", "leased", "pinned"])
+def test_a_load_goes_on_for_whoever_else_wants_it(
+    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, how: str
+) -> None:
+    other = lease(store, adapter) if how == "leased" else None
+    if how == "queued":
+        store.announce(adapter)
+    elif how == "pinned":
+        store.pin(adapter.digest)
+    leave_after(store, turnstile, world, adapter, 1)
+    turnstile.open_all()
+    until(store, lambda: store.ready(adapter.digest))
+    assert len(turnstile.reads) == LAYERS
+    if how == "queued":
+        store.retract(adapter.digest)
+    if other is not None:
+        store.release(other, [])
+
+
+@pytest.mark.usefixtures("by_layer")
+@pytest.mark.parametrize("polled", [False, True])
+def test_an_adapter_that_is_wanted_again_while_its_load_is_given_up(
+    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, polled: bool
+) -> None:
+    """Whether its place on the device has gone by then or not, the next caller gets it, whole."""
+    leave_after(store, turnstile, world, adapter, 1)
+    if polled:
+        until(store, lambda: not store.device)
+    store.announce(adapter)
+    found = store.acquire(adapter)
+    assert polled or isinstance(found, (Pending, Lease))
+    turnstile.open_all()
+    held = found if isinstance(found, Lease) else lease(store, adapter)
+    store.retract(adapter.digest)
+    until(store, lambda: store.loaded(held))
+    assert_contents(store, world, held)
+    assert check_memory(store) == []
+    store.release(held, [])

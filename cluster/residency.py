@@ -1,0 +1,61 @@
+"""What operators ask a node about its adapters. Gateway -> node, each with the cluster secret (cluster.messages):
+
+    GET  /adapters            the reply is AdapterStates
+    POST /adapters/prefetch   body PrefetchOrder; the reply is Moved, with status 202 while the load still goes on
+    POST /adapters/evict      body EvictOrder; the reply is Moved
+
+An error is JSON, `{"error": {"type", "message"}}`, with the status that cluster.errors gives the type.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cluster.messages import PROTOCOL_VERSION, Adapter
+
+HeldTier = Literal["device", "host", "disk", "absent"]
+LayerName = Literal["no", "host", "enqueued", "device", "failed"]
+
+
+class AdapterState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One adapter on a node."""
+
+    digest: str
+    tier: HeldTier
+    """Where all of it is; absent: it is arriving from the object store."""
+    bytes: int
+    """That it takes in memory, or its file on the disk; 0 until that is known."""
+    in_use: int = 0
+    """Requests that hold a lease on it."""
+    waiting: int = 0
+    """Requests in the queue, and prefetches, that want it."""
+    ranks: list[int] = []
+    """The different ranks of its projections, ascending. None where only its file is known."""
+    layers: list[LayerName] = []
+    """While it loads, each layer's state. None otherwise."""
+
+
+class AdapterStates(msgspec.Struct, frozen=True):
+    adapters: list[AdapterState]
+    unnamed: int = 0
+    """So many more are on the disk alone."""
+    v: int = PROTOCOL_VERSION
+
+
+class PrefetchOrder(msgspec.Struct, frozen=True):
+    adapter: Adapter
+    v: int = PROTOCOL_VERSION
+
+
+class EvictOrder(msgspec.Struct, frozen=True):
+    digest: str
+    v: int = PROTOCOL_VERSION
+
+
+class Moved(msgspec.Struct, frozen=True):
+    digest: str
+    tier: HeldTier | None
+    """Where the adapter is now; None while its load goes on."""
+    v: int = PROTOCOL_VERSION

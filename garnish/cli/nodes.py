@@ -1,0 +1,172 @@
+"""`garnish nodes`: the nodes, their adapters, draining. All of it needs an admin key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url
+
+if TYPE_CHECKING:
+    from garnish.client import Client
+
+Node = Annotated[str, typer.Argument(help="The node's id.")]
+Function = Annotated[
+    str | None, typer.Argument(help="NAME, NAME:ALIAS or NAME:VERSION, of the tenant named with --tenant.")
+]
+Digest = Annotated[str | None, typer.Option("--digest", help="A version's digest, instead of a function.")]
+
+
+def register(app: typer.Typer) -> None:
+    nodes = typer.Typer(help="The nodes: list them, see their adapters, drain them.", invoke_without_command=True)
+    nodes.callback()(list_unless_told)
+    nodes.command("list")(list_nodes)
+    nodes.command()(adapters)
+    nodes.command()(prefetch)
+    nodes.command()(evict)
+    nodes.command()(drain)
+    nodes.command()(undrain)
+    app.add_typer(nodes, name="nodes")
+
+
+def list_unless_told(
+    context: typer.Context, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False
+) -> None:
+    """The nodes: list them, see their adapters, drain them."""
+    if context.invoked_subcommand is None:
+        list_nodes(url, state, as_json)
+    elif url is not None or state != DEFAULT_STATE or as_json:
+        raise typer.BadParameter("options come after the subcommand")
+
+
+def list_nodes(url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+    """List the nodes as the scheduler sees them."""
+    from garnish.operate import nodes_call
+    from garnish.screen import Screen
+    from gateway.schema import NodeList
+
+    screen = Screen(as_json)
+    with _client(url, state) as client:
+        found = client.ask(nodes_call(), NodeList)
+    shown = ("id", "state", "running", "queued", "kv_blocks_free", "url", "error")
+    rows = [[str(node.record.get(field, "")) for field in shown] for node in found.nodes]
+    screen.table(["ID", "STATE", "RUNNING", "QUEUED", "KV BLOCKS FREE", "URL", "ERROR"], rows)
+    screen.result(found)
+
+
+def adapters(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+    """List a node's adapters: where they are, and how far those have come that are loading."""
+    from garnish.operate import node_adapters_call
+    from garnish.screen import Screen
+    from gateway.node_schema import NodeAdapters
+
+    screen = Screen(as_json)
+    with _client(url, state) as client:
+        found = client.ask(node_adapters_call(node), NodeAdapters)
+    rows = [
+        [
+            entry.digest,
+            entry.tier,
+            str(max(entry.ranks)) if entry.ranks else "-",
+            str(entry.bytes),
+            str(entry.in_use),
+            str(entry.waiting),
+            _progress(entry.layers),
+        ]
+        for entry in found.adapters
+    ]
+    screen.table(["DIGEST", "TIER", "RANK", "BYTES", "IN USE", "WAITING", "LOADING"], rows)
+    if found.unnamed:
+        screen.note(f"{found.unnamed} more are on the disk")
+    screen.result(found)
+
+
+def _progress(layers: Sequence[str] | None) -> str:
+    """How many layers are in each state: `3 device, 1 host, 4 no`."""
+    if layers is None:
+        return "-"
+    return ", ".join(f"{layers.count(state)} {state}" for state in dict.fromkeys(layers))
+
+
+def prefetch(
+    node: Node,
+    function: Function = None,
+    digest: Digest = None,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring an adapter to a node's device, or to its host memory if the device is in use."""
+    _move("prefetch", node, function, digest, url, state, tenant, as_json)
+
+
+def evict(
+    node: Node,
+    function: Function = None,
+    digest: Digest = None,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take an adapter off a node: device, host memory and disk. Refused while it is in use."""
+    _move("evict", node, function, digest, url, state, tenant, as_json)
+
+
+def _move(
+    action: str,
+    node: str,
+    function: str | None,
+    digest: str | None,
+    url: str | None,
+    state: Path,
+    tenant: str | None,
+    as_json: bool,
+) -> None:
+    from garnish.operate import move_call
+    from garnish.screen import Screen
+    from gateway.node_schema import MovedReply
+
+    if (function is None) == (digest is None):
+        raise typer.BadParameter("expected a function, or --digest")
+    screen = Screen(as_json)
+    with _client(url, state, tenant) as client:
+        moved = client.ask(move_call(node, action, function, digest), MovedReply)
+    where = f"now {moved.tier}" if moved.tier is not None else "still loading"
+    screen.line(f"{moved.digest} on {moved.node}: {where}")
+    screen.result(moved)
+
+
+def drain(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+    """Give a node no new requests; those that run on it end."""
+    _set_draining(node, True, url, state, as_json)
+
+
+def undrain(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+    """Give a node requests again."""
+    _set_draining(node, False, url, state, as_json)
+
+
+def _set_draining(node: str, wanted: bool, url: str | None, state: Path, as_json: bool) -> None:
+    from garnish.operate import drain_call
+    from garnish.screen import Screen
+    from gateway.schema import NodeItem
+
+    screen = Screen(as_json)
+    with _client(url, state) as client:
+        found = client.ask(drain_call(node, wanted), NodeItem)
+    open_requests = found.record["running"] + found.record["queued"]
+    screen.line(f"{node}: {found.record['state']}, {open_requests} requests open")
+    screen.result(found)
+
+
+def _client(url: str | None, state: Path, tenant: str | None = None) -> Client:
+    from garnish.client import Client
+    from garnish.connection import find_connection
+
+    return Client(connection=find_connection(url, None, os.environ, state=state, tenant=tenant, admin=True))

@@ -1,0 +1,29 @@
+"""Requests that operators make, with an admin key: `Client.ask` sends them."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from garnish.protocol import Call
+
+
+def nodes_call() -> Call:
+    """The reply is gateway.schema.NodeList."""
+    return Call(method="GET", url="/nodes")
+
+
+def node_adapters_call(node: str) -> Call:
+    """The reply is gateway.node_schema.NodeAdapters."""
+    return Call(method="GET", url=f"/nodes/{quote(node, safe='')}/adapters")
+
+
+def drain_call(node: str, drain: bool) -> Call:
+    """The reply is gateway.schema.NodeItem."""
+    return Call(method="POST", url=f"/nodes/{quote(node, safe='')}/{'drain' if drain else 'undrain'}")
+
+
+def move_call(node: str, action: str, function: str | None, digest: str | None) -> Call:
+    """`action`: prefetch or evict. The reply is gateway.node_schema.MovedReply."""
+    ref = {"function": function, "digest": digest}
+    named = {name: value for name, value in ref.items() if value is not None}
+    return Call(method="POST", url=f"/nodes/{quote(node, safe='')}/{action}", json=named)

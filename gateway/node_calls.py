@@ -1,0 +1,81 @@
+"""Short questions and orders to one node, each bounded in time and in the size of its answer."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from cluster.errors import STATUS, ServiceError
+from cluster.messages import NodeRecord
+from cluster.secret import authorization
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 15.0
+"""Longer than a node gives its engine."""
+ANSWER_BYTES = 8 << 20
+OUR_FAULT = ("unauthenticated", "invalid_request", "method_not_allowed", "unsupported_media_type")
+"""A node that says so does not speak as we do; the operator who asked can't help it."""
+
+
+class _Told(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _Told
+
+
+class NodeCalls:
+    def __init__(self, session: aiohttp.ClientSession, secret: str, *, connect: float) -> None:
+        self._session = session
+        self._headers = {**authorization(secret), "content-type": "application/msgpack"}
+        self._timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=connect)
+
+    async def ask(
+        self, node: NodeRecord, path: str, kind: type[T], order: msgspec.Struct | None = None
+    ) -> tuple[int, T]:
+        """GET, or POST with an order: the status, and the answer as `kind`. Raises ServiceError: what the node says, or
+        `node_failed`."""
+        method = "GET" if order is None else "POST"
+        status, body = await self._call(node, method, path, b"" if order is None else msgspec.msgpack.encode(order))
+        try:
+            return status, msgspec.msgpack.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise _failed(node, f"said something that is no answer ({error})") from error
+
+    async def order(self, node: NodeRecord, path: str) -> None:
+        """POST without a body or an answer. Raises as `ask`."""
+        await self._call(node, "POST", path, b"")
+
+    async def _call(self, node: NodeRecord, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        options: dict[str, Any] = {"headers": self._headers, "timeout": self._timeout, "allow_redirects": False}
+        try:
+            async with self._session.request(method, node.url + path, data=body, **options) as response:
+                answer = bytearray()
+                async for chunk in response.content.iter_any():
+                    answer += chunk
+                    if len(answer) > ANSWER_BYTES:
+                        raise _failed(node, f"answered with more than {ANSWER_BYTES} bytes")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _failed(node, f"could not be asked ({type(error).__name__})") from error
+        if response.status >= 300:
+            raise _refusal(node, response.status, bytes(answer))
+        return response.status, bytes(answer)
+
+
+def _refusal(node: NodeRecord, status: int, body: bytes) -> ServiceError:
+    try:
+        told = msgspec.json.decode(body, type=_Refusal).error
+    except msgspec.DecodeError:
+        return _failed(node, f"answered with status {status}")
+    if told.type not in STATUS or told.type in OUR_FAULT:
+        return _failed(node, f"refused the gateway ({told.type[:50]})")
+    return ServiceError(told.type, told.message, retry_after=1.0 if STATUS[told.type] in (429, 503) else None)
+
+
+def _failed(node: NodeRecord, what: str) -> ServiceError:
+    return ServiceError("node_failed", f"node {node.id} {what}")

@@ -1,0 +1,103 @@
+"""Which adapters are where, in full, and taking one away: what operators see and do. Called by the engine's thread."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.residency import AdapterState, AdapterStates, HeldTier, LayerName
+from node_agent.adapter_memory.layout import AdapterLayout
+from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.types import LayerState
+
+STATE_NAMES: dict[int, LayerName] = {
+    LayerState.NO: "no",
+    LayerState.HOST: "host",
+    LayerState.ENQUEUED: "enqueued",
+    LayerState.DEVICE: "device",
+    LayerState.FAILED: "failed",
+}
+MOST_ON_DISK = 1024
+"""Adapters that are on the disk alone and are named; the memory tiers hold few enough to name all."""
+
+
+class InUse(Exception):
+    """The adapter can't be taken away now, and why."""
+
+
+def adapter_states(store: AdapterStore) -> AdapterStates:
+    """Those on the device first, then in host memory or on the way there, then on the disk; none twice."""
+    found = [_on_device(store, entry) for entry in store.device.values()]
+    found += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
+    named = {state.digest for state in found}
+    kept = store.cache.contents() if store.cache is not None else ()
+    on_disk = [AdapterState(digest, "disk", size) for digest, size in kept if digest not in named]
+    return AdapterStates(found + on_disk[:MOST_ON_DISK], max(0, len(on_disk) - MOST_ON_DISK))
+
+
+def tier_of(store: AdapterStore, digest: str) -> HeldTier:
+    """Where all of the adapter is: device, host, disk or absent."""
+    if store.ready(digest):
+        return "device"
+    host = store.hosts.get(digest)
+    if host is not None and host.complete and not host.failed:
+        return "host"
+    return "disk" if store.cache is not None and store.cache.has(digest) else "absent"
+
+
+def evict(store: AdapterStore, digest: str) -> bool:
+    """Take the adapter from device, host memory and disk; False when it is in none of them.
+
+    Raises InUse while a request holds or awaits it, CPU workers read it, or its load goes on.
+    """
+    entry, host = store.device.get(digest), store.hosts.get(digest)
+    if entry is not None and not entry.idle:
+        raise InUse(f"{entry.leases} requests hold it" if entry.leases else "it is being loaded")
+    if store.hosts.waiting(digest):
+        raise InUse(f"{store.hosts.waiting(digest)} requests wait for it")
+    if host is not None and host.in_use:
+        raise InUse("CPU workers read it" if host.holds else "it is being loaded")
+    if host is not None:
+        store.hosts.forget(host)
+    on_disk = store.cache is not None and store.cache.remove(digest)
+    return store.discard(digest) or host is not None or on_disk
+
+
+def _on_device(store: AdapterStore, entry: DeviceAdapter) -> AdapterState:
+    host, copy = entry.host, entry.copy
+    layers: list[int] = []
+    if entry.weights is None:
+        layers = [_furthest(state, here) for state, here in zip(copy.layers, host.here, strict=True)]
+    return AdapterState(
+        digest=host.digest,
+        tier=tier_of(store, host.digest),
+        bytes=entry.size,
+        in_use=entry.leases,
+        waiting=store.hosts.waiting(host.digest),
+        ranks=_ranks(entry.layout),
+        layers=[STATE_NAMES[LayerState.FAILED if copy.failed else state] for state in layers],
+    )
+
+
+def _in_host(host: HostAdapter) -> AdapterState:
+    there = host.complete and not host.failed
+    layers = [] if there else [_furthest(LayerState.NO, here) for here in host.here]
+    return AdapterState(
+        digest=host.digest,
+        tier="host" if there else host.origin,
+        bytes=host.size,
+        waiting=host.waiters,
+        ranks=_ranks(host.layout),
+        layers=[STATE_NAMES[LayerState.FAILED if host.failed else state] for state in layers],
+    )
+
+
+def _furthest(state: int, here: int) -> int:
+    return LayerState.HOST if state == LayerState.NO and here else state
+
+
+def _ranks(layout: AdapterLayout | None) -> list[int]:
+    if layout is None:
+        return []
+    found = np.unique(layout.rank)
+    return [int(rank) for rank in found if rank]

@@ -1,0 +1,80 @@
+"""GET /adapters, POST /adapters/prefetch and /adapters/evict: what operators ask and order, passed on to the engine."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from adapters.names import DIGEST
+from cluster.errors import ServiceError
+from cluster.messages import VersionMismatch, check_version
+from cluster.residency import EvictOrder, Moved, PrefetchOrder
+from node_agent.api_desk import Desk
+from node_agent.api_request import read_body
+from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
+
+ANSWER_SECONDS = 10.0
+"""The engine answers between two iterations. A prefetch that takes longer goes on, and its caller is told so."""
+ORDER_BYTES = 1 << 16
+
+Order = TypeVar("Order", PrefetchOrder, EvictOrder)
+
+
+def adapter_routes(desk: Desk) -> list[Route]:
+    async def adapters(_request: Request) -> Response:
+        return _packed((await _ask(desk, ListAdapters(_id()))).found)
+
+    async def prefetch(request: Request) -> Response:
+        order = await _order(request, PrefetchOrder)
+        digest = _checked(order.adapter.digest)
+        answer = await desk.ask(Prefetch(_id(), order.adapter), ANSWER_SECONDS)
+        if answer is None:
+            return _packed(Moved(digest, None), status=202)
+        return _packed(Moved(digest, answer.tier))
+
+    async def evict(request: Request) -> Response:
+        digest = _checked((await _order(request, EvictOrder)).digest)
+        return _packed(Moved(digest, (await _ask(desk, Evict(_id(), digest))).tier))
+
+    return [
+        Route("/adapters", adapters, methods=["GET"]),
+        Route("/adapters/prefetch", prefetch, methods=["POST"]),
+        Route("/adapters/evict", evict, methods=["POST"]),
+    ]
+
+
+async def _ask(desk: Desk, question: Question) -> Answer:
+    answer = await desk.ask(question, ANSWER_SECONDS)
+    if answer is None:
+        raise ServiceError("timeout", f"the engine did not answer within {ANSWER_SECONDS:g} s")
+    return answer
+
+
+async def _order(request: Request, kind: type[Order]) -> Order:
+    body = await read_body(request, ORDER_BYTES)
+    try:
+        order = msgspec.msgpack.decode(body, type=kind)
+        check_version(order.v)
+    except (msgspec.DecodeError, VersionMismatch) as error:
+        raise ServiceError("invalid_request", f"not a {kind.__name__}: {error}") from error
+    return order
+
+
+def _checked(digest: str) -> str:
+    if not DIGEST.fullmatch(digest):
+        raise ServiceError("validation_failed", "digest must be 64 lower-case hexadecimal digits")
+    return digest
+
+
+def _id() -> str:
+    """Drawn, so that an answer to another API process's question is none to ours."""
+    return secrets.token_hex(8)
+
+
+def _packed(message: msgspec.Struct | None, status: int = 200) -> Response:
+    return Response(msgspec.msgpack.encode(message), status, media_type="application/msgpack")

@@ -1,0 +1,46 @@
+"""Questions that the API process asks its engine beside requests: each is answered once, or given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.errors import ServiceError
+from node_agent.ipc import Answer, Question
+
+MOST_OPEN = 64
+
+
+class Questions:
+    """Who waits for which answer."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, asyncio.Future[Answer]] = {}
+
+    async def ask(self, send: Callable[[Question], None], question: Question, seconds: float) -> Answer | None:
+        """The answer, or None when there was none within `seconds`. Raises ServiceError: `send`'s own, `node_failed`
+        when the engine ends, `overloaded`, or what the engine answers."""
+        if len(self._open) >= MOST_OPEN:
+            raise ServiceError("overloaded", f"{MOST_OPEN} questions wait for this node's engine", retry_after=1.0)
+        answering = self._open[question.id] = asyncio.get_running_loop().create_future()
+        try:
+            send(question)
+            done, _ = await asyncio.wait({answering}, timeout=seconds)
+        finally:
+            del self._open[question.id]
+        if not done:
+            return None
+        answer: Answer = answering.result()
+        if answer.error_type:
+            raise ServiceError(answer.error_type, answer.error)
+        return answer
+
+    def answered(self, answer: Answer) -> None:
+        waiting = self._open.get(answer.id)
+        if waiting is not None and not waiting.done():  # else it was given up
+            waiting.set_result(answer)
+
+    def engine_gone(self) -> None:
+        for waiting in self._open.values():
+            if not waiting.done():
+                waiting.set_exception(ServiceError("node_failed", "the node's engine ended before it answered"))

@@ -1,0 +1,114 @@
+"""`garnish profile` as real processes: what it leaves, and that the measurement never outlives whoever waits for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from garnish.errors import FrontDoorError
+from garnish.measurement import run_measurement
+from node_agent.coldstart.profile import Profile, check
+from node_agent.config import EngineConfig, ProfileProcessConfig
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 200
+NO_ENGINE = EngineConfig(model_dir="/nowhere", base_id="none", registry="/nowhere", profile="/nowhere/profile.json")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, stories_dir: Path) -> Path:
+    """With a service file of one small node."""
+    sizes = {"adapter_memory": "4MiB", "host_memory": "4MiB", "kv_memory": "16MiB"}
+    service = {"service": "s", "base_model": str(stories_dir), "node": {"device": "cpu", "dtype": "float32", **sizes}}
+    (tmp_path / "serverless.yml").write_text(json.dumps(service))
+    return tmp_path
+
+
+def begin(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "garnish.cli.main", "profile", "--state", "state", *options]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def child_of(pid: int) -> int:
+    """The only child of a process of one thread."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def test_it_leaves_a_profile_that_the_node_reads(folder: Path) -> None:
+    with begin(folder, "--json") as process:
+        output, told = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, told
+    steps = [line for line in told.decode().splitlines() if line.startswith(("loading the", "measuring "))]
+    assert steps[:2] == ["loading the base model", "measuring a layer on the device"]
+    written = (folder / "state" / "profiles" / "node-1.json").read_bytes()
+    profile = msgspec.json.decode(written, type=Profile)
+    check(profile)
+    assert json.loads(output) == json.loads(written)
+    assert [tokens for tokens, _ in profile.layer][:3] == [8, 16, 32]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_measurement_ends_with_the_command(folder: Path, number: signal.Signals) -> None:
+    """Also when the command is killed and can't say anything to it."""
+    with begin(folder) as process:
+        assert process.stderr is not None and process.stdout is not None
+        assert process.stderr.readline() == b"loading the base model\n"
+        measuring = os.pidfd_open(child_of(process.pid))
+        process.send_signal(number)
+        try:
+            assert select.select([measuring], [], [], 30)[0], "it measures on for nobody"
+        finally:
+            os.close(measuring)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode in (-signal.SIGKILL, 130)
+    assert not list((folder / "state").glob("profiles/*"))
+
+
+def test_a_node_that_can_not_be_measured_is_told(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    (folder / "empty" / "config.json").write_text("{}")
+    service = json.loads((folder / "serverless.yml").read_text())
+    (folder / "serverless.yml").write_text(json.dumps({**service, "base_model": "empty"}))
+    with begin(folder) as process:
+        output, told = process.communicate(timeout=SECONDS)
+    assert (process.returncode, output) == (1, b"")
+    assert b"garnish: the node can't be measured: " in told
+    assert b"Traceback" not in told
+
+
+SILENT = """
+import os, time
+os.write(1, b'{"type": "step", "text": "%d"}\\n' % os.getpid())
+time.sleep(600)
+"""
+
+
+def test_silence_has_an_end() -> None:
+    """The process that said nothing more is gone by then."""
+    steps: list[str] = []
+    with pytest.raises(FrontDoorError, match="said nothing for 1 s"):
+        run_measurement(NO_ENGINE, steps.append, (sys.executable, "-c", SILENT), patience=1.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(steps[0]), 0)
+
+
+def test_an_early_end_is_told() -> None:
+    with pytest.raises(FrontDoorError, match="ended before it was done"):
+        run_measurement(NO_ENGINE, print, (sys.executable, "-c", "raise SystemExit(3)"))
+
+
+def test_a_measurement_without_its_command_does_not_start() -> None:
+    settings = msgspec.json.encode(ProfileProcessConfig(parent=os.getppid(), engine=NO_ENGINE))
+    command = [sys.executable, "-m", "node_agent.profile_process"]
+    done = subprocess.run(command, cwd=ROOT, input=settings, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"is gone" in done.stderr

@@ -1,0 +1,138 @@
+"""Operators' questions to a node's API process: passed on, answered, refused, or given up in time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.messages import Adapter
+from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
+from node_agent import api_adapters, api_questions
+from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch
+from tests.node_agent.served_node import Node, run_scenario, served_node
+
+DIGEST = "d" * 64
+ADAPTER = Adapter(DIGEST, f"artifacts/v1/base/{DIGEST}", 1000, (8,))
+ROUTES = ("/adapters", "/adapters/prefetch", "/adapters/evict")
+
+
+async def ask(node: Node, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    async with node.session.request("GET" if body is None else "POST", node.url + path, data=body) as response:
+        return response.status, await response.read()
+
+
+def packed(order: PrefetchOrder | EvictOrder) -> bytes:
+    return msgspec.msgpack.encode(order)
+
+
+def error_of(body: bytes) -> str:
+    kind = msgspec.json.decode(body)["error"]["type"]
+    assert isinstance(kind, str)
+    return kind
+
+
+def test_questions_reach_the_engine_and_answers_their_askers(tmp_path: Path, stories_dir: Path) -> None:
+    """Two at once, answered the other way round."""
+    states = AdapterStates([AdapterState(DIGEST, "absent", 1000, 1, 2, [8], ["device", "host", "no"])], unnamed=3)
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            listing = asyncio.create_task(ask(node, "/adapters"))
+            question = await engine.hear()
+            assert isinstance(question, ListAdapters)
+            fetching = asyncio.create_task(ask(node, "/adapters/prefetch", packed(PrefetchOrder(ADAPTER))))
+            order = await engine.hear()
+            assert isinstance(order, Prefetch) and order.adapter == ADAPTER and order.id != question.id
+            await engine.say(Answer("of nobody"), Answer(order.id, tier="host"), Answer(question.id, found=states))
+            assert await listing == (200, msgspec.msgpack.encode(states))
+            assert await fetching == (200, msgspec.msgpack.encode(Moved(DIGEST, "host")))
+            evicting = asyncio.create_task(ask(node, "/adapters/evict", packed(EvictOrder(DIGEST))))
+            evict = await engine.hear()
+            assert isinstance(evict, Evict) and evict.digest == DIGEST
+            await engine.say(Answer(evict.id, error_type="conflict", error="adapter dddd is in use"))
+            status, body = await evicting
+            assert (status, error_of(body)) == (409, "conflict")
+
+    run_scenario(scenario())
+
+
+def test_no_question_is_waited_for_for_ever(tmp_path: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_adapters, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(api_questions, "MOST_OPEN", 1)
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            status, body = await ask(node, "/adapters")
+            assert (status, error_of(body)) == (504, "timeout")
+            late = await engine.hear()
+            assert isinstance(late, ListAdapters)
+            assert await ask(node, "/adapters/prefetch", packed(PrefetchOrder(ADAPTER))) == (
+                202,
+                msgspec.msgpack.encode(Moved(DIGEST, None)),
+            )
+            monkeypatch.setattr(api_adapters, "ANSWER_SECONDS", 60.0)
+            assert isinstance(await engine.hear(), Prefetch)
+            waiting = asyncio.create_task(ask(node, "/adapters/evict", packed(EvictOrder(DIGEST))))
+            evict = await engine.hear()
+            assert isinstance(evict, Evict)
+            status, body = await ask(node, "/adapters")
+            assert (status, error_of(body)) == (429, "overloaded")
+            await engine.say(Answer(late.id, found=AdapterStates([])), Answer(evict.id, tier="absent"))
+            assert await waiting == (200, msgspec.msgpack.encode(Moved(DIGEST, "absent")))
+
+    run_scenario(scenario())
+
+
+def test_without_an_engine_there_is_no_answer(tmp_path: Path, stories_dir: Path) -> None:
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            status, body = await ask(node, "/adapters")
+            assert (status, error_of(body)) == (503, "unavailable")
+            engine = await node.engine()
+            asked = asyncio.create_task(ask(node, "/adapters"))
+            await engine.hear()
+            await engine.close()
+            status, body = await asked
+            assert (status, error_of(body)) == (502, "node_failed")
+
+    run_scenario(scenario())
+
+
+def test_orders_that_are_none_do_not_reach_the_engine(tmp_path: Path, stories_dir: Path) -> None:
+    bad_names = {"digest": "../../secret", "adapter": {**msgspec.to_builtins(ADAPTER), "digest": "x"}}
+    bodies = [
+        (b"", 400),
+        (b"\xc1", 400),
+        (b"{}", 400),
+        (msgspec.msgpack.encode({"digest": DIGEST, "v": 99, "adapter": msgspec.to_builtins(ADAPTER)}), 400),
+        (msgspec.msgpack.encode(bad_names), 422),
+        (b"x" * (api_adapters.ORDER_BYTES + 1), 413),
+    ]
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            for body, expected in bodies:
+                for path in ROUTES[1:]:
+                    assert (await ask(node, path, body))[0] == expected
+            listing = asyncio.create_task(ask(node, "/adapters"))
+            assert isinstance(await engine.hear(), ListAdapters), "the first that it hears of"
+            listing.cancel()
+
+    run_scenario(scenario())
+
+
+def test_the_routes_need_the_secret(tmp_path: Path, stories_dir: Path) -> None:
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            node.session.headers.clear()
+            for path in ROUTES:
+                status, body = await ask(node, path, None if path == "/adapters" else b"")
+                assert (status, error_of(body)) == (401, "unauthenticated")
+
+    run_scenario(scenario())
