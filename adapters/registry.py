@@ -25,6 +25,7 @@ from adapters.errors import Conflict, InvalidRequest, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Manifest, Policy, VersionEntry, parse_policy, with_version
 from adapters.names import is_alias, is_name
 from adapters.peft_format import read_peft
+from adapters.quota import Quota, Room
 from adapters.records import read_record, update_record
 from adapters.store import ObjectStore
 from adapters.validate import LoraLayout, validate
@@ -42,6 +43,7 @@ class _Deploy:
     config: bytes
     weights: Path
     source: str | None
+    room: Room
     manifest: Manifest | None = None
     created: bool = False
 
@@ -79,6 +81,7 @@ class Registry:
         self.store = store
         self.base = base
         self.contents = Contents(store, base)
+        self.quota = Quota(store)
 
     def check(
         self,
@@ -109,13 +112,12 @@ class Registry:
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
         Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, StoreUnavailable, and Conflict when the
-        function has too many versions or aliases.
+        function has too many versions or aliases, or the tenant too many adapters.
         """
         self._check_name(name)
         _check_tenant(tenant)
         _check_options(alias, policy)
         layout = validate(read_peft(config, weights), self.base)
-        deploy = _Deploy(layout=layout, config=config, weights=weights, source=source)
 
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())
@@ -123,7 +125,11 @@ class Registry:
             changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
             return with_version(changed, entry, alias or "latest", time.time())
 
-        record = update_record(self.store, _function_key(tenant, name), FunctionRecord, commit)
+        with self.quota.deploying(tenant) as room:
+            deploy = _Deploy(layout=layout, config=config, weights=weights, source=source, room=room)
+            record = update_record(self.store, _function_key(tenant, name), FunctionRecord, commit)
+            if deploy.created:
+                room.made()
         entry = _find_digest(record, layout.digest)
         return _deployment(name, entry.version if entry else None, layout, created=deploy.created)
 
@@ -191,12 +197,14 @@ class Registry:
         def bury(record: FunctionRecord | None) -> FunctionRecord:
             if record is None or record.deleted:
                 raise NotFound(f"there is no function {name!r}")
+            freed.set(len(record.versions), sum(entry.bytes for entry in record.versions))
             return msgspec.structs.replace(
                 record, generation=record.generation + 1, deleted=True, policy=Policy(), versions=(), aliases={}
             )
 
         self.function(tenant, name)
-        update_record(self.store, _function_key(tenant, name), FunctionRecord, bury)
+        with self.quota.removing(tenant) as freed:
+            update_record(self.store, _function_key(tenant, name), FunctionRecord, bury)
 
     def _check_name(self, name: str) -> None:
         if not is_name(name):
@@ -217,6 +225,7 @@ class Registry:
                 self.contents.put_artifact(deploy.layout, deploy.weights)
             return msgspec.structs.replace(existing, base=self.base.fingerprint)
         if deploy.manifest is None:
+            deploy.room.take(deploy.layout.bytes)
             self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
             deploy.manifest = self._put_manifest(tenant, record, deploy)
         made = deploy.manifest

@@ -9,8 +9,9 @@ import msgspec
 from starlette.requests import Request
 
 from adapters.errors import NotFound
+from adapters.keys import parse_key
 from adapters.names import is_name
-from adapters.tenants import Tenants, parse_key
+from adapters.tenants import Tenants
 from cluster.errors import ServiceError
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
