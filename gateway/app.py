@@ -17,11 +17,13 @@ from starlette.requests import Request
 from gateway.boundary import Boundary, OpenRequests
 from gateway.config import GatewayConfig, check_config
 from gateway.metrics import Metrics
-from gateway.routes import cluster, deploy, functions, health, invoke, metrics, openai, openapi
+from gateway.routes import cluster, deploy, functions, health, invoke, metrics, openai, openapi, tenants, usage
 from gateway.services import Services, open_services
 
 ROUTES = [
-    route for group in (deploy, functions, invoke, openai, health, metrics, cluster, openapi) for route in group.routes
+    route
+    for group in (deploy, functions, invoke, openai, health, metrics, cluster, tenants, usage, openapi)
+    for route in group.routes
 ]
 
 

@@ -56,6 +56,10 @@ class Functions:
         """After a deploy or a delete: this process must not answer from before it."""
         self._cache.forget_where(lambda key: key[:2] == (tenant, name))
 
+    def forget_tenant(self, tenant: str) -> None:
+        """After the tenant was deleted."""
+        self._cache.forget_where(lambda key: key[0] == tenant)
+
     async def _load(self, key: Key) -> Target:
         tenant, name, qualifier = key
         return _target(await self._threads.read(self._registry.resolve, tenant, name, qualifier or None))

@@ -14,7 +14,10 @@ import msgspec
 
 from gateway import openai_schema as openai
 from gateway import schema
+from gateway.admin_operations import ADMIN_OPERATIONS
 from gateway.operations import NAME_PATTERN, OPERATIONS, Operation
+
+ALL = (*OPERATIONS, *ADMIN_OPERATIONS)
 
 FILE = Path(__file__).with_name("openapi.json")
 
@@ -23,6 +26,7 @@ STATUS_TEXT = {
     401: "No key, or not a valid one",
     403: "The key may not do this",
     404: "No such function, version or alias, or it belongs to another tenant",
+    409: "It exists already, or a limit of the tenant or function is reached; or serverless.yml declares it",
     413: "The body is over its limit",
     415: "Another content type is expected",
     422: "Wrong types, values or unknown fields; `param` names the field, `details` lists several problems",
@@ -39,7 +43,7 @@ def document() -> dict[str, Any]:
     """The whole OpenAPI 3.1 document."""
     schemas, components = _components()
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    for operation in ALL:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
     return {
         "openapi": "3.1.0",
@@ -65,7 +69,7 @@ def _components() -> tuple[dict[type[Any], Any], dict[str, Any]]:
     """A reference per message type, and what the references point to."""
     types: set[type[Any]] = {schema.ErrorReply, openai.OpenAIError, schema.TokenEvent, schema.DoneEvent}
     types.add(openai.ChatChunk)
-    for operation in OPERATIONS:
+    for operation in ALL:
         types |= {kind for kind in (*operation.replies.values(), operation.body) if kind not in (None, str)}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")

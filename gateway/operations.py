@@ -61,7 +61,7 @@ OPERATIONS = (
         parameters=(_NAME, _query("dry_run", "Only validate; nothing is stored", _BOOLEAN), _TENANT),
         multipart=True,
         replies={201: schema.DeployReply, 200: schema.DeployReply},
-        errors=(400, 401, 403, 404, 413, 415, 422, 429, 500, 503),
+        errors=(400, 401, 403, 404, 409, 413, 415, 422, 429, 500, 503),
     ),
     Operation(
         method="get",

@@ -50,7 +50,7 @@ async def invoke(request: Request) -> ASGIApp:
 
 
 async def _whole(services: Services, invocation: Invocation, request: Request) -> ASGIApp:
-    generation = services.dispatcher.generation(invocation.requests[0], invocation.target.function, invocation.received)
+    generation = services.dispatcher.generations(invocation)[0]
     (outcome,) = await while_connected(collect([generation]), request.receive)
     return json_response(
         invoke_reply(invocation, generation, outcome), headers=invocation_headers(invocation, generation)
@@ -58,7 +58,7 @@ async def _whole(services: Services, invocation: Invocation, request: Request) -
 
 
 def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGIApp:
-    generation = services.dispatcher.generation(invocation.requests[0], invocation.target.function, invocation.received)
+    generation = services.dispatcher.generations(invocation)[0]
     return EventStream(
         invoke_events(invocation, generation),
         headers=lambda: invocation_headers(invocation, generation),
