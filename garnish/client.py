@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -25,7 +25,9 @@ from garnish.protocol import (
     functions_call,
     invoke_call,
     parse,
+    usage_call,
 )
+from gateway.admin_schema import UsageReply
 from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply
 
 Reply = TypeVar("Reply")
@@ -95,6 +97,19 @@ class Client:
             response = self._http.request(**delete_call(name, force).arguments())
         if response.is_error:
             raise error_of(response)
+
+    def usage(
+        self,
+        tenant: str | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        group_by: Sequence[str] | None = None,
+    ) -> UsageReply:
+        """Sums of what was used from `start` to `end` (ISO 8601 or Unix time; by default the last 24 hours).
+
+        `group_by`: of tenant, function, version, hour. With an admin key `tenant` says whose; None: of all.
+        """
+        return self._reply(usage_call(tenant, start, end, group_by), UsageReply)
 
     def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():
@@ -175,6 +190,16 @@ class AsyncClient:
             response = await self._http.request(**delete_call(name, force).arguments())
         if response.is_error:
             raise error_of(response)
+
+    async def usage(
+        self,
+        tenant: str | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        group_by: Sequence[str] | None = None,
+    ) -> UsageReply:
+        """As `Client.usage`."""
+        return await self._reply(usage_call(tenant, start, end, group_by), UsageReply)
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():

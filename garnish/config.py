@@ -79,6 +79,7 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "node.simulate.link": parse_rate,
     "node.simulate.store": parse_rate,
     "functions.*.idle_ttl": parse_seconds,
+    "tenants.*.limits.bytes": parse_bytes,
     "node_pools.*.scale_to_zero_after": parse_seconds,
 }
 
@@ -92,7 +93,8 @@ BUILT: dict[str, tuple[object, ...]] = {
     "node.tensor_parallel": (1,),
     "tenants.*.weight": (1,),
     "tenants.*.slo": (),
-    "tenants.*.limits": (),
+    "tenants.*.limits.rps": (),
+    "tenants.*.limits.tokens_per_minute": (),
     "functions.*.provisioned": (0,),
     "functions.*.idle_ttl": (),
 }

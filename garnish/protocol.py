@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,6 +101,11 @@ def function_call(name: str) -> Call:
 
 def delete_call(name: str, force: bool) -> Call:
     return Call(method="DELETE", url=f"/functions/{quote(name, safe='')}", params={"force": "true"} if force else {})
+
+
+def usage_call(tenant: str | None, start: str | None, end: str | None, group_by: Sequence[str] | None) -> Call:
+    stated = {"tenant": tenant, "from": start, "to": end, "group_by": None if group_by is None else ",".join(group_by)}
+    return Call(method="GET", url="/usage", params={name: value for name, value in stated.items() if value is not None})
 
 
 def parse(reply: httpx.Response, kind: type[Reply]) -> Reply:

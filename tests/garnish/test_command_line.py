@@ -36,6 +36,8 @@ def test_version(tmp_path: Path) -> None:
         ("up", "--port", "0"),
         ("up", "--nodes", "none"),
         ("list", "--unknown"),
+        ("usage", "--group-by", "day"),
+        ("usage", "--tenant", "a", "--all-tenants"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
