@@ -81,6 +81,7 @@ def test_the_least_that_is_needed(tmp_path: Path) -> None:
         (HEAD + "node:\n  simulate:\n    link: 5\n", 5, "node.simulate.link", "expected a rate such as"),
         (HEAD + "node:\n  simulate: {lnk: 1GB/s}\n", 4, "node.simulate.lnk", "did you mean `link`?"),
         (HEAD + "node:\n  device: cuda\n  simulate: {link: 1GB/s}\n", 5, "node.simulate", "without a GPU"),
+        (HEAD + "node: {disk_cache: {pth: x}}\n", 3, "node.disk_cache.pth", "did you mean `path`?"),
         (HEAD + "tenants: {Acme: {}}\n", 3, "tenants.Acme", "expected a name of 1 to 64"),
         (HEAD + "tenants: {a: {limits: {adapter: 5}}}\n", 3, "tenants.a.limits.adapter", "did you mean `adapters`?"),
         (HEAD + "tenants: {a: {limits: {concurrent: 0}}}\n", 3, "tenants.a.limits.concurrent", "expected `int` >= 1"),
