@@ -121,6 +121,21 @@ def test_a_bound_that_is_too_high_is_found_out(store: ObjectStore, base: BaseMod
     registry.deploy("acme", "g", *adapters[1])
 
 
+def test_a_count_in_the_midst_of_a_removal(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
+    """It has seen that the version is gone: giving its room back once more would be one too many."""
+    Tenants(store).put("acme", limits=Limits(adapters=2))
+    registry, quota = Registry(store, base), Quota(store)
+    size = registry.deploy("acme", "f", *adapters[0]).bytes
+    registry.deploy("acme", "g", *adapters[1])
+    key = "tenants/acme/functions/g/function.json"
+    gone = msgspec.json.decode(store.get(key).data, type=FunctionRecord)
+    with quota.removing("acme") as freed:
+        store.put(key, msgspec.json.encode(msgspec.structs.replace(gone, deleted=True, versions=(), aliases={})))
+        freed.set(1, size)
+        assert Quota(store)._count("acme")
+    assert held_by(store) == (1, size, 0)
+
+
 def test_deploys_do_not_read_the_other_functions(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
     """However many there are: only the first deploy under a new limit counts them."""
     Tenants(store).put("acme", limits=Limits(adapters=100))
