@@ -36,6 +36,7 @@ from adapters.functions import (
 )
 from adapters.names import NAME_RULE, is_name
 from adapters.peft_format import read_peft
+from adapters.quota import Quota, Room
 from adapters.records import read_record, update_record
 from adapters.store import ObjectStore
 from adapters.validate import LoraLayout, validate
@@ -52,6 +53,7 @@ class _Deploy:
     config: bytes
     weights: Path
     source: str | None
+    room: Room
     manifest: Manifest | None = None
     created: bool = False
 
@@ -99,6 +101,7 @@ class Registry:
         self.base = base
         self.contents = Contents(store, base)
         self.changes = FunctionChanges(store)
+        self.quota = Quota(store)
 
     def check(
         self,
@@ -129,13 +132,12 @@ class Registry:
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
         Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, StoreUnavailable, and Conflict when the
-        function has too many versions or aliases.
+        function has too many versions or aliases, or the tenant too many adapters.
         """
         self._check_name(name)
         _check_tenant(tenant)
         check_options(alias, policy)
         layout = validate(read_peft(config, weights), self.base)
-        deploy = _Deploy(layout=layout, config=config, weights=weights, source=source)
 
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())
@@ -143,7 +145,11 @@ class Registry:
             changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
             return with_version(changed, entry, alias or "latest", time.time())
 
-        record = update_record(self.store, function_key(tenant, name), FunctionRecord, commit)
+        with self.quota.deploying(tenant) as room:
+            deploy = _Deploy(layout=layout, config=config, weights=weights, source=source, room=room)
+            record = update_record(self.store, function_key(tenant, name), FunctionRecord, commit)
+            if deploy.created:
+                room.made()
         entry = _find_digest(record, layout.digest)
         return _deployment(name, entry.version if entry else None, layout, created=deploy.created)
 
@@ -203,14 +209,27 @@ class Registry:
     def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
         """Make a version that no alias names invisible at once; its objects are left to garbage collection, and its
         number is not used again. Raises NotFound, Conflict, PreconditionFailed (as in FunctionChanges)."""
-        self.changes.change(tenant, name, matches, lambda record: without_version(record, version, time.time()))
+
+        def remove(record: FunctionRecord) -> FunctionRecord:
+            left = without_version(record, version, time.time())
+            freed.set(1, sum(entry.bytes for entry in record.versions if entry.version == version))
+            return left
+
+        with self.quota.removing(tenant) as freed:
+            self.changes.change(tenant, name, matches, remove)
 
     def delete_function(self, tenant: str, name: str, matches: Collection[int] | None = None) -> None:
         """Make the function invisible at once; its objects are left to garbage collection.
 
         Raises NotFound, PreconditionFailed (as in FunctionChanges).
         """
-        self.changes.change(tenant, name, matches, lambda record: buried(record, time.time()))
+
+        def bury(record: FunctionRecord) -> FunctionRecord:
+            freed.set(len(record.versions), sum(entry.bytes for entry in record.versions))
+            return buried(record, time.time())
+
+        with self.quota.removing(tenant) as freed:
+            self.changes.change(tenant, name, matches, bury)
 
     def _choice(self, tenant: str, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
         refused: tuple[Problem, ...] = ()
@@ -249,6 +268,7 @@ class Registry:
                 self.contents.put_artifact(deploy.layout, deploy.weights)
             return msgspec.structs.replace(existing, base=self.base.fingerprint)
         if deploy.manifest is None:
+            deploy.room.take(deploy.layout.bytes)
             self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
             deploy.manifest = self._put_manifest(tenant, record, deploy)
         made = deploy.manifest
@@ -303,10 +323,6 @@ def pick(choices: Sequence[Choice], point: float) -> Resolved:
     if chosen.refused:
         raise InvalidAdapter(list(chosen.refused))
     return chosen.version
-
-
-def _function_key(tenant: str, name: str) -> str:
-    return f"tenants/{tenant}/functions/{name}/function.json"
 
 
 def _manifest_key(tenant: str, name: str, version: int) -> str:

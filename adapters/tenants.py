@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
@@ -14,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from adapters.errors import Conflict, InvalidRequest, NotFound
+from adapters.keys import KeyRecord, Principal, new_key, opens, parse_key
 from adapters.names import is_name
 from adapters.records import read_record, update_record
 from adapters.store import ObjectStore
@@ -21,10 +18,6 @@ from adapters.store import ObjectStore
 ADMIN_KEY = "admin.json"
 MAX_KEYS = 1000
 """Keys of one tenant that are kept, revoked ones included."""
-
-_KEY_ID = re.compile(r"[0-9a-f]{12}", re.ASCII)
-_SECRET = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_NOBODY = hashlib.sha256(b"no such key").hexdigest()
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -41,17 +34,35 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     rps: Positive | None = None
     tokens_per_minute: Positive | None = None
-    concurrent: Annotated[int, Meta(ge=1)] | None = None
-    adapters: Annotated[int, Meta(ge=1)] | None = None
-    bytes: Annotated[int, Meta(ge=1)] | None = None
+    concurrent: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    """Choices being generated at once, on each gateway."""
+    adapters: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
+    """Versions of functions."""
+    bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
+    """Of their tensors, as served."""
 
 
-class KeyRecord(msgspec.Struct, frozen=True):
-    key_id: str
-    sha256: str
-    """Hash of the whole key text; keys have 256 random bits, so a plain hash can't be searched."""
-    created: float
-    revoked: float | None = None
+class Hold(msgspec.Struct, frozen=True):
+    """Room for one version that a deploy under way will need."""
+
+    bytes: int
+    when: float
+
+
+class Held(msgspec.Struct, frozen=True):
+    """How much of `limits.adapters` and `limits.bytes` is taken: never less than what there is (see adapters.quota)."""
+
+    since: float
+    """When the limits came to be."""
+    adapters: int = 0
+    bytes: int = 0
+    holds: dict[str, Hold] = {}
+    counted: float | None = None
+    """When the functions were last counted; None: not yet."""
+    epoch: int = 0
+    """Rises by one with each count."""
+    exact: bool = False
+    """Whether nothing has happened since the count that may have left the sums too high."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -64,40 +75,18 @@ class Tenant(msgspec.Struct, frozen=True):
     weight: Positive = 1.0
     declared: bool = False
     """Whether serverless.yml declares it: then only its keys may be changed through the API."""
+    held: Held | None = None
+    """None without a limit that needs it."""
+    deleted: bool = False
+    """A deleted tenant stays as a tombstone, so that whoever makes it again begins with nothing."""
+    removed: bool = False
+    """Of a deleted tenant: whether its functions are deleted, too."""
 
 
 class Admin(msgspec.Struct, frozen=True):
     """admin.json"""
 
     keys: tuple[KeyRecord, ...] = ()
-
-
-class Principal(msgspec.Struct, frozen=True):
-    """Whose key a request carries. `tenant` is None for an admin key."""
-
-    tenant: str | None
-    key_id: str
-
-
-def new_key(tenant: str | None) -> tuple[str, KeyRecord]:
-    """A fresh key of a tenant (None: an admin key) as (text to show once, record to keep)."""
-    key_id = secrets.token_hex(6)
-    prefix = "gak" if tenant is None else f"gsk_{tenant}"
-    text = f"{prefix}_{key_id}_{secrets.token_hex(32)}"
-    return text, KeyRecord(key_id=key_id, sha256=_hash(text), created=time.time())
-
-
-def parse_key(text: str) -> Principal | None:
-    """Whose key the text claims to be, or None if it has not the form of a key. Nothing is verified."""
-    kind, _, rest = text.partition("_")
-    parts = rest.rsplit("_", 2)
-    if not _SECRET.fullmatch(parts[-1]) or len(parts) < 2 or not _KEY_ID.fullmatch(parts[-2]):
-        return None
-    if kind == "gak" and len(parts) == 2:
-        return Principal(tenant=None, key_id=parts[-2])
-    if kind == "gsk" and len(parts) == 3 and is_name(parts[0]):
-        return Principal(tenant=parts[0], key_id=parts[-2])
-    return None
 
 
 class Tenants:
@@ -109,14 +98,14 @@ class Tenants:
     def get(self, tenant: str) -> Tenant:
         """Raises NotFound."""
         found = self._read(tenant) if is_name(tenant) else None
-        if found is None:
-            raise NotFound(f"there is no tenant {tenant[:100]!r}")
-        return found[0]
+        if found is None or found.deleted:
+            raise unknown(tenant)
+        return found
 
     def list(self, after: str = "", limit: int = 1000) -> Sequence[Tenant]:
         """A page of the tenants, in the order of the store's folders."""
         found = (self._read(name) for name in self.store.folders("tenants/", after, limit))
-        return tuple(item[0] for item in found if item is not None)
+        return tuple(tenant for tenant in found if tenant is not None and not tenant.deleted)
 
     def put(
         self,
@@ -129,13 +118,54 @@ class Tenants:
     ) -> Tenant:
         """Make the tenant, or change what is given; its keys stay.
 
-        Raises InvalidRequest for a malformed name and for values outside their ranges.
+        Raises InvalidRequest for a malformed name and for values outside their ranges, Conflict while a deletion of
+        the tenant has not ended.
         """
         if not is_name(tenant):
             raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
         given = {"slo": slo, "limits": limits, "weight": weight, "declared": declared}
         fields = {name: value for name, value in given.items() if value is not None}
         return self._change(tenant, lambda record: msgspec.structs.replace(record, **fields), create=True)
+
+    def replace(self, tenant: str, limits: Limits) -> tuple[Tenant, bool]:
+        """Make the tenant, or give it these limits and no others, as an administrator may.
+
+        Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares.
+        """
+        created = False
+
+        def change(record: Tenant | None) -> Tenant:
+            nonlocal created
+            created = record is None or record.deleted
+            current = _live(record, tenant, create=True)
+            _check_undeclared(current)
+            return _checked(msgspec.structs.replace(current, limits=limits))
+
+        return self._update(tenant, change), created
+
+    def delete(self, tenant: str) -> None:
+        """End the tenant's keys, and hide it; `removed` is to be called once its functions are deleted.
+
+        Raises NotFound, also for a tenant whose deletion has ended; Conflict for one that serverless.yml declares.
+        """
+
+        def bury(record: Tenant | None) -> Tenant:
+            if record is None or record.removed:
+                raise unknown(tenant)
+            _check_undeclared(record)
+            return Tenant(id=tenant, deleted=True)
+
+        self._update(tenant, bury)
+
+    def removed(self, tenant: str) -> None:
+        """Note that nothing of a deleted tenant is left, so that its name is free. Raises NotFound."""
+
+        def end(record: Tenant | None) -> Tenant:
+            if record is None or not record.deleted:
+                raise unknown(tenant)
+            return msgspec.structs.replace(record, removed=True)
+
+        self._update(tenant, end)
 
     def add_key(self, tenant: str) -> tuple[str, KeyRecord]:
         """A new key of an existing tenant; the text is not kept anywhere. Raises NotFound, or Conflict at MAX_KEYS."""
@@ -160,45 +190,62 @@ class Tenants:
     def verify(self, text: str) -> Principal | None:
         """The key's owner, or None for anything but a valid, unrevoked key."""
         claim = parse_key(text)
-        keys: tuple[KeyRecord, ...] = ()
-        if claim is not None and claim.tenant is None:
+        if claim is None:
+            return None
+        if claim.tenant is None:
             keys = (read_record(self.store, ADMIN_KEY, Admin) or (Admin(), ""))[0].keys
-        elif claim is not None and claim.tenant is not None:
+        else:
             found = self._read(claim.tenant)
-            keys = found[0].keys if found else ()
-        known = next((key for key in keys if claim and key.key_id == claim.key_id and key.revoked is None), None)
-        # Unknown keys are compared too, so that the time taken does not tell which ids exist.
-        same = hmac.compare_digest(_hash(text), known.sha256 if known else _NOBODY)
-        return claim if same and known else None
+            keys = found.keys if found else ()
+        return claim if opens(text, claim.key_id, keys) else None
 
-    def _read(self, tenant: str) -> tuple[Tenant, str] | None:
-        return read_record(self.store, _tenant_key(tenant), Tenant)
+    def _read(self, tenant: str) -> Tenant | None:
+        found = read_record(self.store, tenant_key(tenant), Tenant)
+        return found[0] if found else None
 
     def _change(self, tenant: str, change: Callable[[Tenant], Tenant], create: bool = False) -> Tenant:
-        def apply(record: Tenant | None) -> Tenant:
-            if record is None and not create:
-                raise NotFound(f"there is no tenant {tenant[:100]!r}")
-            return _checked(change(record or Tenant(id=tenant)))
+        return self._update(tenant, lambda record: _checked(change(_live(record, tenant, create))))
 
+    def _update(self, tenant: str, change: Callable[[Tenant | None], Tenant]) -> Tenant:
         if not is_name(tenant):
-            raise NotFound(f"there is no tenant {tenant[:100]!r}")
-        return update_record(self.store, _tenant_key(tenant), Tenant, apply)
+            raise unknown(tenant)
+        return update_record(self.store, tenant_key(tenant), Tenant, change)
 
 
-def _tenant_key(tenant: str) -> str:
+def tenant_key(tenant: str) -> str:
     return f"tenants/{tenant}/tenant.json"
+
+
+def unknown(tenant: str) -> NotFound:
+    return NotFound(f"there is no tenant {tenant[:100]!r}")
+
+
+def _live(record: Tenant | None, tenant: str, create: bool) -> Tenant:
+    """The record, or with `create` a new one in place of one that is gone."""
+    if record is not None and not record.deleted:
+        return record
+    if not create:
+        raise unknown(tenant)
+    if record is not None and not record.removed:
+        raise Conflict(f"the deletion of tenant {tenant} has not ended; delete it again, then make it")
+    return Tenant(id=tenant)
+
+
+def _check_undeclared(record: Tenant) -> None:
+    if record.declared:
+        raise Conflict(f"tenant {record.id} is declared in serverless.yml: change it there")
 
 
 def _checked(record: Tenant) -> Tenant:
     """The record as it will be read; constraints hold only when a record is decoded. Raises InvalidRequest."""
+    if record.limits.adapters is None and record.limits.bytes is None:
+        record = msgspec.structs.replace(record, held=None)
+    elif record.held is None:
+        record = msgspec.structs.replace(record, held=Held(since=time.time()))
     try:
         return msgspec.json.decode(msgspec.json.encode(record), type=Tenant)
     except msgspec.ValidationError as error:
         raise InvalidRequest("tenant", f"tenant {record.id}: {error}") from None
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:

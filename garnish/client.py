@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -31,7 +31,9 @@ from garnish.protocol import (
     policy_call,
     rollback_call,
     set_alias_call,
+    usage_call,
 )
+from gateway.admin_schema import UsageReply
 from gateway.alias_schema import AliasReply
 from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply
 
@@ -136,6 +138,19 @@ class Client:
     def ask(self, call: Call, kind: type[Reply]) -> Reply:
         """Any other request, such as those of garnish.operate; `kind` is the type of its reply."""
         return self._reply(call, kind)
+
+    def usage(
+        self,
+        tenant: str | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        group_by: Sequence[str] | None = None,
+    ) -> UsageReply:
+        """Sums of what was used from `start` to `end` (ISO 8601 or Unix time; by default the last 24 hours).
+
+        `group_by`: of tenant, function, version, hour. With an admin key `tenant` says whose; None: of all.
+        """
+        return self._reply(usage_call(tenant, start, end, group_by), UsageReply)
 
     def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():
@@ -243,6 +258,16 @@ class AsyncClient:
     async def ask(self, call: Call, kind: type[Reply]) -> Reply:
         """As `Client.ask`."""
         return await self._reply(call, kind)
+
+    async def usage(
+        self,
+        tenant: str | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        group_by: Sequence[str] | None = None,
+    ) -> UsageReply:
+        """As `Client.usage`."""
+        return await self._reply(usage_call(tenant, start, end, group_by), UsageReply)
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -79,6 +79,7 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "node.simulate.link": parse_rate,
     "node.simulate.store": parse_rate,
     "functions.*.idle_ttl": parse_seconds,
+    "tenants.*.limits.bytes": parse_bytes,
     "node_pools.*.scale_to_zero_after": parse_seconds,
 }
 
@@ -91,7 +92,8 @@ BUILT: dict[str, tuple[object, ...]] = {
     "node.tensor_parallel": (1,),
     "tenants.*.weight": (1,),
     "tenants.*.slo": (),
-    "tenants.*.limits": (),
+    "tenants.*.limits.rps": (),
+    "tenants.*.limits.tokens_per_minute": (),
     "functions.*.provisioned": (0,),
     "functions.*.idle_ttl": (),
 }
@@ -189,10 +191,12 @@ def _explained(document: Document, path: FieldPath, kind: type[Any], message: st
 
 def _type_at(kind: Any, path: FieldPath) -> Any:
     for name in path:
-        kind = next((field.type for field in msgspec.structs.fields(kind) if field.name == name), None)
-        if kind is None:
+        # A section that may be left out, or be a word instead, is a union with one struct in it.
+        section = next((part for part in (kind, *get_args(kind)) if hasattr(part, "__struct_fields__")), None)
+        if section is None:
             return None
-    return kind
+        kind = next((field.type for field in msgspec.structs.fields(section) if field.name == name), None)
+    return next((part for part in (kind, *get_args(kind)) if hasattr(part, "__struct_fields__")), kind)
 
 
 def _check_together(document: Document, loaded: ServiceFile) -> None:

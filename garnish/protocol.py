@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,6 +154,11 @@ def _alias_url(name: str, alias: str) -> str:
 
 def _condition(generation: int | None) -> dict[str, str]:
     return {} if generation is None else {"if-match": f'"{generation}"'}
+
+
+def usage_call(tenant: str | None, start: str | None, end: str | None, group_by: Sequence[str] | None) -> Call:
+    stated = {"tenant": tenant, "from": start, "to": end, "group_by": None if group_by is None else ",".join(group_by)}
+    return Call(method="GET", url="/usage", params={name: value for name, value in stated.items() if value is not None})
 
 
 def parse(reply: httpx.Response, kind: type[Reply]) -> Reply:

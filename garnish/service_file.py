@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.tenants import Limits
+
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -50,7 +52,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(gt=0)] | None = None
     slo: dict[str, Any] | None = None
-    limits: dict[str, Any] | None = None
+    limits: Limits | None = None
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -100,6 +100,7 @@ def gateway_config(
         registry=registry_of(service, state),
         secret_file=str(secret_file_of(service, state)),
         tmp_dir=str(state / "uploads"),
+        usage_dir=str(state / "usage"),
         host=service.gateway.host if host is None else host,
         port=service.gateway.port if port is None else port,
         auth="keys" if service.auth == "keys" else "none",

@@ -17,14 +17,24 @@ from starlette.requests import Request
 from gateway.boundary import Boundary, OpenRequests
 from gateway.config import GatewayConfig, check_config
 from gateway.metrics import Metrics
-from gateway.routes import aliases, cluster, deploy, functions, health, invoke, metrics, nodes, openai, openapi
+from gateway.routes import (
+    aliases,
+    cluster,
+    deploy,
+    functions,
+    health,
+    invoke,
+    metrics,
+    nodes,
+    openai,
+    openapi,
+    tenants,
+    usage,
+)
 from gateway.services import Services, open_services
 
-ROUTES = [
-    route
-    for group in (deploy, functions, aliases, invoke, openai, health, metrics, cluster, nodes, openapi)
-    for route in group.routes
-]
+GROUPS = (deploy, functions, aliases, invoke, openai, health, metrics, cluster, nodes, tenants, usage, openapi)
+ROUTES = [route for group in GROUPS for route in group.routes]
 
 
 STOP_SECONDS = 3.0

@@ -38,6 +38,8 @@ class GraceCache(Generic[K, V]):
         self._patience = patience
         self._known: OrderedDict[K, tuple[V, float]] = OrderedDict()
         self._loading: dict[K, asyncio.Task[V]] = {}
+        self._patience_ends: dict[K, float] = {}
+        """By the event loop's time, for each load under way."""
 
     async def get(self, key: K) -> V:
         """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
@@ -47,7 +49,9 @@ class GraceCache(Generic[K, V]):
         load = self._loading.get(key) or self._begin(key)
         if known is None or self._clock() - known[1] >= self._grace:
             return await asyncio.shield(load)
-        await asyncio.wait({load}, timeout=self._patience)
+        # What has hung for as long before holds up nobody any more.
+        left = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
+        await asyncio.wait({load}, timeout=max(0.0, left))
         if not load.done() or isinstance(load.exception(), StoreUnavailable):
             return known[0]
         return load.result()
@@ -57,13 +61,14 @@ class GraceCache(Generic[K, V]):
         for key in [key for key in self._known if matches(key)]:
             del self._known[key]
         for key in [key for key in self._loading if matches(key)]:
-            del self._loading[key]
+            del self._loading[key], self._patience_ends[key]
 
     def _begin(self, key: K) -> asyncio.Task[V]:
         task = asyncio.ensure_future(self._load_one(key))
         # Retrieved here too: when every waiter has gone, nobody else looks at the task's exception.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loading[key] = task
+        self._patience_ends[key] = asyncio.get_running_loop().time() + self._patience
         return task
 
     async def _load_one(self, key: K) -> V:
@@ -86,4 +91,4 @@ class GraceCache(Generic[K, V]):
             return value
         finally:
             if self._loading.get(key) is task:
-                del self._loading[key]
+                del self._loading[key], self._patience_ends[key]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 from collections.abc import Callable
 
 import msgspec
 from starlette.requests import Request
 
 from adapters.errors import NotFound
-from adapters.names import is_name
-from adapters.tenants import Tenants, parse_key
+from adapters.keys import parse_key
+from adapters.tenants import Tenant, Tenants
 from cluster.errors import ServiceError
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
@@ -20,6 +22,8 @@ from gateway.threads import StoreThreads
 OPEN_TENANT = "default"
 """Whose functions are served when `auth` is `none`."""
 MAX_KEY_TEXT = 512
+REFUSAL_SECONDS = 0.05
+"""A key is refused after a multiple of this, so that the time tells nothing of whether its tenant exists."""
 TENANT_HEADER = "x-garnish-tenant"
 
 
@@ -41,8 +45,8 @@ class Callers:
         self._keys: GraceCache[_Key, Caller] = GraceCache(
             self._verify, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
         )
-        self._known: GraceCache[str, str] = GraceCache(
-            self._tenant_exists, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
+        self._known: GraceCache[str, Tenant] = GraceCache(
+            self._record, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
         )
 
     async def caller(self, request: Request) -> Caller:
@@ -54,7 +58,12 @@ class Callers:
         text = _key_text(request)
         if parse_key(text) is None:
             raise _invalid_key()
-        return await self._keys.get(_Key(text))
+        began = time.monotonic()
+        try:
+            return await self._keys.get(_Key(text))
+        except ServiceError:
+            await asyncio.sleep(REFUSAL_SECONDS - (time.monotonic() - began) % REFUSAL_SECONDS)
+            raise
 
     async def tenant(self, request: Request) -> str:
         """Inside whose functions the request is looked up. Raises ServiceError."""
@@ -70,7 +79,21 @@ class Callers:
             return named
         if not caller.admin:
             raise ServiceError("forbidden", "only an admin key may act for another tenant", param=TENANT_HEADER)
-        return await self._known.get(named)
+        return (await self._known.get(named)).id
+
+    async def account(self, tenant: str) -> Tenant:
+        """The tenant's record, as old as a key may be. Raises NotFound, StoreUnavailable."""
+        try:
+            return await self._known.get(tenant)
+        except NotFound:
+            if self._open and tenant == OPEN_TENANT:
+                return Tenant(id=tenant)
+            raise
+
+    def forget(self, tenant: str) -> None:
+        """After a change of the tenant or its keys: this process must not answer from before it."""
+        self._known.forget_where(lambda name: name == tenant)
+        self._keys.forget_where(lambda key: key.tenant == tenant)
 
     async def admin(self, request: Request) -> None:
         """Raises ServiceError `forbidden` for a tenant's key."""
@@ -83,19 +106,19 @@ class Callers:
             raise _invalid_key()
         return Caller(tenant=principal.tenant, admin=principal.tenant is None)
 
-    async def _tenant_exists(self, name: str) -> str:
-        if not is_name(name):
-            raise NotFound("there is no such tenant")
-        return (await self._threads.read(self._tenants.get, name)).id
+    async def _record(self, name: str) -> Tenant:
+        return await self._threads.read(self._tenants.get, name)
 
 
 class _Key:
     """A key as a cache's key: equal by its hash, so that comparing takes no time that tells of the text."""
 
-    __slots__ = ("_digest", "text")
+    __slots__ = ("_digest", "tenant", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
+        claim = parse_key(text)
+        self.tenant = claim.tenant if claim else None
         self._digest = hashlib.sha256(text.encode()).digest()
 
     def __hash__(self) -> int:

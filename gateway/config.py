@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -42,6 +43,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The cluster secret, shared with the nodes."""
     tmp_dir: str
     """Uploads lie here while they are checked; emptied at start."""
+    usage_dir: str = ""
+    """The journal of usage, which must outlive the process; default: `usage` beside `tmp_dir`."""
     host: str = "127.0.0.1"
     port: int = 8080
     workers: int = 1
@@ -106,6 +109,10 @@ def check_config(config: GatewayConfig) -> None:
             raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")
     if config.request_timeout > config.max_timeout:
         raise ConfigError(f"request_timeout: {config.request_timeout} is above max_timeout {config.max_timeout}")
+
+
+def usage_directory(config: GatewayConfig) -> Path:
+    return Path(config.usage_dir) if config.usage_dir else Path(config.tmp_dir).absolute().with_name("usage")
 
 
 def is_loopback(host: str) -> bool:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +15,7 @@ from cluster.errors import ServiceError
 from cluster.messages import Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
 from gateway.called import CalledDigests
+from gateway.concurrency import TenantPlaces
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
 from gateway.node_client import NodeClient, NodeFailure
@@ -21,6 +23,9 @@ from gateway.running import Running
 from gateway.scheduling.placement import RETRY_AFTER, Placed, place
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
+
+if TYPE_CHECKING:
+    from gateway.invocation import Invocation
 
 ATTEMPTS = 2
 
@@ -40,6 +45,7 @@ class Dispatcher:
         metrics: Metrics,
         last_hour: LastHour,
         called: CalledDigests,
+        places: TenantPlaces,
     ) -> None:
         self.state = state
         self.policy = policy
@@ -49,25 +55,24 @@ class Dispatcher:
         self.metrics = metrics
         self.last_hour = last_hour
         self.called = called
+        self.places = places
 
-    def generation(
-        self, request: GenerateRequest, function: str, received: float, limit: int | None = None
-    ) -> Generation:
-        """`received`: monotonic seconds at which the call came in; `limit`: generations of the function at once."""
-        return Generation(self, request, function, received, limit)
+    def generations(self, invocation: Invocation) -> list[Generation]:
+        """One per choice, none of them begun."""
+        return [Generation(self, invocation, request) for request in invocation.requests]
 
 
 class Generation:
     """One request to the nodes; what became known of it on the way is in its attributes (times: monotonic seconds)."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, request: GenerateRequest, function: str, received: float, limit: int | None
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, invocation: Invocation, request: GenerateRequest) -> None:
         self._dispatcher = dispatcher
-        self._limit = limit
+        self._meter = invocation.meter
+        self._limits = invocation.limits
+        self._limit = invocation.target.max_concurrency
         self.request = request
-        self.function = function
-        self.received = received
+        self.function = invocation.target.function
+        self.received = invocation.received
         self.tokens = 0
         self.node: str | None = None
         self.cold_start: str | None = None
@@ -84,13 +89,22 @@ class Generation:
         outcome = "cancelled"
         shared.metrics.change_open(1)
         try:
-            with shared.running.track(self.request.tenant, self.function, self.received, self._limit) as revoked:
+            with (
+                shared.places.place(self.request.tenant, self._limits.concurrent),
+                shared.running.track(self.request.tenant, self.function, self.received, self._limit) as revoked,
+            ):
                 async with aclosing(self._attempts(revoked)) as events:
                     async for event in events:
                         self._note(event)
                         yield event
-        except ServiceError as error:
-            outcome = error.type
+        except Exception as error:
+            outcome = error.type if isinstance(error, ServiceError) else "internal"
+            self._meter.fail()
+            raise
+        except BaseException:  # the caller has gone, or the gateway stops
+            if self.done is None:
+                cold = self.cold_start not in (None, "none")
+                self._meter.cut(self._prompt_tokens if self.started_at else 0, self.tokens, cold)
             raise
         finally:
             shared.metrics.change_open(-1)
@@ -107,6 +121,11 @@ class Generation:
         if self.first_at is None or self.last_at is None or self.tokens < 2:
             return None
         return (self.last_at - self.first_at) / (self.tokens - 1)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        """To be metered: a prompt counts with its first choice only."""
+        return 0 if self.request.sampling.choice else len(self.request.token_ids)
 
     async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
         shared = self._dispatcher
@@ -180,6 +199,8 @@ class Generation:
             if self.started_at is None:
                 raise ServiceError("unavailable", "the timeout passed in the node's queue", retry_after=RETRY_AFTER)
             raise ServiceError("timeout", "the timeout passed before the first token")
+        cold = event.timing.cold_start.state != "none"
+        self._meter.done(0 if self.request.sampling.choice else event.prompt_tokens, event.completion_tokens, cold)
 
     def _count(self, outcome: str) -> None:
         shared, tenant, done = self._dispatcher, self.request.tenant, self.done

@@ -75,6 +75,10 @@ class Functions:
         finally:
             self._cache.forget_where(lambda key: key[:2] == (tenant, name))
 
+    def forget_tenant(self, tenant: str) -> None:
+        """After the tenant was deleted."""
+        self._cache.forget_where(lambda key: key[0] == tenant)
+
     async def _load(self, key: Key) -> Sequence[Choice]:
         tenant, name, qualifier = key
         return await self._threads.read(self._registry.choices, tenant, name, qualifier or None)

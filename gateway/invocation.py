@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
+from functools import partial
 
 import msgspec
 from starlette.types import Receive
 
 from adapters.functions import Defaults
+from adapters.tenants import Limits
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, Sampling
 from gateway.functions import Target
 from gateway.prompts import Source, tokens_of
 from gateway.services import Services
 from gateway.stopwatch import Stopwatch
+from gateway.usage.counts import BASE
+from gateway.usage.meter import Meter
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-4
@@ -51,6 +55,9 @@ class Invocation(msgspec.Struct, frozen=True):
     """Monotonic seconds at which the request's headers were there."""
     steps: dict[str, float]
     """Seconds of the steps before placement, for Server-Timing."""
+    limits: Limits
+    """The tenant's."""
+    meter: Meter
 
 
 def new_id() -> str:
@@ -69,7 +76,7 @@ async def prepare(
     choices: int = 1,
 ) -> Invocation:
     """`receive` must have given the whole body. Raises ServiceError (`validation_failed` when prompt and `max_tokens`
-    don't fit the context), ClientGone."""
+    don't fit the context, `rate_limited` when the tenant has too many generations under way), ClientGone."""
     invocation_id = new_id()
     merged = merge(options, target.defaults)
     context = await _context(services)
@@ -93,8 +100,12 @@ async def prepare(
         for index, tokens in enumerate(prompts)
         for choice in range(choices)
     ]
+    limits = (await services.callers.account(tenant)).limits
+    services.places.check(tenant, len(requests), limits.concurrent)
     watch.lap("tokenize")
-    return Invocation(invocation_id, tenant, target, requests, watch.received, dict(watch.steps))
+    version = BASE if target.version is None else str(target.version)
+    meter = Meter(len(requests), partial(services.usage.add, tenant, target.function, version))
+    return Invocation(invocation_id, tenant, target, requests, watch.received, dict(watch.steps), limits, meter)
 
 
 def merge(options: Options, defaults: Defaults) -> Options:

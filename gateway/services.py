@@ -22,7 +22,8 @@ from cluster.state import ClusterState, MemoryClusterState
 from cluster.text import BaseText
 from gateway.called import CalledDigests
 from gateway.callers import Callers
-from gateway.config import GatewayConfig
+from gateway.concurrency import TenantPlaces
+from gateway.config import GatewayConfig, usage_directory
 from gateway.deploy_slots import DeploySlots
 from gateway.dispatch import Dispatcher
 from gateway.functions import Functions
@@ -33,6 +34,7 @@ from gateway.node_client import NodeClient
 from gateway.running import Running
 from gateway.scheduling.policy import make_policy
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
+from gateway.usage.ledger import UsageLedger, open_ledger
 
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
@@ -46,7 +48,10 @@ class Services:
     text_threads: LeavableThreads
     registry: Registry
     threads: StoreThreads
+    tenants: Tenants
     callers: Callers
+    places: TenantPlaces
+    usage: UsageLedger
     functions: Functions
     cluster: ClusterState
     secret: str
@@ -78,9 +83,13 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
     secret = read_secret(Path(config.secret_file))
     running, last_hour, called = Running(), LastHour(monotonic), CalledDigests()
+    callers, places = Callers(config, tenants, threads, monotonic), TenantPlaces()
     # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+    async with (
+        open_ledger(usage_directory(config), store) as usage,
+        aiohttp.ClientSession(connector=connector, auto_decompress=False) as session,
+    ):
         client = NodeClient(session, cluster, secret, connect=config.connect_seconds, silence=config.node_silence)
         policy = make_policy(config.policy)
         yield Services(
@@ -90,11 +99,16 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             text_threads=LeavableThreads(TEXT_THREADS),
             registry=registry,
             threads=threads,
-            callers=Callers(config, tenants, threads, monotonic),
+            tenants=tenants,
+            callers=callers,
+            places=places,
+            usage=usage,
             functions=Functions(config, registry, threads, monotonic),
             cluster=cluster,
             secret=secret,
-            dispatcher=Dispatcher(cluster, policy, client, base.fingerprint, running, metrics, last_hour, called),
+            dispatcher=Dispatcher(
+                cluster, policy, client, base.fingerprint, running, metrics, last_hour, called, places
+            ),
             node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
             running=running,
             metrics=metrics,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli import functions, invoke, nodes, profile, serve, versions
+from garnish.cli import functions, invoke, nodes, profile, serve, usage, versions
 from garnish.errors import FrontDoorError
 from garnish.text import printable
 
@@ -27,6 +27,7 @@ versions.register(app)
 invoke.register(app)
 nodes.register(app)
 profile.register(app)
+usage.register(app)
 
 
 @app.command()

@@ -6,15 +6,15 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from adapters.errors import AdapterError
+from adapters.errors import AdapterError, NotFound
 from adapters.open_store import open_checked_store
-from adapters.tenants import Tenants
+from adapters.tenants import Limits, Tenants
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.connection import Connection
@@ -125,16 +125,28 @@ def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials,
     try:
         create_secret(secret_file_of(service, state))
         tenants = Tenants(open_checked_store(registry_of(service, state)))
+        known = read_credentials(file)
+        declare_tenants(tenants, service, before=known.keys if known else ())
         if service.auth == "none":
-            for name in {*names, OPEN_TENANT}:
-                tenants.put(name, declared=True)
             credentials, made = Credentials(url=url, tenant=names[0]), dict[str, str]()
         else:
-            credentials, made = prepare_keys(tenants, names, read_credentials(file), url)
+            credentials, made = prepare_keys(tenants, names, known, url)
         write_credentials(file, credentials)
     except (SecretError, AdapterError, OSError) as error:
         raise StartError(str(error)) from error
     return credentials, made
+
+
+def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str]) -> None:
+    """Make the tenants what the file says; those of `before` that it no longer names are left to the admin routes."""
+    names = {*tenant_names(service), *([OPEN_TENANT] if service.auth == "none" else [])}
+    for name in names:
+        written = service.tenants.get(name)
+        tenants.put(name, declared=True, limits=(written.limits if written else None) or Limits())
+    for name in set(before) - names:
+        with suppress(NotFound):  # another registry than the credentials were made for
+            tenants.get(name)
+            tenants.put(name, declared=False)
 
 
 def check_secret(file: Path) -> None:

@@ -11,7 +11,6 @@ from gateway import schema
 from gateway.bodies import decode_json, read_call_body
 from gateway.choices import collect
 from gateway.connected import while_connected
-from gateway.dispatch import Generation
 from gateway.event_stream import EventStream
 from gateway.invocation import Invocation, Options, prepare
 from gateway.params import asks_for_events, known_only, side
@@ -49,7 +48,7 @@ async def invoke(request: Request) -> ASGIApp:
 
 
 async def _whole(services: Services, invocation: Invocation, request: Request) -> ASGIApp:
-    generation = _generation(services, invocation)
+    generation = services.dispatcher.generations(invocation)[0]
     (outcome,) = await while_connected(collect([generation]), request.receive)
     return json_response(
         invoke_reply(invocation, generation, outcome), headers=invocation_headers(invocation, generation)
@@ -57,7 +56,7 @@ async def _whole(services: Services, invocation: Invocation, request: Request) -
 
 
 def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGIApp:
-    generation = _generation(services, invocation)
+    generation = services.dispatcher.generations(invocation)[0]
     return EventStream(
         invoke_events(invocation, generation),
         headers=lambda: invocation_headers(invocation, generation),
@@ -65,12 +64,6 @@ def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGI
         header_seconds=services.config.header_seconds,
         keepalive_seconds=services.config.keepalive_seconds,
     )
-
-
-def _generation(services: Services, invocation: Invocation) -> Generation:
-    target = invocation.target
-    (wanted,) = invocation.requests
-    return services.dispatcher.generation(wanted, target.function, invocation.received, target.max_concurrency)
 
 
 def _name_and_qualifier(request: Request) -> tuple[str, str | None]:

@@ -124,11 +124,7 @@ async def _read(request: Request, services: Services, watch: Stopwatch, kind: ty
 async def _answer(
     services: Services, invocation: Invocation, request: Request, call: openai.Shared, head: Head
 ) -> ASGIApp:
-    target, received = invocation.target, invocation.received
-    generations = [
-        services.dispatcher.generation(wanted, target.function, received, target.max_concurrency)
-        for wanted in invocation.requests
-    ]
+    generations = services.dispatcher.generations(invocation)
     if not call.stream:
         outcomes = await while_connected(collect(generations), request.receive)
         return json_response(whole(head, outcomes), headers=invocation_headers(invocation, generations[0]))

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.errors import InvalidRequest, NotFound
+from adapters.keys import Principal, new_key, parse_key
 from adapters.names import NAME
 from adapters.store import ObjectStore
-from adapters.tenants import Limits, Principal, Slo, Tenant, Tenants, new_key, parse_key
+from adapters.tenants import Limits, Slo, Tenant, Tenants
 
 
 @pytest.fixture

@@ -47,6 +47,8 @@ def test_version(tmp_path: Path) -> None:
         ("nodes", "evict", "node-1"),
         ("nodes", "prefetch", "node-1", "name", "--digest", "0"),
         ("nodes", "--json", "drain", "node-1"),
+        ("usage", "--group-by", "day"),
+        ("usage", "--tenant", "a", "--all-tenants"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from adapters.tenants import Limits
 from garnish.config import ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.errors import ServiceFileError
 
@@ -80,7 +81,11 @@ def test_the_least_that_is_needed(tmp_path: Path) -> None:
         (HEAD + "node:\n  simulate:\n    link: 5\n", 5, "node.simulate.link", "expected a rate such as"),
         (HEAD + "node:\n  simulate: {lnk: 1GB/s}\n", 4, "node.simulate.lnk", "did you mean `link`?"),
         (HEAD + "node:\n  device: cuda\n  simulate: {link: 1GB/s}\n", 5, "node.simulate", "without a GPU"),
+        (HEAD + "node: {disk_cache: {pth: x}}\n", 3, "node.disk_cache.pth", "did you mean `path`?"),
         (HEAD + "tenants: {Acme: {}}\n", 3, "tenants.Acme", "expected a name of 1 to 64"),
+        (HEAD + "tenants: {a: {limits: {adapter: 5}}}\n", 3, "tenants.a.limits.adapter", "did you mean `adapters`?"),
+        (HEAD + "tenants: {a: {limits: {concurrent: 0}}}\n", 3, "tenants.a.limits.concurrent", "expected `int` >= 1"),
+        (HEAD + "tenants: {a: {limits: {bytes: much}}}\n", 3, "tenants.a.limits.bytes", "expected a size such as"),
         (HEAD + "functions:\n  f: {}\n", 4, "functions.f.adapter", "the key is missing"),
         (HEAD + "functions:\n  f:\n    adapter: a\n    aliass: b\n", 6, "functions.f.aliass", "did you mean `alias`?"),
         (HEAD + "functions:\n  f: {adapter: a, tenant: b}\n", 4, "functions.f.tenant", "unknown tenant"),
@@ -133,7 +138,8 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
         ("tenants.acme.weight", "tenants: {acme: {weight: 2}}"),
         ("tenants.acme.slo", "tenants: {acme: {slo: {ttft_ms: 500}}}"),
-        ("tenants.acme.limits", "tenants: {acme: {limits: {rps: 50}}}"),
+        ("tenants.acme.limits.rps", "tenants: {acme: {limits: {adapters: 5, rps: 50}}}"),
+        ("tenants.acme.limits.tokens_per_minute", "tenants: {acme: {limits: {tokens_per_minute: 50}}}"),
         ("functions.f.provisioned", "functions: {f: {adapter: a, provisioned: 1}}"),
         ("functions.f.idle_ttl", "functions: {f: {adapter: a, idle_ttl: 15m}}"),
     ],
@@ -143,6 +149,12 @@ def test_what_is_not_built_is_refused(tmp_path: Path, field: str, text: str) -> 
     with pytest.raises(ServiceFileError, match="not built yet") as refused:
         load(tmp_path, HEAD + text)
     assert (refused.value.field, refused.value.line) == (field, 3)
+
+
+def test_limits_that_are_enforced(tmp_path: Path) -> None:
+    service = load(tmp_path, HEAD + "tenants: {a: {limits: {adapters: 5, bytes: 2GiB, concurrent: 8}}, b: }")
+    assert service.tenants["a"].limits == Limits(adapters=5, bytes=2 << 30, concurrent=8)
+    assert service.tenants["b"].limits is None
 
 
 def test_environment_gives_any_kind_of_value(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_malformed_models_are_not_found(gateway: Running, name: str) -> None:
         ("PUT", "/functions/f/aliases/a", 404, "not_found"),
         ("POST", "/functions/f/rollback", 404, "not_found"),
         ("PATCH", "/functions/f", 405, "method_not_allowed"),
-        ("GET", "/usage", 404, "not_found"),
+        ("GET", "/explain/req_1", 404, "not_found"),
         ("POST", "/batches", 404, "not_found"),
         ("GET", "/functions/", 404, "not_found"),
     ],

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from running_gateway import Running
 
+from adapters.keys import new_key
 from adapters.local_store import LocalStore
-from adapters.tenants import Tenants, new_key
+from adapters.tenants import Tenants
 from gateway.config import ConfigError, GatewayConfig, check_config
 
 KEYED = ["/functions", "/functions/f", "/v1/models", "/v1/models/f", "/metrics", "/nodes", "/functions/f/versions"]

@@ -138,6 +138,35 @@ def test_a_killed_worker_is_replaced(config: GatewayConfig, tmp_path: Path) -> N
         assert child.wait(30) == 0
 
 
+def test_usage_survives_a_kill(config: GatewayConfig, tmp_path: Path) -> None:
+    """Everything that was acknowledged is counted, once, though the registry had not been told."""
+    url = f"http://127.0.0.1:{config.port}"
+    base, seen = config.base_id, []
+    with stub_node(node_of(config, echo)) as node:
+        for life in range(2):
+            with process(config, tmp_path / "log") as child:
+                wait_for(url, "/healthz", child)
+                assert node.publish(url).status_code == 204
+                with httpx.Client(base_url=url, timeout=60) as client:
+                    for number in range(5 + life):
+                        call = {"prompt": "x" * number, "max_tokens": 1 + number}
+                        seen.append(client.post(f"/invoke/{base}", json=call).json()["usage"])
+                worker = worker_of(child.pid)
+                os.kill(child.pid, signal.SIGKILL)
+                os.kill(worker, signal.SIGKILL)
+        with process(config, tmp_path / "log") as child:
+            wait_for(url, "/healthz", child)
+            total = httpx.get(f"{url}/usage", timeout=30).json()["total"]
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(30) == 0
+    assert total == {
+        "requests": 11,
+        "prompt_tokens": sum(usage["prompt_tokens"] for usage in seen),
+        "completion_tokens": sum(usage["completion_tokens"] for usage in seen),
+        "cold_starts": 11,  # the stub says of every call that it was one
+    }
+
+
 def test_does_not_start_without_its_model(config: GatewayConfig, tmp_path: Path) -> None:
     broken = msgspec.structs.replace(config, model_dir=str(tmp_path / "nowhere"))
     with process(broken, tmp_path / "log") as child:

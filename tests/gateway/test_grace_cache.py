@@ -142,3 +142,22 @@ def test_it_is_bounded(store: Store) -> None:
         assert await cache.get("a") == 4
 
     asyncio.run(main())
+
+
+def test_a_load_that_hangs_holds_up_nobody_twice(store: Store) -> None:
+    async def main() -> None:
+        cache: GraceCache[str, int] = GraceCache(
+            store.load, clock=lambda: store.now, fresh=1.0, grace=60.0, patience=0.01
+        )
+        assert await cache.get("a") == 1
+        store.now, store.gate = 2.0, asyncio.Event()
+        assert await cache.get("a") == 1
+        cache._patience = 3600.0
+        async with asyncio.timeout(60):
+            assert await cache.get("a") == 1
+        store.gate.set()
+        await asyncio.gather(*cache._loading.values())
+        assert await cache.get("a") == 2
+        assert not cache._patience_ends
+
+    asyncio.run(main())

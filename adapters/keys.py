@@ -1,0 +1,66 @@
+"""The text of a key, and what is kept of it: a hash. A key is shown once, when it is made."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from adapters.names import is_name
+
+_KEY_ID = re.compile(r"[0-9a-f]{12}", re.ASCII)
+_SECRET = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_NOBODY = hashlib.sha256(b"no such key").hexdigest()
+
+
+class KeyRecord(msgspec.Struct, frozen=True):
+    key_id: str
+    sha256: str
+    """Hash of the whole key text; keys have 256 random bits, so a plain hash can't be searched."""
+    created: float
+    revoked: float | None = None
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """Whose key a request carries. `tenant` is None for an admin key."""
+
+    tenant: str | None
+    key_id: str
+
+
+def new_key(tenant: str | None) -> tuple[str, KeyRecord]:
+    """A fresh key of a tenant (None: an admin key) as (text to show once, record to keep)."""
+    key_id = secrets.token_hex(6)
+    prefix = "gak" if tenant is None else f"gsk_{tenant}"
+    text = f"{prefix}_{key_id}_{secrets.token_hex(32)}"
+    return text, KeyRecord(key_id=key_id, sha256=_hash(text), created=time.time())
+
+
+def parse_key(text: str) -> Principal | None:
+    """Whose key the text claims to be, or None if it has not the form of a key. Nothing is verified."""
+    kind, _, rest = text.partition("_")
+    parts = rest.rsplit("_", 2)
+    if not _SECRET.fullmatch(parts[-1]) or len(parts) < 2 or not _KEY_ID.fullmatch(parts[-2]):
+        return None
+    if kind == "gak" and len(parts) == 2:
+        return Principal(tenant=None, key_id=parts[-2])
+    if kind == "gsk" and len(parts) == 3 and is_name(parts[0]):
+        return Principal(tenant=parts[0], key_id=parts[-2])
+    return None
+
+
+def opens(text: str, key_id: str, keys: Sequence[KeyRecord]) -> bool:
+    """Whether `text` is the unrevoked key of that id."""
+    known = next((key for key in keys if key.key_id == key_id and key.revoked is None), None)
+    # Unknown keys are compared too, so that the time taken does not tell which ids exist.
+    same = hmac.compare_digest(_hash(text), known.sha256 if known else _NOBODY)
+    return same and known is not None
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

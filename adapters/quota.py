@@ -1,0 +1,251 @@
+"""How many adapters a tenant may have, and how many bytes of them: held by all gateways together.
+
+Only tenants with such a limit are counted. `Tenant.held` is an upper bound that every deploy raises by compare-and-swap
+before it writes anything, so racing deploys can't pass the limit together; no deploy reads all functions for it. What
+dies in between, or can't be told apart, leaves the bound too high, never too low: the functions are counted anew when
+the bound would refuse a deploy and may be wrong.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import msgspec
+
+from adapters.errors import AdapterError, Conflict, PreconditionFailed, StoreUnavailable
+from adapters.functions import FunctionRecord
+from adapters.records import read_record, update_record
+from adapters.store import MAX_LIST, ObjectStore
+from adapters.tenants import Held, Hold, Limits, Tenant, tenant_key, unknown
+
+HOLD_SECONDS = 1800.0
+"""A deploy that has not ended by then is taken for dead by the next count."""
+RECOUNT_SECONDS = 3600.0
+"""A tenant at its limit is counted again this often though nothing is known to be wrong."""
+RECOUNTS = 10
+READERS = 8
+
+
+class Quota:
+    """Methods block. `clock` is Unix time."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+
+    @contextmanager
+    def deploying(self, tenant: str) -> Iterator[Room]:
+        """Around a deploy: `take` before anything is stored, `made` once the version is listed."""
+        room = Room(self, tenant)
+        try:
+            yield room
+        except StoreUnavailable:
+            raise  # the version may be listed all the same, so its room stays taken until the next count
+        except BaseException:
+            room.drop()
+            raise
+        else:
+            room.drop()
+
+    @contextmanager
+    def removing(self, tenant: str) -> Iterator[Freed]:
+        """Around a removal: tell `Freed` what was there, and it is given back."""
+        record = self._read(tenant)
+        held = record.held if record else None
+        freed = Freed()
+        yield freed
+        if held is not None and freed.adapters:
+            # The removal is done; without this the bound is merely too high.
+            with suppress(StoreUnavailable):
+                self._change(tenant, lambda current: _given_back(current, freed, before=held))
+
+    def take(self, tenant: str, size: int) -> str | None:
+        """Room for one version of `size` bytes: an id to settle, or None for a tenant without such a limit.
+
+        Raises Conflict at the limit, NotFound for a deleted tenant, StoreUnavailable.
+        """
+        record = self._read(tenant)
+        if record is None:
+            return None
+        if record.deleted:
+            raise unknown(tenant)
+        if record.held is None:
+            return None
+        if _must_count(record.held, self._clock()) and not self._count(tenant):
+            raise StoreUnavailable(f"the adapters of tenant {tenant} change too often to be counted")
+        try:
+            return self._reserve(tenant, size)
+        except Conflict:
+            record = self._read(tenant)
+            if record is None or record.held is None or not _may_be_high(record.held, self._clock()):
+                raise
+            self._count(tenant)
+            return self._reserve(tenant, size)
+
+    def settle(self, tenant: str, hold: str, made: int | None) -> None:
+        """A hold's end: `made` bytes are listed now, or (None) nothing is."""
+        self._change(tenant, lambda held: _settled(held, hold, made))
+
+    def _reserve(self, tenant: str, size: int) -> str:
+        hold = secrets.token_hex(8)
+
+        def reserve(record: Tenant | None) -> Tenant:
+            if record is None or record.deleted:
+                raise unknown(tenant)
+            if record.held is None:
+                return record
+            _check(record.limits, record.held, size)
+            holds = record.held.holds | {hold: Hold(bytes=size, when=self._clock())}
+            return msgspec.structs.replace(record, held=msgspec.structs.replace(record.held, holds=holds))
+
+        update_record(self._store, tenant_key(tenant), Tenant, reserve)
+        return hold
+
+    def _change(self, tenant: str, change: Callable[[Held], Held]) -> None:
+        def apply(record: Tenant | None) -> Tenant:
+            if record is None or record.held is None:
+                raise _Nothing
+            return msgspec.structs.replace(record, held=change(record.held))
+
+        with suppress(_Nothing):
+            update_record(self._store, tenant_key(tenant), Tenant, apply)
+
+    def _count(self, tenant: str) -> bool:
+        """Set the sums to what the functions list; False when others changed the record each time meanwhile."""
+        epoch: int | None = None
+        for _ in range(RECOUNTS):
+            found = read_record(self._store, tenant_key(tenant), Tenant)
+            held = found[0].held if found else None
+            if found is None or held is None or (epoch is not None and held.epoch > epoch):
+                return True  # nothing to count any more, or another has just counted
+            record, etag = found
+            epoch = held.epoch
+            counted = _recounted(held, self._functions(tenant), self._clock())
+            try:
+                data = msgspec.json.encode(msgspec.structs.replace(record, held=counted))
+                self._store.put_if_match(tenant_key(tenant), data, etag)
+            except PreconditionFailed:
+                continue
+            return True
+        return False
+
+    def _functions(self, tenant: str) -> Iterator[FunctionRecord]:
+        folder, after = f"tenants/{tenant}/functions/", ""
+        with ThreadPoolExecutor(READERS, "count") as pool:
+            while names := self._store.folders(folder, after, MAX_LIST):
+                keys = [f"{folder}{name}/function.json" for name in names]
+                found = pool.map(lambda key: read_record(self._store, key, FunctionRecord), keys)
+                yield from (item[0] for item in found if item is not None)
+                after = names[-1]
+
+    def _read(self, tenant: str) -> Tenant | None:
+        found = read_record(self._store, tenant_key(tenant), Tenant)
+        return found[0] if found else None
+
+
+class Room:
+    """What one deploy holds."""
+
+    def __init__(self, quota: Quota, tenant: str) -> None:
+        self._quota = quota
+        self._tenant = tenant
+        self._hold: str | None = None
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        """Before a version of `size` bytes is stored; later tries of the same deploy keep what the first one took.
+
+        Raises as `Quota.take`.
+        """
+        if self._hold is None:
+            self._hold, self._size = self._quota.take(self._tenant, size), size
+
+    def made(self) -> None:
+        """The version is listed."""
+        self._settle(self._size)
+
+    def drop(self) -> None:
+        """Nothing was made. No effect after `made`."""
+        self._settle(None)
+
+    def _settle(self, made: int | None) -> None:
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            # The deploy itself has ended; without this the bound is too high until the next count.
+            with suppress(StoreUnavailable):
+                self._quota.settle(self._tenant, hold, made)
+
+
+class Freed:
+    """What a removal has removed."""
+
+    def __init__(self) -> None:
+        self.adapters = 0
+        self.bytes = 0
+
+    def set(self, adapters: int, size: int) -> None:
+        """Of the last try: one that lost a race removed nothing."""
+        self.adapters, self.bytes = adapters, size
+
+
+class _Nothing(AdapterError):
+    """There is nothing to change."""
+
+
+def _check(limits: Limits, held: Held, size: int) -> None:
+    adapters = held.adapters + len(held.holds) + 1
+    if limits.adapters is not None and adapters > limits.adapters:
+        raise Conflict(
+            f"the tenant may have {limits.adapters} adapters (versions of functions), and has them; delete some first"
+        )
+    total = held.bytes + sum(hold.bytes for hold in held.holds.values()) + size
+    if limits.bytes is not None and total > limits.bytes:
+        raise Conflict(
+            f"the tenant may have {limits.bytes} bytes of adapters, and with the {size} of this one has {total}"
+        )
+
+
+def _must_count(held: Held, now: float) -> bool:
+    """Never counted, or not since the last deploy that may not have known of the limit has ended."""
+    known = held.since + HOLD_SECONDS
+    return held.counted is None or held.counted < known < now
+
+
+def _may_be_high(held: Held, now: float) -> bool:
+    stale = any(hold.when < now - HOLD_SECONDS for hold in held.holds.values())
+    return not held.exact or stale or held.counted is None or now - held.counted > RECOUNT_SECONDS
+
+
+def _recounted(held: Held, functions: Iterator[FunctionRecord], now: float) -> Held:
+    adapters = size = 0
+    for record in functions:
+        adapters += len(record.versions)
+        size += sum(entry.bytes for entry in record.versions)
+    # A version that is listed, but whose hold is not settled yet, is counted twice: too high, which is the safe side.
+    holds = {key: hold for key, hold in held.holds.items() if hold.when >= now - HOLD_SECONDS}
+    return Held(held.since, adapters, size, holds, counted=now, epoch=held.epoch + 1, exact=not holds)
+
+
+def _settled(held: Held, hold: str, made: int | None) -> Held:
+    """A hold that is gone was taken for dead by a count, which may have seen its version or not."""
+    known = hold in held.holds
+    return msgspec.structs.replace(
+        held,
+        adapters=held.adapters + (made is not None),
+        bytes=held.bytes + (made or 0),
+        holds={key: other for key, other in held.holds.items() if key != hold},
+        exact=held.exact and known,
+    )
+
+
+def _given_back(held: Held, freed: Freed, before: Held) -> Held:
+    """After a count in between nobody knows whether it saw what was removed: the sums stay as they are, too high."""
+    if (held.since, held.epoch) != (before.since, before.epoch):
+        return msgspec.structs.replace(held, exact=False)
+    return msgspec.structs.replace(
+        held, adapters=max(0, held.adapters - freed.adapters), bytes=max(0, held.bytes - freed.bytes)
+    )

@@ -1,0 +1,125 @@
+"""GET /usage: what was used, by whom, when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime
+from typing import get_args
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from adapters.errors import NotFound
+from adapters.names import is_name
+from adapters.store import MAX_LIST
+from cluster.errors import ServiceError
+from gateway import admin_schema as schema
+from gateway.callers import TENANT_HEADER
+from gateway.params import known_only
+from gateway.responses import json_response
+from gateway.routing import ExactRoute
+from gateway.services import Services, services_of
+from gateway.usage.hours import HOUR
+from gateway.usage.report import GROUPS, Group, Sheet, read_usage
+
+DEFAULT_HOURS = 24
+MAX_HOURS = 31 * 24
+LAST_TIME = 4102444800
+"""Unix time of the year 2100."""
+TENANTS_AT_ONCE = 4
+
+
+async def usage(request: Request) -> Response:
+    services = services_of(request)
+    whose = await _whose(services, request)
+    known_only(request, "tenant", "from", "to", "group_by")
+    start, end = _span(request, time.time())
+    sheet = Sheet(_groups(request))
+    if whose is None:
+        await _add_all(services, sheet, start, end)
+    else:
+        await _add(services, sheet, whose, start, end)
+        if not sheet.rows:
+            await services.callers.account(whose)  # a tenant that is gone may have used something, nobody has not
+    empty: dict[str, None] = dict.fromkeys(GROUPS)
+    rows = [
+        msgspec.convert({**empty, **groups, **msgspec.structs.asdict(sums)}, schema.UsageRow)
+        for groups, sums in sheet.ordered()
+    ]
+    total = msgspec.convert(msgspec.structs.asdict(sheet.total), schema.UsageSums)
+    return json_response(schema.UsageReply(start, end, list(sheet.groups), rows, total))
+
+
+async def _whose(services: Services, request: Request) -> str | None:
+    """The tenant meant; None: all of them."""
+    caller = await services.callers.caller(request)
+    named, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
+    if None not in (named, header) and named != header:
+        raise ServiceError("validation_failed", f"{TENANT_HEADER} names another tenant", param="tenant")
+    wanted = named if named is not None else header
+    if not caller.admin:
+        if wanted not in (None, caller.tenant):
+            raise ServiceError("forbidden", "only an admin key may ask for another tenant", param="tenant")
+        return caller.tenant
+    if wanted is not None and not is_name(wanted):
+        raise NotFound(f"there is no tenant {wanted[:100]!r}")
+    return wanted
+
+
+async def _add_all(services: Services, sheet: Sheet, start: int, end: int) -> None:
+    after = ""
+    while names := await services.threads.read(services.registry.store.folders, "tenants/", after, MAX_LIST):
+        for first in range(0, len(names), TENANTS_AT_ONCE):
+            some = names[first : first + TENANTS_AT_ONCE]
+            await asyncio.gather(*(_add(services, sheet, name, start, end) for name in some))
+        after = names[-1]
+
+
+async def _add(services: Services, sheet: Sheet, tenant: str, start: int, end: int) -> None:
+    newer = services.usage.unwritten(tenant)
+    records = await services.threads.read(read_usage, services.registry.store, tenant, start, end, newer)
+    for hour, record in records:
+        sheet.add(tenant, hour, record)
+
+
+def _groups(request: Request) -> list[Group]:
+    asked = request.query_params.get("group_by", "function")
+    groups = [part for part in asked.split(",") if part]
+    for group in groups:
+        if group not in get_args(Group):
+            shown = ", ".join(GROUPS)
+            raise ServiceError("validation_failed", f"group_by is a list of {shown}, by commas", param="group_by")
+    return [group for group in GROUPS if group in groups]
+
+
+def _span(request: Request, now: float) -> tuple[int, int]:
+    """Whole hours that hold the time asked for, as Unix time."""
+    end = -(-_time(request, "to", now) // HOUR) * HOUR
+    start = _time(request, "from", end - DEFAULT_HOURS * HOUR) // HOUR * HOUR
+    if not 0 < end - start <= MAX_HOURS * HOUR:
+        raise ServiceError("validation_failed", f"from must be before to, by {MAX_HOURS} hours at most", param="from")
+    return int(start), int(end)
+
+
+def _time(request: Request, name: str, default: float) -> float:
+    """Unix time, or a date or time of ISO 8601 (UTC where it names no zone)."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        if text.isascii() and text.isdigit() and len(text) <= len(str(LAST_TIME)):
+            seconds = float(text)
+        else:
+            stated = datetime.fromisoformat(text)
+            seconds = (stated if stated.tzinfo else stated.replace(tzinfo=UTC)).timestamp()
+        if not 0 <= seconds < LAST_TIME:
+            raise ValueError
+    except (ValueError, OverflowError):
+        expected = "expected Unix time, or a time such as 2026-11-21T17:00Z"
+        raise ServiceError("validation_failed", f"{name}: {expected}", param=name) from None
+    return seconds
+
+
+routes = [ExactRoute("/usage", usage, methods=["GET"])]

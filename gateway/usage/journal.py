@@ -1,0 +1,212 @@
+"""Usage that may not be in the registry yet, on this host's disk, so that a killed gateway forgets none of it.
+
+A folder per gateway process at a time, held by a file lock: `id`, `lock`, and pairs of `snapshot-N` (the sums when
+segment N began) and `log-N` (a line per call since then). What is true after a crash is the newest snapshot and all
+logs from its number on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from gateway.usage.counts import Functions, UsageCounts, add_to
+
+MAX_SLOTS = 64
+"""Processes that may share a folder: several only while one takes over from another."""
+
+log = logging.getLogger("gateway")
+
+
+class JournalError(Exception):
+    """The journal can't be used; says what to do."""
+
+
+class Line(msgspec.Struct, frozen=True, array_like=True):
+    """One call in a log."""
+
+    tenant: str
+    hour: str
+    part: int
+    function: str
+    version: str
+    counts: UsageCounts
+
+
+class Sums(msgspec.Struct):
+    """A tenant's hour: what one object in the registry is to say. `changes` of them were counted, `flushed` written."""
+
+    tenant: str
+    hour: str
+    part: int
+    """Tells apart the objects of one hour: sums that were forgotten are never written over."""
+    functions: Functions
+    changes: int = 0
+    flushed: int = 0
+
+
+class Journal:
+    """One slot, with its lock. Only `append` is for the event loop; the rest blocks."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        """Raises OSError."""
+        self._folder = folder
+        self._lock = lock
+        self._log: int | None = None
+        self.size = 0
+        """Bytes in the open log."""
+        self.segment = 0
+        self.gateway = _identity(folder)
+
+    def read(self) -> Sequence[Sums]:
+        """What is told by the files that an earlier process left. Raises JournalError, OSError."""
+        snapshots, logs = _numbered(self._folder, "snapshot"), _numbered(self._folder, "log")
+        first = max(snapshots, default=0)
+        self.segment = max([*snapshots, *logs], default=0)
+        sums: dict[tuple[str, str, int], Sums] = {}
+        if snapshots:
+            file = self._file("snapshot", first)
+            try:
+                kept = msgspec.json.decode(file.read_bytes(), type=list[Sums])
+            except msgspec.DecodeError as error:
+                raise _broken(file, str(error)) from None
+            sums = {(entry.tenant, entry.hour, entry.part): entry for entry in kept}
+        for number in sorted(number for number in logs if number >= first):
+            for line in _lines(self._file("log", number)):
+                key = (line.tenant, line.hour, line.part)
+                if key not in sums:
+                    sums[key] = Sums(line.tenant, line.hour, line.part, {})
+                _add(sums[key], line)
+        return list(sums.values())
+
+    def begin_segment(self) -> None:
+        """Open the next log; lines go there from now on, and a snapshot of this moment is to follow. Raises OSError."""
+        number = self.segment + 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        opened = os.open(self._file("log", number), flags, 0o600)
+        if self._log is not None:
+            os.close(self._log)
+        self._log, self.segment, self.size = opened, number, 0
+
+    def append(self, line: Line) -> None:
+        """Into the kernel's page cache, where the end of this process does not reach: that takes microseconds, which is
+        why the event loop may do it. Raises OSError, for example when the disk is full; then nothing was appended.
+        """
+        assert self._log is not None
+        data = msgspec.json.encode(line) + b"\n"
+        try:
+            written = os.write(self._log, data)
+            if written != len(data):
+                raise OSError("the disk took a part of a line only")
+        except OSError:
+            os.ftruncate(self._log, self.size)  # half a line would hide those after it
+            raise
+        self.size += len(data)
+
+    def write_snapshot(self, segment: int, data: bytes) -> None:
+        """`data`: the Sums, as JSON, when the segment began. Older files are removed. Raises OSError."""
+        temporary = self._file("new", segment)
+        with temporary.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, self._file("snapshot", segment))
+        for kind in ("snapshot", "log", "new"):
+            for number in _numbered(self._folder, kind):
+                if number < segment:
+                    self._file(kind, number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+        os.close(self._lock)
+
+    def _file(self, kind: str, number: int) -> Path:
+        return self._folder / f"{kind}-{number:08d}"
+
+
+def claim(folder: Path) -> Journal:
+    """The first slot that no living process has. Raises JournalError, OSError."""
+    for slot in range(MAX_SLOTS):
+        journal = _take(folder / str(slot))
+        if journal is not None:
+            return journal
+    raise JournalError(f"{MAX_SLOTS} gateways use {folder} already; give each its own state directory")
+
+
+def abandoned(folder: Path) -> Iterator[Journal]:
+    """The other slots that are there and that nobody has, to be written out and closed."""
+    for path in sorted(folder.iterdir()):
+        journal = _take(path) if path.name.isdecimal() and path.is_dir() else None
+        if journal is not None:
+            yield journal
+
+
+def _take(path: Path) -> Journal | None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return Journal(path, lock)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def _identity(folder: Path) -> str:
+    """Names this journal's objects in the registry; made once, in one step."""
+    file = folder / "id"
+    if not file.exists():
+        temporary = folder / "id.new"
+        temporary.write_text(secrets.token_hex(8))
+        os.replace(temporary, file)
+    found = file.read_text()
+    if len(found) != 16 or not set(found) <= set("0123456789abcdef"):
+        raise _broken(file, "expected 16 hexadecimal digits")
+    return found
+
+
+def _lines(file: Path) -> Iterator[Line]:
+    """Lines up to where they can't be read; only the last one may be such (the host stopped while it was written)."""
+    pieces = file.read_bytes().split(b"\n")
+    for number, piece in enumerate(pieces):
+        try:
+            if piece:
+                yield msgspec.json.decode(piece, type=Line)
+        except msgspec.DecodeError as error:
+            if any(_readable(later) for later in pieces[number + 1 :]):
+                raise _broken(file, f"line {number + 1}: {error}") from None
+            log.warning("the usage journal ends in half a line, which is dropped", extra={"line": number + 1})
+            return
+
+
+def _readable(piece: bytes) -> bool:
+    try:
+        msgspec.json.decode(piece, type=Line)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def _add(sums: Sums, line: Line) -> None:
+    add_to(sums.functions, line.function, line.version, line.counts)
+    sums.changes += 1
+
+
+def _numbered(folder: Path, kind: str) -> list[int]:
+    found = (path.name.removeprefix(f"{kind}-") for path in folder.glob(f"{kind}-*"))
+    return sorted(int(number) for number in found if number.isdecimal())
+
+
+def _broken(file: Path, why: str) -> JournalError:
+    return JournalError(f"{file} can't be read as usage journal ({why}): move it away to start without what it counted")

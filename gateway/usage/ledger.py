@@ -1,0 +1,188 @@
+"""The sums of this gateway: raised by meters, kept in the journal, written to the registry every few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from adapters.errors import StoreUnavailable
+from adapters.store import ObjectStore
+from gateway.threads import LeavableThreads
+from gateway.usage.counts import UsageCounts, UsageRecord, add_to, usage_key
+from gateway.usage.hours import hour_name
+from gateway.usage.journal import Journal, JournalError, Line, Sums, abandoned, claim
+
+FLUSH_SECONDS = 10.0
+STOP_SECONDS = 5.0
+"""For the last writing when the gateway stops; what it does not reach is in the journal, for the next start."""
+MAX_WRITES = 200
+"""Objects written in one round; the others wait for the next."""
+LOG_BYTES = 1 << 20
+"""From which the journal begins anew with its sums."""
+
+log = logging.getLogger("gateway")
+
+
+class UsageLedger:
+    """`clock` is Unix time. Made by `open_ledger`; used on one event loop."""
+
+    def __init__(self, journal: Journal, store: ObjectStore, clock: Callable[[], float]) -> None:
+        self._journal = journal
+        self._store = store
+        self._clock = clock
+        self._threads = LeavableThreads(1)
+        self._sums: dict[tuple[str, str, int], Sums] = {}
+        self._open: dict[tuple[str, str], Sums] = {}
+        """Those that calls are added to, by tenant and hour."""
+        self._unwritten = False
+        """Whether lines are missing in the journal."""
+        self.away = False
+        """Whether the registry did not take what was last written."""
+
+    def add(self, tenant: str, function: str, version: str, counts: UsageCounts) -> None:
+        """One call. When this returns, a kill of the process does not lose it."""
+        hour = hour_name(self._clock())
+        sums = self._open.get((tenant, hour))
+        if sums is None:
+            sums = Sums(tenant, hour, self._journal.segment, {})
+            self._keep(sums)
+        line = Line(tenant, hour, sums.part, function, version, counts)
+        try:
+            self._journal.append(line)
+        except OSError as error:
+            if not self._unwritten:
+                log.error("the usage journal can't be written: until it can, a kill loses usage", exc_info=error)
+            self._unwritten = True
+        add_to(sums.functions, function, version, counts)
+        sums.changes += 1
+
+    def unwritten(self, tenant: str) -> dict[str, bytes]:
+        """The tenant's objects as they are to be, by key: newer than what the registry may have of them."""
+        mine = [sums for sums in self._sums.values() if sums.tenant == tenant]
+        return {self._key(sums): _encoded(sums) for sums in mine}
+
+    async def flush(self) -> bool:
+        """Write to the registry what has changed, as far as one round goes; whether all of it is there now."""
+        if self._unwritten:
+            await self._begin_anew()
+        changed = [sums for sums in self._sums.values() if sums.changes != sums.flushed]
+        for sums in sorted(changed, key=lambda sums: sums.hour)[:MAX_WRITES]:
+            changes = sums.changes
+            try:
+                await self._threads.run(partial(self._store.put, self._key(sums), _encoded(sums)))
+            except StoreUnavailable as error:
+                if not self.away:
+                    log.warning("usage stays in the journal: the registry can't be written", exc_info=error)
+                self.away = True
+                return False
+            sums.flushed, self.away = changes, False
+        if self._journal.size > LOG_BYTES or self._past():
+            await self._begin_anew()
+        return len(changed) <= MAX_WRITES
+
+    async def run(self, seconds: float) -> None:
+        """Flush again and again, until cancelled."""
+        while True:
+            try:
+                await self.flush()
+            except Exception:  # whatever it is must not end the metering
+                log.exception("usage could not be written; it is tried again")
+            await asyncio.sleep(seconds)
+
+    async def begin(self) -> None:
+        """Take over what earlier processes left. Raises JournalError, OSError."""
+        for sums in await asyncio.to_thread(self._journal.read):
+            self._keep(sums)
+        self._journal.begin_segment()
+        await asyncio.to_thread(self._journal.write_snapshot, self._journal.segment, self._snapshot())
+
+    def _keep(self, sums: Sums) -> None:
+        self._sums[sums.tenant, sums.hour, sums.part] = sums
+        known = self._open.get((sums.tenant, sums.hour))
+        if known is None or known.part < sums.part:
+            self._open[sums.tenant, sums.hour] = sums
+
+    def _past(self) -> list[Sums]:
+        """Sums that are in the registry and that no call will be added to."""
+        hour = hour_name(self._clock())
+        return [sums for sums in self._sums.values() if sums.hour != hour and sums.changes == sums.flushed]
+
+    async def _begin_anew(self) -> None:
+        """A new segment of the journal, with the sums that still matter."""
+        for sums in self._past():
+            del self._sums[sums.tenant, sums.hour, sums.part]
+            if self._open.get((sums.tenant, sums.hour)) is sums:
+                del self._open[sums.tenant, sums.hour]
+        try:
+            # Together, without a pause: what comes from now on is in the new log, and what was before in the snapshot.
+            self._journal.begin_segment()
+            data, segment = self._snapshot(), self._journal.segment
+            self._unwritten = False
+            await self._threads.run(partial(self._journal.write_snapshot, segment, data))
+        except OSError as error:
+            log.error("the usage journal can't be begun anew; the old one goes on", exc_info=error)
+            self._unwritten = True
+
+    def _snapshot(self) -> bytes:
+        return msgspec.json.encode(list(self._sums.values()))
+
+    def _key(self, sums: Sums) -> str:
+        return usage_key(sums.tenant, sums.hour, self._journal.gateway, sums.part)
+
+
+def _encoded(sums: Sums) -> bytes:
+    return msgspec.json.encode(UsageRecord(functions=sums.functions))
+
+
+@asynccontextmanager
+async def open_ledger(
+    folder: Path,
+    store: ObjectStore,
+    *,
+    clock: Callable[[], float] = time.time,
+    seconds: float = FLUSH_SECONDS,
+) -> AsyncIterator[UsageLedger]:
+    """Writes what is left once more at the end. Raises JournalError, OSError."""
+    journal = await asyncio.to_thread(claim, folder)
+    try:
+        ledger = UsageLedger(journal, store, clock)
+        await ledger.begin()
+        task = asyncio.create_task(_take_over_and_run(ledger, folder, store, seconds))
+        try:
+            yield ledger
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await _last_flush(ledger)
+    finally:
+        journal.close()
+
+
+async def _take_over_and_run(ledger: UsageLedger, folder: Path, store: ObjectStore, seconds: float) -> None:
+    for left in await asyncio.to_thread(lambda: list(abandoned(folder))):
+        try:
+            other = UsageLedger(left, store, time.time)
+            await other.begin()
+            await _last_flush(other)
+        except (JournalError, OSError) as error:
+            log.error("usage that another gateway process left can't be read", exc_info=error)
+        finally:
+            left.close()
+    await ledger.run(seconds)
+
+
+async def _last_flush(ledger: UsageLedger) -> None:
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            while not await ledger.flush() and not ledger.away:
+                pass
+    except TimeoutError:
+        log.warning("usage stays in the journal: the registry did not take it in time")

@@ -1,0 +1,54 @@
+"""What one call used, over all its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.usage.counts import UsageCounts
+
+Count = Callable[[UsageCounts], None]
+
+
+class Meter:
+    """Counts a call once all its `choices` are done, which is before the end of its reply goes out.
+
+    A call that fails counts nothing. One that is cut short, by its caller or by the gateway's stop, counts what had
+    been computed for it until then.
+    """
+
+    def __init__(self, choices: int, count: Count) -> None:
+        self._left = choices
+        self._count = count
+        self._sums = UsageCounts(requests=1)
+        self._failed = False
+        self._cut = False
+        self._cold = False
+
+    def done(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:
+        """A choice is complete. `prompt_tokens` is 0 for all but the first choice of a prompt."""
+        self._add(prompt_tokens, completion_tokens, cold_start)
+        self._left -= 1
+        if self._left == 0 or self._cut:
+            self._tell()
+
+    def cut(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:
+        """A choice ends early; the tokens are those that the node has computed."""
+        self._cut = True
+        self._add(prompt_tokens, completion_tokens, cold_start)
+        if self._sums.prompt_tokens or self._sums.completion_tokens:
+            self._tell()
+
+    def fail(self) -> None:
+        self._failed = True
+
+    def _add(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:
+        self._sums.prompt_tokens += prompt_tokens
+        self._sums.completion_tokens += completion_tokens
+        # Choices of one call share its adapter: it is one cold start, whichever of them met it.
+        self._sums.cold_starts += cold_start and not self._cold
+        self._cold = self._cold or cold_start
+
+    def _tell(self) -> None:
+        if not self._failed:
+            told, self._sums = self._sums, UsageCounts()
+            self._count(told)

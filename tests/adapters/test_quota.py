@@ -1,0 +1,295 @@
+"""Limits on adapters and bytes: never passed, in races neither, and never held up by what has died."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from peft_files import adapter
+
+from adapters.base_model import BaseModel
+from adapters.errors import Conflict, NotFound, StoreUnavailable
+from adapters.functions import FunctionRecord, VersionEntry
+from adapters.local_store import LocalStore
+from adapters.quota import HOLD_SECONDS, RECOUNT_SECONDS, Quota
+from adapters.registry import Registry
+from adapters.store import ObjectStore
+from adapters.tenant_removal import delete_tenant
+from adapters.tenants import Limits, Tenants
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, Path]]:
+    """Adapters of one size with different contents: (config, weights)."""
+    return [adapter(tmp_path_factory.mktemp("adapter"), r=4, lora_alpha=8 + number) for number in range(8)]
+
+
+def held_by(store: ObjectStore, tenant: str = "acme") -> tuple[int, int, int]:
+    held = Tenants(store).get(tenant).held
+    assert held is not None
+    return held.adapters, held.bytes, len(held.holds)
+
+
+@pytest.mark.parametrize("which", ["adapters", "bytes"])
+def test_a_limit_is_kept_and_room_comes_back(
+    store: ObjectStore, base: BaseModel, adapters: list[tuple[bytes, Path]], which: str
+) -> None:
+    registry, tenants = Registry(store, base), Tenants(store)
+    tenants.put("acme")
+    size = registry.deploy("acme", "before", *adapters[0]).bytes
+    limit = {"adapters": 3} if which == "adapters" else {"bytes": 3 * size + size // 2}
+    tenants.replace("acme", Limits(**limit))
+    registry.deploy("acme", "f", *adapters[1])
+    registry.deploy("acme", "f", *adapters[2])
+    for name in ("f", "g"):
+        with pytest.raises(Conflict, match="may have"):
+            registry.deploy("acme", name, *adapters[3])
+    assert len(store.list("artifacts/")) == 3, "what is refused stores nothing"
+    assert registry.deploy("acme", "f", *adapters[1]).created is False  # nothing new
+    assert held_by(store) == (3, 3 * size, 0)
+    registry.delete_function("acme", "f")
+    registry.deploy("acme", "g", *adapters[3])
+    registry.deploy("acme", "g", *adapters[4])
+    with pytest.raises(Conflict):
+        registry.deploy("acme", "g", *adapters[5])
+    tenants.put("other")
+    registry.deploy("other", "g", *adapters[5])
+    tenants.replace("acme", Limits())
+    registry.deploy("acme", "g", *adapters[5])
+    assert tenants.get("acme").held is None
+
+
+def test_racing_deploys_never_pass_the_limit(
+    new_store: Callable[[], ObjectStore], base: BaseModel, adapters: list[tuple[bytes, Path]]
+) -> None:
+    store = new_store()
+    Tenants(store).put("acme", limits=Limits(adapters=3))
+
+    def deploy(number: int) -> bool:
+        try:
+            Registry(store, base).deploy("acme", f"f{number % 5}", *adapters[number])
+        except Conflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(deploy, range(8)))
+    assert sum(done) == 3
+    records, _ = Registry(store, base).functions("acme")
+    assert sum(len(record.versions) for record in records) == 3
+    assert held_by(store)[::2] == (3, 0)
+
+
+def test_what_died_holds_nothing_for_ever(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
+    Tenants(store).put("acme", limits=Limits(adapters=1))
+    now = [1000.0]
+    quota = Quota(store, lambda: now[0])
+
+    def die() -> None:
+        with quota.deploying("acme") as room:
+            room.take(10)
+            raise StoreUnavailable("nobody knows whether the version is listed")
+
+    with pytest.raises(StoreUnavailable):
+        die()
+    with pytest.raises(Conflict):
+        quota.take("acme", 10)
+    now[0] += HOLD_SECONDS + 1
+    assert quota.take("acme", 10) is not None
+
+
+def test_a_bound_that_is_too_high_is_found_out(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
+    Tenants(store).put("acme", limits=Limits(adapters=1))
+    now = [1000.0]
+    registry = Registry(store, base)
+    registry.quota = Quota(store, lambda: now[0])
+    registry.deploy("acme", "f", *adapters[0])
+    # A gateway that was killed between the removal and giving back its room.
+    key = "tenants/acme/functions/f/function.json"
+    gone = msgspec.json.decode(store.get(key).data, type=FunctionRecord)
+    store.put(key, msgspec.json.encode(msgspec.structs.replace(gone, deleted=True, versions=(), aliases={})))
+    with pytest.raises(Conflict):
+        registry.deploy("acme", "g", *adapters[1])
+    now[0] += RECOUNT_SECONDS + 1
+    registry.deploy("acme", "g", *adapters[1])
+
+
+def test_a_count_in_the_midst_of_a_removal(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
+    """It has seen that the version is gone: giving its room back once more would be one too many."""
+    Tenants(store).put("acme", limits=Limits(adapters=2))
+    registry, quota = Registry(store, base), Quota(store)
+    size = registry.deploy("acme", "f", *adapters[0]).bytes
+    registry.deploy("acme", "g", *adapters[1])
+    key = "tenants/acme/functions/g/function.json"
+    gone = msgspec.json.decode(store.get(key).data, type=FunctionRecord)
+    with quota.removing("acme") as freed:
+        store.put(key, msgspec.json.encode(msgspec.structs.replace(gone, deleted=True, versions=(), aliases={})))
+        freed.set(1, size)
+        assert Quota(store)._count("acme")
+    assert held_by(store) == (1, size, 0)
+
+
+def test_deploys_do_not_read_the_other_functions(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
+    """However many there are: only the first deploy under a new limit counts them."""
+    Tenants(store).put("acme", limits=Limits(adapters=100))
+    registry = Registry(store, base)
+    registry.deploy("acme", "f0", *adapters[0])
+    read: list[str] = []
+    get = store.get
+    store.get = lambda key: read.append(key) or get(key)  # type: ignore[method-assign, func-returns-value]
+    registry.deploy("acme", "f1", *adapters[1])
+    registry.delete_function("acme", "f1")
+    assert not [key for key in read if "/f0/" in key]
+
+
+def test_deploys_into_a_deleted_tenant(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
+    tenants, registry = Tenants(store), Registry(store, base)
+    tenants.put("acme", limits=Limits(adapters=5))
+    key, _ = tenants.add_key("acme")
+    registry.deploy("acme", "f", *adapters[0])
+    delete_tenant(tenants, registry, "acme")
+    assert tenants.verify(key) is None
+    assert not tenants.list()
+    for call in (tenants.get, tenants.add_key, tenants.delete):
+        with pytest.raises(NotFound):
+            call("acme")
+    with pytest.raises(NotFound):
+        registry.deploy("acme", "f", *adapters[1])
+    tenant, created = tenants.replace("acme", Limits())
+    assert (created, tenant.keys, tenant.limits) == (True, (), Limits())
+    assert tenants.verify(key) is None
+    assert registry.functions("acme") == ([], None)
+    assert registry.deploy("acme", "f", *adapters[0]).version == 2  # numbers are never used twice
+
+
+def test_a_deletion_that_died_is_ended_by_the_next(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
+    tenants, registry = Tenants(store), Registry(store, base)
+    tenants.put("acme")
+    registry.deploy("acme", "f", *adapters[0])
+    tenants.delete("acme")
+    with pytest.raises(Conflict, match="deletion"):
+        tenants.replace("acme", Limits())
+    delete_tenant(tenants, registry, "acme")
+    assert registry.functions("acme") == ([], None)
+    with pytest.raises(NotFound):
+        delete_tenant(tenants, registry, "acme")
+    assert tenants.replace("acme", Limits())[1]
+
+
+def test_what_serverless_yml_declares_stays(store: ObjectStore) -> None:
+    tenants = Tenants(store)
+    tenants.put("acme", declared=True, limits=Limits(adapters=5))
+    with pytest.raises(Conflict, match=r"serverless\.yml"):
+        tenants.replace("acme", Limits())
+    with pytest.raises(Conflict, match=r"serverless\.yml"):
+        tenants.delete("acme")
+    text, record = tenants.add_key("acme")
+    tenants.revoke_key("acme", record.key_id)
+    assert tenants.verify(text) is None
+    assert tenants.get("acme").limits.adapters == 5
+
+
+class QuotaMachine(RuleBasedStateMachine):
+    """Deploys and removals that end, fail, die or overlap, with the functions as the truth."""
+
+    LIMIT = 4
+
+    @initialize(folder=st.builds(lambda: None))
+    def begin(self, folder: None) -> None:
+        import tempfile
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.store = LocalStore(Path(self.folder.name) / "registry")
+        self.now = 1000.0
+        self.quota = Quota(self.store, lambda: self.now)
+        self.names: list[str] = []
+        self.open: list[Any] = []
+        self.made = 0
+        Tenants(self.store).put("acme", limits=Limits(adapters=self.LIMIT))
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
+
+    @rule(how=st.sampled_from(["made", "failed", "died unlisted", "died listed", "open"]))
+    def deploy(self, how: str) -> None:
+        try:
+            hold = self.quota.take("acme", 10)
+        except Conflict:
+            open_ones = sum(when > self.now - HOLD_SECONDS for _, when in self.open)
+            assert len(self.names) + open_ones + self.dead() >= self.LIMIT
+            return
+        assert hold is not None
+        if how == "open":
+            self.open.append((hold, self.now))
+        if how in ("made", "died listed"):
+            self._list()
+        if how in ("made", "failed"):
+            self.quota.settle("acme", hold, 10 if how == "made" else None)
+
+    def dead(self) -> int:
+        """Holds and sums that the next count, once it is due, will correct: they excuse a refusal."""
+        held = Tenants(self.store).get("acme").held
+        assert held is not None
+        return held.adapters + len(held.holds)
+
+    @rule(listed=st.booleans())
+    def end_one(self, listed: bool) -> None:
+        if self.open:
+            hold, when = self.open.pop(0)
+            if when < self.now - HOLD_SECONDS:
+                listed = False  # a deploy that takes so long has died
+            if listed:
+                self._list()
+            self.quota.settle("acme", hold, 10 if listed else None)
+
+    @rule(died=st.booleans())
+    def remove(self, died: bool) -> None:
+        if not self.names:
+            return
+        try:
+            with self.quota.removing("acme") as freed:
+                self._write(self.names.pop(), deleted=True)
+                freed.set(1, 10)
+                if died:
+                    raise InterruptedError
+        except InterruptedError:
+            pass
+
+    @rule(seconds=st.sampled_from([1.0, HOLD_SECONDS + 1, RECOUNT_SECONDS + 1]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def never_too_many(self) -> None:
+        if hasattr(self, "store"):
+            assert len(self.names) <= self.LIMIT
+
+    @rule()
+    def after_an_hour_the_room_is_there(self) -> None:
+        self.now += RECOUNT_SECONDS + 1
+        self.open.clear()
+        if len(self.names) < self.LIMIT:
+            hold = self.quota.take("acme", 10)
+            assert hold is not None
+            self.quota.settle("acme", hold, None)
+
+    def _list(self) -> None:
+        self.made += 1
+        self.names.append(f"f{self.made}")
+        self._write(self.names[-1], deleted=False)
+
+    def _write(self, name: str, deleted: bool) -> None:
+        entry = VersionEntry(1, "0" * 64, "base", (4,), ("q_proj",), 10, self.now)
+        record = FunctionRecord(name=name, created=0, deleted=deleted, versions=() if deleted else (entry,))
+        self.store.put(f"tenants/acme/functions/{name}/function.json", msgspec.json.encode(record))
+
+
+TestQuotaMachine = QuotaMachine.TestCase
+TestQuotaMachine.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
