@@ -5,8 +5,9 @@ A worker holds one layer at a time, and only one that lies in host memory: no sl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import torch
@@ -67,7 +68,7 @@ class DeviceCopy:
         return None
 
     def _settle(self) -> None:
-        self.over = True
+        self.over, self.states.arrived = True, time.monotonic()
         self.states.failed = self.states.failed or self.host.failed
         self.states.ended.set()
 
@@ -77,9 +78,9 @@ class DeviceCopy:
         states = self.states
         try:
             spans = self.layout.spans[layer]
-            self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
             views = view_layer(self.target, self.positions, self.layout.layers[layer], self.base)
-            with torch.cuda.stream(states.stream):
+            self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
+            with nullcontext() if states.stream is None else torch.cuda.stream(states.stream):
                 for span in spans:
                     rows = self.source.span(self.host_pages[span.page], span)
                     self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)

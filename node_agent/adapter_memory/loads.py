@@ -87,6 +87,8 @@ class CopyStates:
     order: Sequence[int]
     """in which layers are copied, as far as they are in host memory"""
     failed: str = ""
+    arrived: float = 0.0
+    """when no layer was left; monotonic seconds"""
     ended: threading.Event = field(default_factory=threading.Event)
     """No worker touches the target any more."""
     stream: torch.cuda.Stream | None = None
