@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -57,6 +58,8 @@ class ColdLora:
         self._here: dict[int, bool] = {}
         self._handoff: Handoff | None = None
         self.poisoned = False
+        self.waited = 0.0
+        """seconds, for workers"""
 
     @property
     def layers_on_device(self) -> int:
@@ -84,8 +87,11 @@ class ColdLora:
             self._on_device.finish(layer, group, ys)
         elif self._handoff is not None:
             handoff, self._handoff = self._handoff, None
+            begin = time.perf_counter()
             try:
-                if handoff.wait():
+                arrived = handoff.wait()
+                self.waited += time.perf_counter() - begin
+                if arrived:
                     for y, part in zip(ys, handoff.outputs, strict=True):
                         y.add_(part)
                 else:
