@@ -69,8 +69,16 @@ class LocalEngine:
         return request
 
     def step(self) -> None:
-        """One iteration; what it said is booked in `outcomes`."""
-        worked = self.engine.step()
+        """One iteration, as the engine process has it; what it said is booked in `outcomes`."""
+        self.engine.prepare()
+        used = self.engine.compute_cold()
+        told = self._book()
+        worked = self.engine.compute_hot(used)
+        if not (self._book() or told or used or worked):
+            time.sleep(self.idle)  # a load is on its way
+
+    def _book(self) -> bool:
+        """False: nothing was said."""
         now = time.perf_counter()
         events = self.engine.take_events()
         for event in events:
@@ -85,8 +93,7 @@ class LocalEngine:
                 self.outcomes[event.id].finished = event
             elif isinstance(event, Answer):
                 self.answers[event.id] = event
-        if not worked and not events:
-            time.sleep(self.idle)  # a load is on its way
+        return bool(events)
 
     def run(self, until: Callable[[], bool] | None = None, limit: float = 300.0) -> None:
         """Step until nothing is in flight (or `until` holds). Raises TimeoutError after `limit` seconds."""

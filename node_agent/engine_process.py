@@ -149,9 +149,11 @@ class Loop:
                 self.engine.orders.take(command)
         self.engine.prepare()
         told = self._tell(channel)  # who was admitted is told before the passes, which may take long
-        worked = self.engine.compute()
+        used = self.engine.compute_cold()
         told |= self._tell(channel)
-        if not worked and not told:
+        worked = self.engine.compute_hot(used)
+        told |= self._tell(channel)
+        if not (used or worked or told):
             self._wait(channel, selector)
 
     def _tell(self, channel: Channel) -> bool:

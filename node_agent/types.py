@@ -194,3 +194,7 @@ class Plan:
     """per layer: seconds that the workers take longer than the device would"""
     load: tuple[float, ...] = ()
     """per layer: seconds of its transfer to the device"""
+    seconds: float = 0.0
+    """forecast of the chunk's end, from now"""
+    rest: float = 0.0
+    """forecast of the seconds from then until the whole adapter is there, and the request may decode"""

@@ -6,6 +6,7 @@ a few layers are enqueued ahead of the one that it waits for, so that the link d
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,7 +78,7 @@ class DeviceCopy:
 
     def _settle(self) -> None:
         """Nothing crosses any more."""
-        self.over = True
+        self.over, self.states.arrived = True, time.monotonic()
         self.states.failed = self.states.failed or self.host.failed
         self.states.ended.set()
 
@@ -109,8 +110,8 @@ class DeviceCopy:
 
     def _enqueue(self, layer: int) -> None:
         states, spans = self.states, self.layout.spans[layer]
-        self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
         views = view_layer(self.target, self.positions, self.layout.layers[layer], self.base)
+        self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
         with torch.cuda.stream(states.stream):
             for span in spans:
                 rows = self.source.span(self.host_pages[span.page], span)

@@ -107,6 +107,8 @@ class CopyStates:
     failed: str = ""
     abandoned: bool = False
     """`failed` because nobody wanted it any more"""
+    arrived: float = 0.0
+    """when no layer was left; monotonic seconds"""
     ended: threading.Event = field(default_factory=threading.Event)
     """No worker touches the target any more."""
     stream: torch.cuda.Stream | None = None

@@ -176,6 +176,10 @@ class AdapterStore:
         """How long its load took; 0 while it goes on."""
         return self.device[lease.digest].load_seconds
 
+    def arrived(self, lease: Lease) -> float:
+        """When its last layer reached the device; monotonic seconds, 0 while its load goes on."""
+        return self.device[lease.digest].copy.arrived
+
     def fetch_seconds(self, lease: Lease) -> float:
         """Of that, until it was in host memory; 0 if it was there when its load began."""
         entry = self.device[lease.digest]
@@ -398,7 +402,7 @@ class AdapterStore:
         host.placed, entry.settled = False, True
         if not copy.failed:
             entry.weights = [views for views in copy.views if views is not None]
-            entry.load_seconds = time.monotonic() - entry.began
+            entry.load_seconds = copy.arrived - entry.began
             return True
         if not (host.failed or copy.abandoned):
             self.hosts.forget(host)  # the copy failed: the next request reads the store again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -68,6 +69,8 @@ class ColdLora:
         self._here: dict[int, bool] = {}
         self._handoff: Handoff | None = None
         self._failed = False
+        self.waited = 0.0
+        """seconds, for workers"""
 
     @property
     def poisoned(self) -> bool:
@@ -102,8 +105,11 @@ class ColdLora:
             self._on_device.finish(layer, group, ys)
         elif self._handoff is not None:
             handoff, self._handoff = self._handoff, None
+            begin = time.perf_counter()
             try:
-                if handoff.wait():
+                arrived = handoff.wait()
+                self.waited += time.perf_counter() - begin
+                if arrived:
                     for y, part in zip(ys, handoff.outputs, strict=True):
                         y.add_(part)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +12,17 @@ from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_lora import ON_DEVICE
 from node_agent.coldstart.costs import group_elements, group_shares, group_widths
-from node_agent.coldstart.planner import ChunkCosts, choose
+from node_agent.coldstart.learning import Correction, Outcome
+from node_agent.coldstart.planner import ChunkCosts, choose, wait_seconds
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import LayerState, Lease, Plan
+
+MOST_OUTCOMES = 256
+LEAST_LOAD_S = 1e-3
+"""Shorter loads tell of threads waking up, and nothing of the link."""
+NO_WAIT = 0.02
+"""A chunk that waited less than this share of the base's products beside which workers compute found them ready."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,9 @@ class ColdStarts:
         """Without a profile every plan is `wait`."""
         self.store, self.base, self.way, self.profile, self.workers = store, base, way, profile, workers
         self._shares = group_shares(base)
+        self.cpu, self.link = Correction(), Correction()
+        """of the profile's costs of workers and link, as they are lately"""
+        self.outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
 
     @property
     def assists(self) -> bool:
@@ -67,7 +78,28 @@ class ColdStarts:
         if choice.name != "wait":
             self.store.set_order(lease, choice.order(self.base.num_layers))
         extra = tuple((costs.cpu - costs.device).tolist())
-        return Plan(choice.name, choice.assisted, choice.exposed, extra, tuple(costs.load.tolist()))
+        rest = max(0.0, wait_seconds(costs) - costs.device * self.base.num_layers - choice.seconds)
+        return Plan(
+            choice.name, choice.assisted, choice.exposed, extra, tuple(costs.load.tolist()), choice.seconds, rest
+        )
+
+    def observe(self, lease: Lease, outcome: Outcome) -> None:
+        """Learn from a chunk of the leased adapter that was computed."""
+        self.outcomes.append(outcome)
+        if not outcome.layers_cpu or self.profile is None or not self.assists:
+            return
+        if self.store.pool.data.device.type != "cpu":  # there the stream waits, and the engine knows nothing of it
+            return
+        layers, device = self.base.num_layers, self.profile.layer_seconds(outcome.tokens)
+        work = [self._beside(self.profile, self.store.layout(lease), i, outcome.tokens, device) for i in range(layers)]
+        share = outcome.layers_cpu / layers
+        cpu, beside = (share * sum(pair[part] for pairs in work for pair in pairs) for part in (0, 1))
+        self.cpu.learn(cpu, beside + outcome.waited, at_most=outcome.waited < NO_WAIT * beside)
+
+    def observe_load(self, forecast: float, seconds: float) -> None:
+        """Learn from the rest of a load whose adapter lay in host memory."""
+        if forecast > LEAST_LOAD_S:
+            self.link.learn(forecast, seconds)
 
     def ready_until(self, lease: Lease, plan: Plan, layer: int) -> int:
         """Layers that a pass of this plan, which stands before `layer`, may be advanced to."""
@@ -107,30 +139,44 @@ class ColdStarts:
         """What each layer of the chunk costs, as the profile has it, with the link shared as it is now."""
         layout = self.store.layout(lease)
         device = profile.layer_seconds(n_tokens)
-        sharers = max(1, self.store.loads_in_flight)
+        per_byte = max(1, self.store.loads_in_flight) * self.link.value / profile.link.bandwidth
+        slower, assists = self.cpu.value, self.assists
         load = np.zeros(self.base.num_layers)
         in_host = np.zeros(self.base.num_layers)
         cpu = np.full(self.base.num_layers, np.inf)
+        extras: dict[tuple[int, ...], float] = {}
         for layer in range(self.base.num_layers):
             state = self.store.state(lease, layer)
             if state != LayerState.DEVICE:
-                size = sum(span.end - span.begin for span in layout.spans[layer]) * ROW_ALIGN
-                load[layer] = size * sharers / profile.link.bandwidth
+                load[layer] = sum(span.end - span.begin for span in layout.spans[layer]) * ROW_ALIGN * per_byte
             if state == LayerState.NO:
                 in_host[layer] = self.store.host_seconds(lease, layer)
-            if self.assists:
-                cpu[layer] = device + self._cpu_extra(profile, layout, layer, n_tokens, device)
+            if assists:
+                ranks = tuple(layout.rank[layer].tolist())  # layers of equal ranks cost the same
+                if ranks not in extras:
+                    pairs = self._beside(profile, layout, layer, n_tokens, device)
+                    extras[ranks] = self._crossing(profile, layout, layer, n_tokens)
+                    extras[ranks] += sum(max(0.0, slower * worker - base) for worker, base in pairs)
+                cpu[layer] = device + extras[ranks]
         return ChunkCosts(device, cpu, load, in_host, profile.link.latency if load.any() else 0.0)
 
-    def _cpu_extra(self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int, device: float) -> float:
-        """Seconds by which the workers end later than the base products beside which they compute."""
+    def _beside(
+        self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int, device: float
+    ) -> list[tuple[float, float]]:
+        """For each projection group: seconds of the workers, and of the base's product beside which they compute."""
         assert self.workers is not None
-        extra, itemsize = 0.0, self.store.pool.data.element_size()
+        found = []
         for group, elements in group_elements(layout, layer, self.base).items():
-            handed, answered = group_widths(self.base, group)
-            extra += profile.crossing_seconds(n_tokens * handed * itemsize, n_tokens * answered * itemsize)
             beside = self._shares[group] * device
             wanted = -(-n_tokens // profile.slice_tokens(elements, beside))
             slices = max(1, min(wanted, self.workers.usable))
-            extra += max(0.0, profile.cpu_seconds(-(-n_tokens // slices), elements) - beside)
-        return extra
+            found.append((profile.cpu_seconds(-(-n_tokens // slices), elements), beside))
+        return found
+
+    def _crossing(self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int) -> float:
+        """Seconds in which a layer's inputs and results cross between a device and the workers."""
+        row, seconds = n_tokens * self.store.pool.data.element_size(), 0.0
+        for group in group_elements(layout, layer, self.base):
+            handed, answered = group_widths(self.base, group)
+            seconds += profile.crossing_seconds(row * handed, row * answered)
+        return seconds

@@ -14,13 +14,13 @@ from kernels.compiled import CompiledGroup, Operators, Segments, load_operators
 from kernels.reference import ROW_ALIGN
 from kernels.view import group_view
 from node_agent.adapter_memory.host_map import HostView
-from node_agent.adapter_memory.layout import row_units
+from node_agent.adapter_memory.layout import contiguous_runs, row_units
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, Layout
 from node_agent.types import GROUPS
 
 log = logging.getLogger(__name__)
 
-LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 4 << 20}
+LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 3 << 20}
 """Tokens times elements of A and B from which on torch's matrix products are used; set by hand, no report holds it."""
 LONG_SLICE = 64
 """Tokens from which on they always are used."""
@@ -34,7 +34,7 @@ class Product:
     def __init__(self, host: HostView, layout: Layout, compiled: bool = True) -> None:
         """Without `compiled`, or where there is no compiler, torch computes short slices too."""
         self._host, self._layout = host, layout
-        self._units = host.pool.view(-1, ROW_ALIGN // host.pool.element_size())
+        self._elements, self._unit = host.pool, ROW_ALIGN // host.pool.element_size()
         # numpy's views of the table: reading single entries through torch takes longer than small products
         table = host.table
         self._rank, self._scale = table.rank.numpy(), table.scale.numpy()
@@ -102,14 +102,10 @@ class Product:
         members: Sequence[int],
         ranks: Sequence[int],
     ) -> None:
-        """One product for the A of all projections, where their rows follow each other, and one for each B."""
-        firsts = [self._first[(*where, p)] for p in members]
+        """One product for the A of all projections, and one for each B."""
+        firsts = [self._first[(*where, p)].tolist() for p in members]
         rows = [self._row_offset[a : a + rank] for (a, _), rank in zip(firsts, ranks, strict=True)]
-        together = self._view(np.concatenate(rows), x.shape[1])
-        if together is not None:
-            xa = x @ together.t()
-        else:
-            xa = torch.cat([x @ self._matrix(part, x.shape[1]).t() for part in rows if len(part)] or [x], dim=1)
+        xa = x @ self._matrix(np.concatenate(rows), x.shape[1]).t()
         at = 0
         for y, p, (_, b), rank in zip(ys, members, firsts, ranks, strict=True):
             if rank:
@@ -119,22 +115,16 @@ class Product:
                 y.zero_()
             at += rank
 
-    def _view(self, offsets: np.ndarray, width: int) -> torch.Tensor | None:
-        """[rows, width], where the rows follow each other."""
-        units, rows = row_units(width, self._host.pool.element_size()), len(offsets)
-        if not rows or int(offsets[-1] - offsets[0]) != (rows - 1) * units or not (np.diff(offsets) == units).all():
-            return None
-        start = int(offsets[0])
-        return self._units[start : start + rows * units].view(rows, -1)[:, :width]
-
     def _matrix(self, offsets: np.ndarray, width: int) -> torch.Tensor:
-        """[rows, width]: a copy where the rows are scattered over pages."""
-        found = self._view(offsets, width)
-        if found is not None:
-            return found
+        """[rows, width]: a view where the rows follow each other, else a copy of their stretches, one or two more than
+        page borders."""
         units = row_units(width, self._host.pool.element_size())
-        index = torch.from_numpy(offsets.astype(np.int64)[:, None] + np.arange(units))
-        return self._units[index].view(len(offsets), -1)[:, :width]
+        step = units * self._unit
+        runs = [
+            self._elements.as_strided((end - low, width), (step, 1), int(offsets[low]) * self._unit)
+            for low, end in contiguous_runs(offsets, units)
+        ]
+        return runs[0] if len(runs) == 1 else torch.cat(runs or [self._elements.new_empty(0, width)])
 
 
 def _operators() -> Operators | None:

@@ -12,6 +12,7 @@ import torch
 
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
+from node_agent.coldstart.learning import Outcome
 from node_agent.device import ENDED, Event, record_event
 from node_agent.engine.batch import Row
 from node_agent.engine.request import ColdPhases, Request
@@ -33,8 +34,12 @@ class ColdPass:
     lora: ColdLora
     plan: Plan
     phases: ColdPhases
+    begun: float
+    """when it was planned, monotonic"""
     stalled_at: float = 0.0
     """since when it waits for adapter bytes, monotonic; 0: it does not"""
+    exposed: float = 0.0
+    """seconds that it did"""
     enqueued: Event = ENDED
     """behind the layers that were advanced last"""
 
@@ -48,12 +53,19 @@ class ColdPass:
 
     def resume(self, now: float) -> None:
         if self.stalled_at:
+            self.exposed += now - self.stalled_at
             self.phases.exposed += now - self.stalled_at
         self.stalled_at = 0.0
 
+    def outcome(self, now: float) -> Outcome:
+        return Outcome(
+            self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.begun,
+            self.plan.exposed, self.exposed, self.lora.waited, self.lora.layers_on_cpu, self.lora.layers_on_device,
+        )  # fmt: skip
+
 
 class ColdPasses:
-    """At most `limit` passes, which take turns: `advance` moves one of them by at most `layers_per_turn` layers."""
+    """At most `limit` passes, which take turns."""
 
     def __init__(
         self, cold_start: ColdStarts, start: StartPass, book: Book, device: torch.device, num_layers: int, limit: int
@@ -61,7 +73,6 @@ class ColdPasses:
         """`start` begins a pass with its LoRA; `book` is told what an ended pass computed."""
         self.cold_start, self.device, self.num_layers, self.limit = cold_start, device, num_layers, limit
         self._start, self._book = start, book
-        self.layers_per_turn = max(1, num_layers // 4)
         self.open: list[ColdPass] = []
         self.replays = 0
 
@@ -73,29 +84,44 @@ class ColdPasses:
         """Plan and open a pass for the request's next `length` tokens."""
         assert request.lease is not None and request.cold is not None
         phases = request.cold
+        begun = time.monotonic()
         plan = self.cold_start.plan(request.lease, length)
+        row = Row(request, length)
+        if not phases.planned:
+            phases.planned, phases.load_forecast = begun, sum(plan.load)
         if plan.name != "wait" and phases.plan == "wait":
             phases.plan, phases.forecast = plan.name, plan.exposed
-        row = Row(request, length)
+            if row.wants_logits and request.max_tokens > 1:
+                phases.forecast += plan.rest
         run, lora = self._start(row, plan)
         request.in_cold_pass, phases.opened = True, True
-        self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, stalled_at=time.monotonic()))
+        self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
 
-    def advance(self) -> bool:
-        """Advance the first pass that can go on; False when there is none."""
+    def advance(self, tokens: int) -> int:
+        """Advance the passes, those that wait longest first, as far as they can go, and by no more than a warm pass of
+        `tokens` tokens would compute: so long it would hold up the others, too. Returns what was used of `tokens`."""
+        budget = left = tokens * self.num_layers
+        while (found := self._next()) is not None and left >= found[0].row.length:
+            cold, ready = found
+            cold.resume(time.monotonic())
+            before = cold.run.layer
+            cold.run.advance(min(ready, before + left // cold.row.length))
+            cold.enqueued = record_event(self.device)
+            left -= (cold.run.layer - before) * cold.row.length
+            self._take_stock(cold)
+        return -(-(budget - left) // self.num_layers)
+
+    def _next(self) -> tuple[ColdPass, int] | None:
+        """The first pass that can go on, and how far; notes which ones can't."""
+        first: tuple[ColdPass, int] | None = None
         for cold in self.open:
-            now = time.monotonic()
             ready = self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer)
             if ready <= cold.run.layer:
                 if cold.enqueued.query():  # else the device still computes what is before it
-                    cold.stalled_at = cold.stalled_at or now
-                continue
-            cold.resume(now)
-            cold.run.advance(min(ready, cold.run.layer + self.layers_per_turn))
-            cold.enqueued = record_event(self.device)
-            self._take_stock(cold)
-            return True
-        return False
+                    cold.stalled_at = cold.stalled_at or time.monotonic()
+            elif first is None:
+                first = cold, ready
+        return first
 
     def drop(self, request: Request) -> list[Event]:
         """Abort the request's pass, if it has one; what it held is free at the events."""
@@ -127,4 +153,5 @@ class ColdPasses:
             self.replays += 1
             request.wants_whole = True
         else:
+            self.cold_start.observe(cold.lease, cold.outcome(time.monotonic()))
             self._book([cold.row], output)

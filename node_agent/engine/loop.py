@@ -25,6 +25,9 @@ from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepO
 
 log = logging.getLogger("garnish.engine")
 
+LEAST_HOT_SHARE = 4
+"""Of an iteration's prompt tokens, one in so many is left for adapters that are there, whatever the cold ones take."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -117,15 +120,32 @@ class Engine:
 
     def compute(self) -> bool:
         """The slow half: the passes."""
+        used = self.compute_cold()
+        return self.compute_hot(used) or used > 0
+
+    def compute_cold(self) -> int:
+        """The cold passes, before the hot one: the first token of an adapter that is on its way need not wait for the
+        others' next ones, if its events are sent now. Returns how many prompt tokens' work this was."""
         self._fail_loads()
-        if self.cold_start.way.blocks and any(not self._is_loaded(r) for r in self.running.values()):
-            return False
+        if self._blocked():
+            return 0
         self._open_cold_passes()
-        worked = self.cold.advance()
-        rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, self.limits.chunk_tokens)
+        return self.cold.advance(self.limits.chunk_tokens)
+
+    def compute_hot(self, used: int) -> bool:
+        """The hot pass, after cold ones that have `used` so many of the iteration's prompt tokens."""
+        if self._blocked():
+            return False
+        most = self.limits.chunk_tokens
+        left = max(most - used, most // LEAST_HOT_SHARE)
+        rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, left)
         if rows:
             self._run_hot(rows, n_decode)
-        return worked or bool(rows)
+        return bool(rows)
+
+    def _blocked(self) -> bool:
+        """In the baseline that computes nothing while an adapter loads."""
+        return self.cold_start.way.blocks and any(not self._is_loaded(r) for r in self.running.values())
 
     def take_events(self) -> list[EngineEvent]:
         """What has happened since the last call, in order."""
@@ -221,6 +241,8 @@ class Engine:
                 cold.waits_since = cold.waits_since or now
             return False
         cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
+        if cold.planned and not cold.fetch:
+            self.cold_start.observe_load(cold.load_forecast, self.store.arrived(request.lease) - cold.planned)
         if not cold.opened:
             cold.exposed = now - cold.begun
         elif cold.waits_since:

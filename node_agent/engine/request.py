@@ -20,6 +20,10 @@ class ColdPhases:
     """of its first chunk that was computed before the whole adapter was there"""
     forecast: float = 0.0
     """seconds of exposed load, as planned"""
+    load_forecast: float = 0.0
+    """of what was left of the load at the first plan"""
+    planned: float = 0.0
+    """when this was; monotonic, 0: never"""
     exposed: float = 0.0
     """seconds in which its computation waited for adapter bytes"""
     load: float = 0.0

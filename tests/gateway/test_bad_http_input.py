@@ -153,9 +153,7 @@ def test_malformed_models_are_not_found(gateway: Running, name: str) -> None:
     [
         ("GET", "/nothing", 404, "not_found"),
         ("GET", "/", 404, "not_found"),
-        ("PUT", "/functions/f/aliases/a", 404, "not_found"),
-        ("POST", "/functions/f/rollback", 404, "not_found"),
-        ("PATCH", "/functions/f", 405, "method_not_allowed"),
+        ("PATCH", "/functions", 405, "method_not_allowed"),
         ("GET", "/explain/req_1", 404, "not_found"),
         ("POST", "/batches", 404, "not_found"),
         ("GET", "/functions/", 404, "not_found"),

@@ -14,6 +14,7 @@ from benchmarks.local_engine import GREEDY, LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference, make_adapter
 from cluster.messages import Adapter, Sampling
 from node_agent.ipc import Finished, Submit
+from node_agent.types import Plan
 
 STORY = [1, 403, 407, 261]
 
@@ -163,19 +164,38 @@ def test_a_load_never_holds_up_others(make_engine: MakeEngine, adapter_dir: Path
     assert ended(engine, again).cold_start.state == "none"
 
 
-def test_a_cold_chunk_advances_block_by_block(
+class Turnstile:
+    """Lets one layer at a time through to the device."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._permits = threading.Semaphore(0)
+        engine.engine.store.loader.device_link = self  # type: ignore[assignment]
+
+    def carry(self, size: int) -> None:
+        assert self._permits.acquire(timeout=60)
+
+    def let(self, layers: int) -> None:
+        self._permits.release(layers)
+
+
+def test_others_decode_between_the_layers_of_a_cold_pass(
     make_engine: MakeEngine, adapter_dir: Path, reference: PeftReference
 ) -> None:
-    """Between two blocks of a cold pass the others decode, and the cold answer is PEFT's."""
+    """It goes on with each layer that comes, and waits for none with others' decodes to do; its answer is PEFT's."""
     engine = make_engine(chunk_tokens=16)
-    adapter = engine.deploy(adapter_dir)
-    writing = engine.submit(STORY, 60, ignore_eos=True)
-    prompt = [1, *range(100, 150)]
+    turnstile, passes = Turnstile(engine), engine.engine.cold.open
+    engine.engine.cold_start.plan = lambda lease, n_tokens: Plan("pipeline")  # type: ignore[method-assign]
+    adapter, prompt = engine.deploy(adapter_dir), [1, *range(100, 150)]
     cold = engine.submit(prompt, 8, adapter)
-    engine.run(until=lambda: any(0 < c.run.layer < 5 for c in engine.engine.cold.open))
-    before = len(engine.outcomes[writing].tokens)
-    engine.run(until=lambda: not engine.engine.cold.open)
-    assert len(engine.outcomes[writing].tokens) > before
+    engine.run(until=lambda: bool(passes))
+    writing = engine.submit(STORY, 300, ignore_eos=True)
+    for layer in range(1, engine.base.num_layers):
+        turnstile.let(1)
+        engine.run(until=lambda layer=layer: passes[0].run.layer == layer)
+        before = len(engine.outcomes[writing].tokens)
+        engine.run(until=lambda before=before: len(engine.outcomes[writing].tokens) > before)
+        assert passes[0].run.layer == layer
+    turnstile.let(1)
     engine.run()
     assert not check(engine, reference, Case(adapter_dir, adapter, prompt, 8), engine.outcomes[cold].tokens, Tally())
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from benchmarks.exactness import run_batch
 from benchmarks.forced import force
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from node_agent.coldstart.learning import Outcome
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
+from node_agent.ipc import Generated
 from node_agent.types import LayerState, Lease, Plan
 
 STORY = [1, *range(50, 90)]
@@ -139,6 +142,9 @@ def test_a_worker_that_fails_costs_time_and_no_token(
 def test_a_client_that_leaves_during_a_handed_over_pass(assisted: LocalEngine, adapter_dir: Path) -> None:
     """Its pass ends, and what its workers read is given back."""
     link = HeldLink(assisted)
+    layers = assisted.base.num_layers
+    half = Plan("assist", layers // 2, 0.0, (1.0,) * layers, (0.0,) * layers)  # the later ones wait for the link
+    assisted.engine.cold_start.plan = lambda lease, n_tokens: half  # type: ignore[method-assign]
     request = assisted.submit(STORY * 9, 6, assisted.deploy(adapter_dir))
     assisted.run(until=lambda: any(cold.run.layer > 0 for cold in assisted.engine.cold.open))
     assisted.engine.cancel(request)
@@ -164,6 +170,78 @@ def test_drawn_plans_arrivals_and_faults(
     assert not problems
     assert all(forced.plans.values())
     assert seen["layers_cpu"] and seen["layers_device"]
+
+
+def wait_for_host(engine: LocalEngine, count: int) -> None:
+    """Until so many adapters are wholly in host memory; nothing is computed."""
+    deadline = time.monotonic() + 30
+    while len(list(engine.engine.store.hosts.complete())) < count:
+        engine.engine.prepare()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    engine.engine.prepare()
+
+
+@needs_core
+def test_a_first_token_waits_for_no_decode_step(assisted: LocalEngine, adapter_dir: Path) -> None:
+    """It is there before the hot pass of its iteration, for no layer had to be waited for."""
+    link, engine = HeldLink(assisted), assisted.engine
+    other = assisted.submit(STORY, 20, ignore_eos=True)
+    assisted.run(until=lambda: len(assisted.outcomes[other].tokens) > 1)
+    request = assisted.submit(STORY, 2, assisted.deploy(adapter_dir), ignore_eos=True)
+    wait_for_host(assisted, 1)
+    engine.take_events()
+    used = engine.compute_cold()
+    assert [(type(e), e.id) for e in engine.take_events()] == [(Generated, request)]
+    assert used == len(STORY)
+    assert engine.compute_hot(used)
+    assert [(type(e), e.id) for e in engine.take_events()] == [(Generated, other)]
+    link.open()
+    assisted.run()
+    assisted.assert_clean()
+
+
+@needs_core
+def test_cold_passes_hold_others_up_no_longer_than_a_warm_chunk(assisted: LocalEngine, adapter_dir: Path) -> None:
+    link, engine, adapter = HeldLink(assisted), assisted.engine, assisted.deploy(adapter_dir)
+    prompt, most, layers = STORY * 9, engine.limits.chunk_tokens, assisted.base.num_layers
+    first, second = (assisted.submit(prompt, 2, adapter, ignore_eos=True) for _ in range(2))
+    wait_for_host(assisted, 1)
+    engine.take_events()
+    used = engine.compute_cold()
+    assert len(prompt) < used <= most < 2 * len(prompt)
+    assert [e.id for e in engine.take_events()] == [first]
+    assert [(cold.row.request.id, cold.run.layer) for cold in engine.cold.open] == [
+        (second, (most - len(prompt)) * layers // len(prompt))
+    ]
+    engine.compute_cold()
+    assert [e.id for e in engine.take_events()] == [second]
+    link.open()
+    assisted.run()
+    assisted.assert_clean()
+
+
+@needs_core
+def test_what_came_of_a_plan_is_kept_and_learnt_from(make_engine: MakeEngine, adapter_dir: Path) -> None:
+    engine = make_engine(cpu_workers=1)
+    starts, link = engine.engine.cold_start, HeldLink(engine)
+    request = engine.submit(STORY, 2, engine.deploy(adapter_dir), ignore_eos=True)
+    engine.run(until=lambda: bool(engine.engine.running))
+    lease, profile = engine.engine.running[request].lease, starts.profile
+    assert lease is not None and profile is not None
+    before = starts.costs(lease, len(STORY), profile)
+    slow = Outcome("r0", "assist", len(STORY), 0.1, 1.0, 0.0, 0.0, waited=1.0, layers_cpu=5, layers_device=0)
+    for _ in range(5):
+        starts.observe(lease, slow)
+        starts.observe_load(1.0, 2.0)
+    after = starts.costs(lease, len(STORY), profile)
+    assert (after.cpu > before.cpu).all() and (after.load > 1.5 * before.load).all()
+    link.open()
+    engine.run()
+    came = starts.outcomes[-1]
+    assert (came.request, came.tokens) == (request, len(STORY))
+    assert came.layers_cpu + came.layers_device == engine.base.num_layers
+    assert came.forecast > 0 and 0 <= came.exposed + came.waited <= came.seconds
 
 
 @pytest.mark.parametrize("bandwidth", [2e5, 2e6])
