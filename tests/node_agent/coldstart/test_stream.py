@@ -310,11 +310,15 @@ def test_layers_are_used_when_their_copies_are_enqueued(
         events.append(Awaited())
         return events[-1]
 
-    monkeypatch.setattr(device_copy, "record_event", record)
     path = make_adapter(stories_dir, tmp_path / "whole", 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
     engine = make_engine(cold_start="pipeline", cpu_workers=0)
+    adapter = engine.deploy(path)
+    engine.submit([1], 1, adapter)
+    engine.run()
+    assert engine.engine.store.discard(adapter.digest), "from here on it lies in host memory, wholly"
+    monkeypatch.setattr(device_copy, "record_event", record)
     engine.engine.cold_start.plan = lambda lease, n_tokens: Plan("pipeline")  # type: ignore[method-assign]
-    request = engine.submit([1, *range(50, 90)], 6, engine.deploy(path), ignore_eos=True)
+    request = engine.submit([1, *range(50, 90)], 6, adapter, ignore_eos=True)
     enqueued = device_copy.AHEAD + 1
     passes = engine.engine.cold
     engine.run(until=lambda: bool(passes.open) and passes.open[0].run.layer == enqueued)
