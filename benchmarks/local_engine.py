@@ -33,11 +33,14 @@ class Outcome:
 class LocalEngine:
     """Deploys adapters through the real registry and collects what the engine answers."""
 
-    def __init__(self, model_dir: Path, registry: Path, **settings: Any) -> None:
+    def __init__(
+        self, model_dir: Path, registry: Path | str, on_change: Callable[[], None] = lambda: None, **settings: Any
+    ) -> None:
+        """`registry`: a directory, or an s3:// URL; `on_change`: told by loads of every layer that has come on."""
         self.model_dir = model_dir
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
         config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
-        self.engine, self.base = build_engine(config, lambda: None)
+        self.engine, self.base = build_engine(config, on_change)
         self.outcomes: dict[str, Outcome] = {}
         self._count = 0
 
@@ -63,8 +66,8 @@ class LocalEngine:
         self.engine.submit(Submit(request, "test", tokens, max_tokens, sampling, timeout, adapter, ignore_eos))
         return request
 
-    def step(self) -> None:
-        """One iteration; what it said is booked in `outcomes`."""
+    def step(self) -> bool:
+        """One iteration; what it said is booked in `outcomes`. False when there was nothing to compute."""
         worked = self.engine.step()
         now = time.perf_counter()
         events = self.engine.take_events()
@@ -80,6 +83,7 @@ class LocalEngine:
                 self.outcomes[event.id].finished = event
         if not worked and not events:
             time.sleep(0.0005)  # a load is on its way
+        return worked
 
     def run(self, until: Callable[[], bool] | None = None, limit: float = 300.0) -> None:
         """Step until nothing is in flight (or `until` holds). Raises TimeoutError after `limit` seconds."""

@@ -31,6 +31,8 @@ ECHO = len(GROUPS)
 GROUP_NAMES = tuple(GROUPS)
 PAGE = mmap.PAGESIZE
 _COMMAND, _WORD = struct.Struct("<Q7i"), struct.Struct("<Q")
+_REPEATS = _WORD.size
+"""Offset of the simulated slow-down, in the line of the armed flag: written before any command that it is for."""
 
 
 class Command(NamedTuple):
@@ -149,6 +151,15 @@ class HandoffMemory:
         """What the command flag holds now; no order is promised."""
         value: int = _WORD.unpack_from(self._bytes, self.command_flags[slot][worker] - self.armed)[0]
         return value
+
+    @property
+    def repeats(self) -> int:
+        """How often a worker computes each command, to pretend slower cores; the result stays the same."""
+        return max(1, int(_WORD.unpack_from(self._bytes, _REPEATS)[0]))
+
+    @repeats.setter
+    def repeats(self, value: int) -> None:
+        _WORD.pack_into(self._bytes, _REPEATS, value)
 
     def x(self, slot: int, tokens: int, width: int) -> torch.Tensor:
         """[tokens, width], the x area's beginning."""
