@@ -67,7 +67,8 @@ def planning_table(document: dict[str, Any]) -> str:
     lines: list[str] = []
     if "regret" in parts:
         lines += [
-            f"FULL against the best single plan at each of {figures['planner_regret_points']:.0f} points: "
+            f"FULL against the best single plan at each of {figures['planner_regret_points']:.0f} points, "
+            f"{len(parts['regret']['rows'][0]['full'])} rounds: "
             f"{figures['planner_regret']:+.1%} at the worst, {figures['planner_regret_p50']:+.1%} in the middle.",
             "",
             "| prompt tokens | link, times | loads at once | workers | wait | pipeline | assist | full |",
@@ -90,7 +91,7 @@ def planning_table(document: dict[str, Any]) -> str:
         ratios = ", ".join(
             f"{kind.upper()} {figures[f'{kind}_over_cached_full_busy']:.2f}" for kind in ("ttft", "tpt", "e2e")
         )
-        lines += ["", f"The whole service on a busy host, FULL over CACHED: {ratios}."]
+        lines += ["", f"The whole service on a busy host, FULL over CACHED, {len(parts['busy']['rounds']['full'])} rounds: {ratios}."]
     return "\n".join(lines) or "Not measured yet."
 
 
