@@ -88,10 +88,14 @@ def planning_table(document: dict[str, Any]) -> str:
         )
         lines += ["", f"Loads of others that interrupt ONDMD's answers of 32 tokens on average: {shares}."]
     if "busy" in parts:
+        rounds = len(parts["busy"]["rounds"]["full"])
         ratios = ", ".join(
             f"{kind.upper()} {figures[f'{kind}_over_cached_full_busy']:.2f}" for kind in ("ttft", "tpt", "e2e")
         )
-        lines += ["", f"The whole service on a busy host, FULL over CACHED, {len(parts['busy']['rounds']['full'])} rounds: {ratios}."]
+        lines += [
+            "",
+            f"The whole service on a busy host, FULL over CACHED, {rounds} rounds: {ratios}.",
+        ]
     return "\n".join(lines) or "Not measured yet."
 
 
