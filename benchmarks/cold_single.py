@@ -110,7 +110,8 @@ def timeline(bench: Bench, columns: Sequence[str], recorder: Recorder) -> dict[s
 
 
 def interruptions(bench: Bench, calls: int, rounds: int, seed: int, until: float) -> dict[str, Any]:
-    """ONDMD under the popularity of the trace's functions, at three rates: how others' loads hold up a request."""
+    """ONDMD under the popularity of the trace's functions, at three rates: how others' loads hold up a request. As in
+    S-LoRA the device begins with no adapter."""
     rng = np.random.default_rng([seed, 2])
     setting = SETTINGS["MAF-512"]
     rows: list[dict[str, Any]] = [{"rps": rps, "share": [], "count": []} for rps in INTERRUPTING_RPS]
@@ -118,7 +119,7 @@ def interruptions(bench: Bench, calls: int, rounds: int, seed: int, until: float
     for index in range(rounds):
         if index and time.monotonic() > until:
             break
-        part, residents = draw_round(bench, setting, calls, rng, INTERRUPTED_OUTPUT)
+        part, _ = draw_round(bench, setting, calls, rng, INTERRUPTED_OUTPUT)
         prompts = [draw_prompt(bench.cold.engine, min(call.prompt_tokens, MOST_PROMPT["chat"]), index) for call in part]
         if not rate:
             begin = time.perf_counter()
@@ -126,7 +127,6 @@ def interruptions(bench: Bench, calls: int, rounds: int, seed: int, until: float
             rate = len(part) / (time.perf_counter() - begin)
         for row in rows:
             with bench.variant("ondmd") as rig:
-                bench.bring(residents)
                 run = rig.serve(part, prompts, 1 / (rate * row["rps"] * UTILISATION_PER_RPS))
             for share, count in interrupted(run):
                 row["share"].append(share)

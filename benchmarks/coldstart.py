@@ -58,6 +58,9 @@ FIGURES: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
 MANY = 8
 """Adapters of rank 64, which most parts call: a variant forgets its device, so that rounds can use the same ones."""
 
+AT_ONCE = 3
+"""Times the calls of other parts, where calls are to meet: only many at once are interrupted by each other's loads."""
+
 
 class Study:
     """Its engines are started when the first part needs them."""
@@ -71,7 +74,7 @@ class Study:
     @property
     def bench(self) -> Bench:
         if self._bench is None:
-            ranks = {64: max(MANY, self.options.calls)}
+            ranks = {64: max(MANY, AT_ONCE * self.options.calls)}
             for part in self.parts:
                 ranks |= {rank: max(self._most(part), ranks.get(rank, 0)) for rank in _ranks(part)}
             self._bench = Bench(self.model, self.root / "bench", self.options.seed, ranks, self.recorder.changed)
@@ -101,7 +104,7 @@ class Study:
         elif part == "timeline":
             row = timeline(self.bench, self.columns, self.recorder)
         elif part == "interruptions":
-            row = interruptions(self.bench, calls, rounds, seed, until)
+            row = interruptions(self.bench, AT_ONCE * calls, rounds, seed, until)
         else:
             setting = SETTINGS[part]
             row = run_setting(self.bench, setting, variants_of(setting, self.columns), rounds, calls, seed, until)
