@@ -1,12 +1,13 @@
-"""Engines that serve the same calls with adapters that are there, or have to be loaded: what coldstart.py compares."""
+"""An engine on one core, the adapters that it serves, and how a stretch of calls went: what coldstart.py drives."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,18 +19,11 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
 from benchmarks.workloads import Call
 from cluster.messages import Adapter, ColdStart
-from node_agent.coldstart.cold_starts import WAYS, Way
+from node_agent.types import Lease
 
 TARGETS = ["q_proj", "k_proj", "v_proj"]
-VARIANTS: dict[str, Way] = {
-    "cached": Way(("wait",)),
-    "ondmd": Way(("wait",), blocks=True),
-    "overlap": Way(("wait",)),
-    "pipeline": Way(("pipeline",)),
-    "assist": Way(("assist",), whole=True),
-    "full": WAYS["auto"],
-}
-"""S-LoRA's load-then-prefill, and what is added to it one at a time. `cached` has every adapter on the device."""
+LOAD_LIMIT_S = 60.0
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -38,6 +32,21 @@ class Served:
 
     sample: Sample
     cold: ColdStart
+
+
+@dataclass
+class Run:
+    """A stretch of calls. Seconds."""
+
+    served: list[Served] = field(default_factory=list)
+    wall: float = 0.0
+    """idle time that was skipped included"""
+    device: float = 0.0
+    """in which the engine computed, its waits for workers included"""
+    workers: float = 0.0
+    """of the CPU workers' cores, polling included"""
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    """(begin, end) of every time in which requests ran and nothing was computed"""
 
 
 def make_adapters(model_dir: Path, root: Path, ranks: Sequence[int], seed: int) -> list[Path]:
@@ -62,55 +71,94 @@ def _link(source: str, target: str) -> None:
 
 
 class Rig:
-    """One engine, and the adapters it serves, all in host memory."""
+    """One engine and its adapters, all in host memory."""
 
-    def __init__(self, engine: LocalEngine, adapters: list[Adapter]) -> None:
-        self.engine, self.adapters = engine, adapters
+    def __init__(self, engine: LocalEngine, adapters: Sequence[Adapter]) -> None:
+        self.engine, self.adapters = engine, list(adapters)
+        self._stalled_since = 0.0
         self._fill_host()
 
-    def serve(self, calls: Sequence[Call], prompts: Sequence[list[int]], gap: float) -> list[Served]:
-        """The calls at their times (`gap`: seconds between two on average), until all have ended."""
-        begin = time.perf_counter()
-        due = [begin + call.at * gap for call in calls]
-        sent: dict[str, Sample] = {}
+    def serve(self, calls: Sequence[Call], prompts: Sequence[list[int]], gap: float) -> Run:
+        """The calls at their times (`gap`: seconds between two on average), until all have ended.
+
+        Time in which nothing runs is skipped: it changes no latency, and a study of a lightly loaded engine would
+        consist of it.
+        """
+        run, sent, skipped = Run(), dict[str, Sample](), 0.0
+        before, begin = self._worker_seconds(), time.perf_counter()
         while len(sent) < len(calls) or self.engine.engine.busy:
-            while len(sent) < len(calls) and due[len(sent)] <= time.perf_counter():
-                i = len(sent)
+            while len(sent) < len(calls):
+                i, due = len(sent), begin + calls[len(sent)].at * gap - skipped
+                if due > time.perf_counter():
+                    break
                 request = self.engine.submit(
                     prompts[i], calls[i].output_tokens, self.adapters[calls[i].adapter], ignore_eos=True
                 )
-                sent[request] = Sample("", due=due[i], sent=due[i], prompt_tokens=len(prompts[i]))
+                sent[request] = Sample("", due=due, sent=due, prompt_tokens=len(prompts[i]))
             if self.engine.engine.busy:
+                self._step(run)
+            elif self.engine.engine.store.loads_in_flight:  # of a request that did not need all of it
                 self.engine.step()
             else:
-                time.sleep(max(0.0, due[len(sent)] - time.perf_counter()))
-        return [self._served(request, sample) for request, sample in sent.items()]
+                skipped += max(0.0, due - time.perf_counter())
+        run.wall = time.perf_counter() - begin + skipped
+        run.workers = self._worker_seconds() - before
+        run.served = [self._served(request, sample) for request, sample in sent.items()]
+        return run
+
+    def first_tokens(self, prompt: list[int], adapters: Iterable[int]) -> list[Served]:
+        """The prompt with each of these adapters, all sent at once, one token each."""
+        calls = [Call(0.0, adapter, len(prompt), 1) for adapter in adapters]
+        return self.serve(calls, [prompt] * len(calls), 0.0).served
 
     def forget_device(self) -> None:
         """Take every adapter off the device; all stay in host memory."""
-        for digest in list(self.engine.engine.store.device):
-            if not self.engine.engine.store.discard(digest):
-                raise RuntimeError(f"adapter {digest} is in use between two runs")
+        store = self.engine.engine.store
+        for digest in list(store.device):  # a request of one token may end before its adapter is wholly there
+            self._until(lambda digest=digest: store.discard(digest), "its end")
 
-    def fill_device(self) -> None:
-        """Bring every adapter to the device, which must have room for all."""
-        for adapter in self.adapters:
-            self.engine.submit([1, 2], 1, adapter, ignore_eos=True)
-            self.engine.run()
+    def fill_device(self, adapters: Iterable[int]) -> None:
+        """Bring these adapters to the device, which must have room for all."""
+        store = self.engine.engine.store
+        for adapter in (self.adapters[i] for i in adapters):
+            lease = store.acquire(adapter)
+            if not isinstance(lease, Lease):
+                raise RuntimeError(f"there is no room for adapter {adapter.digest}: {lease}")
+            self._until(lambda lease=lease: store.loaded(lease), "the device")
+            store.release(lease, [])
+
+    def _step(self, run: Run) -> None:
+        begin = time.perf_counter()
+        if self.engine.step():
+            run.device += time.perf_counter() - begin
+            if self._stalled_since:
+                run.stalls.append((self._stalled_since, begin))
+            self._stalled_since = 0.0
+        elif self.engine.engine.running:
+            self._stalled_since = self._stalled_since or begin
 
     def _fill_host(self) -> None:
         store = self.engine.engine.store
         for adapter in self.adapters:
             store.announce(adapter)
-            deadline = time.monotonic() + 60
-            while store.announce(adapter) == "absent":
-                store.retract(adapter.digest)
-                store.poll()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"adapter {adapter.digest} does not reach host memory")
-                time.sleep(0.001)
+            self._until(lambda adapter=adapter: self._in_host(adapter), "host memory")
             store.retract(adapter.digest)
-            store.retract(adapter.digest)
+
+    def _in_host(self, adapter: Adapter) -> bool:
+        host = self.engine.engine.store.hosts.get(adapter.digest)
+        return host is not None and host.complete
+
+    def _until(self, condition: Any, where: str) -> None:
+        deadline = time.monotonic() + LOAD_LIMIT_S
+        while not condition():
+            self.engine.engine.store.poll()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"an adapter does not reach {where}")
+            time.sleep(0.0005)
+
+    def _worker_seconds(self) -> float:
+        assist = self.engine.engine.assist
+        return sum(_cpu_seconds(pid) for pid in assist.workers.pids()) if assist is not None else 0.0
 
     def _served(self, request: str, sample: Sample) -> Served:
         outcome = self.engine.outcomes.pop(request)
@@ -121,6 +169,12 @@ class Rig:
         return Served(sample, outcome.finished.cold_start)
 
 
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
 def capacity(rig: Rig, calls: Sequence[Call], prompts: Sequence[list[int]]) -> float:
     """Calls per second when all are there at once."""
     begin = time.perf_counter()
@@ -128,13 +182,12 @@ def capacity(rig: Rig, calls: Sequence[Call], prompts: Sequence[list[int]]) -> f
     return len(calls) / (time.perf_counter() - begin)
 
 
+def draw_prompt(engine: LocalEngine, tokens: int, seed: int = 0) -> list[int]:
+    high = min(1000, engine.base.vocab_size)
+    return [int(token) for token in np.random.default_rng([seed, tokens]).integers(100, high, tokens)]
+
+
 def warm_prefill(rig: Rig, tokens: int, rounds: int = 5) -> float:
     """Seconds to the first token of a prompt of so many tokens, alone, its adapter on the device."""
-    prompt = np.random.default_rng(tokens).integers(100, min(1000, rig.engine.base.vocab_size), tokens).tolist()
-    found = []
-    for _ in range(rounds + 1):
-        begin = time.perf_counter()
-        request = rig.engine.submit(prompt, 1, rig.adapters[0], ignore_eos=True)
-        rig.engine.run()
-        found.append(rig.engine.outcomes.pop(request).times[0] - begin)
-    return median(found[1:])
+    prompt = draw_prompt(rig.engine, tokens)
+    return median([rig.first_tokens(prompt, [0])[0].sample.ttft for _ in range(rounds + 1)][1:])

@@ -1,154 +1,213 @@
 """Cold starts in one engine on a CPU: every way of loading over the same calls, against adapters that are all resident.
 
 The link between host memory and "device" is simulated: a rank-64 q,k,v adapter takes 0.68 of a warm prefill of 256
-tokens to cross it, the papers' 30 ms to 44 ms. The engine has one core, a CPU worker the other. All adapters lie in
-host memory; every variant gets the same calls (workloads.py), in rounds that alternate the variants. TTFT counts from
-the time at which a call was due.
+tokens to cross it, the papers' 30 ms to 44 ms. The engine has one core, a CPU worker and the loaders the other. All
+adapters lie in host memory; every variant gets the same calls (workloads.py), in rounds that alternate the variants.
+TTFT counts from the time at which a call was due. Two columns: CPU workers as fast as they are here, and slowed until
+worker time : prefill is the papers' 27 : 44.
+
+Each part's result is kept in FILE.parts as it ends, and a run with the same options goes on from there.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
-import numpy as np
 import torch
 
-from adapters.base_model import load_base_model
-from benchmarks.cold_rig import VARIANTS, Rig, Served, capacity, make_adapters, warm_prefill
-from benchmarks.local_engine import LocalEngine
+from benchmarks.cold_bench import LOAD_OVER_PREFILL, WORKER_OVER_PREFILL, Bench
+from benchmarks.cold_busy import busy_figures, busy_host
+from benchmarks.cold_settings import CALLS_SHARE, MEAN_OUTPUT, figures_of, run_setting, variants_of
+from benchmarks.cold_single import (
+    GRID,
+    PIPELINING_RANKS,
+    QUICK_GRID,
+    interruption_figures,
+    interruptions,
+    pipelining,
+    pipelining_figures,
+    regret,
+    regret_figures,
+    timeline,
+)
+from benchmarks.cold_stream import streaming, streaming_figures
+from benchmarks.cold_timeline import Recorder
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
-from benchmarks.workloads import SETTINGS, Call, Setting, draw_calls
-from node_agent.config import LinkConfig
+from benchmarks.workloads import SETTINGS
 from node_agent.cores import spare_cores
 
-LOAD_OVER_PREFILL = 0.68
-MEAN_OUTPUT = 12
-"""Tokens. The papers' answers are longer; a first token does not wait for them."""
-MOST_PROMPT = {"chat": 1024, "azure": 2048}
-POOL_SHARE = 0.1
-"""Of all adapters' bytes, that the device holds."""
-Measures = dict[str, list[float]]
+SHARES = {
+    "S1": 17, "S2": 17, "S3": 22, "S3-azure": 18, "S4": 17, "MAF-256": 13, "MAF-256-25": 6, "pipelining": 3,
+    "timeline": 1, "regret": 12, "interruptions": 8, "stream": 8, "busy": 14,
+}  # fmt: skip
+"""The parts of the study, and the share of its time that each gets; any other setting gets as much as S1."""
+QUICK = "S3,MAF-256,timeline,pipelining,regret,interruptions,stream"
+FIGURES: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
+    "pipelining": pipelining_figures, "regret": regret_figures, "interruptions": interruption_figures,
+    "stream": streaming_figures, "busy": busy_figures,
+}  # fmt: skip
 
 
-def build(model: Path, root: Path, paths: Sequence[Path], device_bytes: int, link: LinkConfig | None) -> Rig:
-    engine = LocalEngine(
-        model, root, dtype="bfloat16", threads=1, adapter_memory=device_bytes, host_memory=2 << 30, kv_memory=256 << 20,
-        cpu_workers=0 if link is None else 1, load_link=link, cold_start="wait" if link is None else "auto", max_cold=4,
-    )  # fmt: skip
-    return Rig(engine, [engine.deploy(path) for path in paths])
+MANY = 8
+"""Adapters of rank 64, which most parts call: a variant forgets its device, so that rounds can use the same ones."""
+
+AT_ONCE = 3
+"""Times the calls of other parts, where calls are to meet: only many at once are interrupted by each other's loads."""
 
 
-def measures(served: Sequence[Served]) -> dict[str, float]:
-    """Means over calls: seconds, and the share of calls that found their adapter somewhere else than on the device."""
-    return {
-        "ttft": mean(one.sample.ttft for one in served),
-        "tpt": mean(one.sample.tpt for one in served),
-        "e2e": mean(one.sample.e2e for one in served),
-        "exposed": mean(one.cold.exposed for one in served),
-        "cold": mean(one.cold.state != "none" for one in served),
-    }
+class Study:
+    """Its engines are started when the first part needs them."""
+
+    def __init__(self, options: argparse.Namespace, root: Path) -> None:
+        self.options, self.root, self.model = options, root, Path(options.model).absolute()
+        self.columns: list[str] = options.columns.split(",")
+        self.recorder = Recorder()
+        self._bench: Bench | None = None
+
+    @property
+    def bench(self) -> Bench:
+        if self._bench is None:
+            ranks = {64: max(MANY, AT_ONCE * self.options.calls)}
+            for part in self.parts:
+                ranks |= {rank: max(self._most(part), ranks.get(rank, 0)) for rank in _ranks(part)}
+            self._bench = Bench(self.model, self.root / "bench", self.options.seed, ranks, self.recorder.changed)
+        return self._bench
+
+    def _most(self, part: str) -> int:
+        """Adapters of each rank that a round of the part calls."""
+        share = CALLS_SHARE[SETTINGS[part].lengths] if part in SETTINGS else 0.0
+        return max(1, round(self.options.calls * share))
+
+    @property
+    def parts(self) -> list[str]:
+        names: list[str] = self.options.settings.split(",")
+        return names
+
+    def run(self, part: str, until: float) -> dict[str, Any]:
+        options = self.options
+        rounds, calls, seed = options.rounds, options.calls, options.seed
+        if part == "stream":
+            row = streaming(self.model, self.root / "stream", rounds, seed, until)
+        elif part == "busy":
+            row = busy_host(self.model, self.root / "busy", rounds, calls, seed, until)
+        elif part == "pipelining":
+            row = pipelining(self.bench, self.columns, rounds, until)
+        elif part == "regret":
+            row = regret(self.bench, self.columns[-1:], rounds, until, QUICK_GRID if options.quick else GRID)
+        elif part == "timeline":
+            row = timeline(self.bench, self.columns, self.recorder)
+        elif part == "interruptions":
+            row = interruptions(self.bench, AT_ONCE * calls, rounds, seed, until)
+        else:
+            setting = SETTINGS[part]
+            row = run_setting(self.bench, setting, variants_of(setting, self.columns), rounds, calls, seed, until)
+        bench = self._bench
+        if bench is not None:
+            row |= {"warm_prefill_256_s": bench.prefill, "link_bytes_s": bench.link.bandwidth}
+            row |= {"repeats": bench.repeats, "worker_over_prefill": bench.worker_over_prefill}
+        return row
+
+    def close(self) -> None:
+        if self._bench is not None:
+            self._bench.close()
 
 
-def run_setting(setting: Setting, model: Path, root: Path, options: Any, link: LinkConfig) -> dict[str, Any]:
-    """Every variant over the setting's calls, in rounds of `calls` each."""
-    rounds, calls = (1, 4) if options.quick else (options.rounds, options.calls)
-    rng = np.random.default_rng(options.seed)
-    base = load_base_model(model)
-    most = min(MOST_PROMPT[setting.lengths], base.max_context - 4 * MEAN_OUTPUT)
-    drawn = [draw_calls(setting, calls, rng, most, MEAN_OUTPUT) for _ in range(rounds)]
-    count = min(setting.adapters, rounds * calls)
-    drawn = [_spread(part, i, count, setting) for i, part in enumerate(drawn)]
-    ranks = [setting.ranks[i % len(setting.ranks)] for i in range(count)]
-    paths = make_adapters(model, root / "adapters", ranks, options.seed)
-    prompts = [
-        [rng.integers(100, min(1000, base.vocab_size), call.prompt_tokens).tolist() for call in part] for part in drawn
-    ]
-    sizes = sum((path / "adapter_model.safetensors").stat().st_size for path in paths)
-    cached = build(model, root / "cached", paths, 2 * sizes + (64 << 20), None)
-    cached.fill_device()
-    cold = build(model, root / "cold", paths, int(POOL_SHARE * sizes) + (32 << 20), link)
-    gap = 1 / (setting.utilisation * capacity(cached, drawn[0], prompts[0]))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    plans: dict[str, int] = {}
-    for part, texts in zip(drawn, prompts, strict=True):
-        for rig in (cached, cold):  # what is computed for the first time takes longer: not at one variant's expense
-            capacity(rig, part, texts)
-        for name, way in VARIANTS.items():
-            rig = cached if name == "cached" else cold
-            rig.engine.engine.cold_start.way = way
-            if rig is cold:
-                rig.forget_device()
-            served = rig.serve(part, texts, gap)
-            found[name].append(measures(served))
-            if name == "full":
-                for one in served:
-                    plans[one.cold.plan] = plans.get(one.cold.plan, 0) + 1
-    for rig in (cached, cold):
-        rig.engine.close()
-    return {"setting": setting.name, "gap_s": gap, "adapters": count, "plans": plans, "rounds": found}
+def _ranks(part: str) -> tuple[int, ...]:
+    return SETTINGS[part].ranks if part in SETTINGS else PIPELINING_RANKS if part == "pipelining" else (64,)
 
 
-def _spread(calls: list[Call], index: int, count: int, setting: Setting) -> list[Call]:
-    """Rounds of a setting whose calls all differ name different adapters, too."""
-    if setting.popularity != "distinct":
-        return [Call(c.at, c.adapter % count, c.prompt_tokens, c.output_tokens) for c in calls]
-    at = index * len(calls)
-    return [Call(c.at, (at + i) % count, c.prompt_tokens, c.output_tokens) for i, c in enumerate(calls)]
+def run_parts(study: Study, kept: Path | None) -> list[dict[str, Any]]:
+    """Every part, in a share of the time that is left when it begins."""
+    options = study.options
+    end, left = time.monotonic() + 60 * options.minutes, list(study.parts)
+    rows = _kept(kept, study)
+    while left:
+        part = left[0]
+        if not any(row["part"] == part for row in rows):
+            share = SHARES.get(part, SHARES["S1"]) / sum(SHARES.get(name, SHARES["S1"]) for name in left)
+            begin, probe = time.monotonic(), contention_probe()
+            row = study.run(part, begin + share * (end - begin))
+            row |= {"seconds": time.monotonic() - begin, "probe_before_ms": probe, "probe_after_ms": contention_probe()}
+            rows.append(row)
+            print(f"{part}: {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps({"key": _key(study), "rows": rows}))
+        left.pop(0)
+    return rows
 
 
-def ratios(row: dict[str, Any]) -> dict[str, float]:
-    """`{measure}_over_cached_{variant}_{setting}`: medians over rounds, and the largest round of TTFT."""
-    found: dict[str, float] = {}
-    base = row["rounds"]["cached"]
-    for name in VARIANTS:
-        for kind in ("ttft", "tpt", "e2e"):
-            each = [one[kind] / ref[kind] for one, ref in zip(row["rounds"][name], base, strict=True)]
-            found[f"{kind}_over_cached_{name}_{row['setting']}"] = median(each)
-            if kind == "ttft":
-                found[f"ttft_over_cached_{name}_{row['setting']}_max"] = max(each)
-        found[f"exposed_ms_{name}_{row['setting']}"] = 1e3 * mean(one["exposed"] for one in row["rounds"][name])
-    return found
+def _key(study: Study) -> dict[str, Any]:
+    """What parts of one report must have in common."""
+    options = study.options
+    return {name: getattr(options, name) for name in ("columns", "calls", "rounds", "seed", "quick", "model")}
 
 
-def study(options: Any, root: Path) -> dict[str, Any]:
-    model = Path(options.model).absolute()
-    probe = contention_probe()
-    one = make_adapters(model, root / "one", [64], options.seed)
-    rig = build(model, root / "first", one, 128 << 20, None)
-    rig.fill_device()
-    prefill = warm_prefill(rig, 256)
-    rig.engine.close()
-    size = rig.adapters[0].bytes * torch.bfloat16.itemsize // torch.float32.itemsize
-    link = LinkConfig(size / (LOAD_OVER_PREFILL * prefill))
-    names = options.settings.split(",")
-    rows = [run_setting(SETTINGS[name], model, root / name, options, link) for name in names]
-    figures = {"probe_before_ms": probe, "probe_after_ms": contention_probe(), "warm_prefill_256_ms": prefill * 1e3}
+def _kept(file: Path | None, study: Study) -> list[dict[str, Any]]:
+    if file is None or not file.exists():
+        return []
+    found = json.loads(file.read_text())
+    return [row for row in found["rows"] if row["part"] in study.parts] if found["key"] == _key(study) else []
+
+
+def document(study: Study, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    figures: dict[str, float] = {}
     for row in rows:
-        figures |= ratios(row)
+        if row["part"] != "timeline":
+            figures |= FIGURES.get(row["part"], figures_of)(row)
+    figures["probe_before_ms"] = rows[0]["probe_before_ms"]
+    figures["probe_after_ms"] = rows[-1]["probe_after_ms"]
+    figures["probe_max_ms"] = max(row[f"probe_{when}_ms"] for row in rows for when in ("before", "after"))
+    options = study.options
     settings = {
-        "model": model.name, "dtype": "bfloat16", "link_bytes_s": link.bandwidth, "engine_cores": 1, "worker_cores": 1,
-        "pool_share": POOL_SHARE, "mean_output": MEAN_OUTPUT, "rounds": options.rounds, "calls": options.calls,
-        "quick": options.quick,
+        "model": study.model.name, "dtype": "bfloat16", "engine_cores": 1, "worker_cores": 1,
+        "load_over_prefill": LOAD_OVER_PREFILL, "worker_over_prefill_slowed": round(WORKER_OVER_PREFILL, 3),
+        "mean_output": MEAN_OUTPUT, "rounds": options.rounds, "calls": options.calls, "calls_share": CALLS_SHARE,
+        "columns": study.columns, "parts": study.parts, "quick": options.quick,
     }  # fmt: skip
     return report("coldstart", settings, options.seed, rows, figures, simulated=True)
 
 
-def main() -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
-    parser.add_argument("--settings", default="S1,S2,S3,MAF-256", help=f"of {', '.join(SETTINGS)}")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=10, help="in each round")
-    options = parser.parse_args()
+    parser.add_argument("--settings", help=f"of {', '.join(dict.fromkeys([*SHARES, *SETTINGS]))}")
+    parser.add_argument("--columns", default="fast,slowed", help="of fast, slowed: the CPU workers' speed")
+    parser.add_argument("--rounds", type=int, default=5, help="of every part, as far as its time allows")
+    parser.add_argument("--calls", type=int, default=6, help="in each round of a setting with short prompts")
+    parser.add_argument("--minutes", type=float, default=24, help="for all parts; no round is cut short")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.rounds, options.calls = 1, 3
+    options.settings = options.settings or (QUICK if options.quick else ",".join(SHARES))
+    unknown = [name for name in options.settings.split(",") if name not in SHARES and name not in SETTINGS]
+    if unknown or not set(options.columns.split(",")) <= {"fast", "slowed"}:
+        parser.error(f"unknown: {unknown or options.columns}")
     if not spare_cores(1):
         parser.error("two cores are needed: one for the engine, one for a CPU worker")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    kept = None if options.json is None else options.json.with_name(options.json.name + ".parts")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+        study = Study(options, Path(root))
+        try:
+            rows = run_parts(study, kept)
+        finally:
+            study.close()
+        publish(document(study, rows), options.json)
+    if kept is not None:
+        kept.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,16 @@ START_LIMIT = 300.0
 class HttpService:
     """`garnish up` in a process of its own, with the given adapters deployed as a0, a1, ..."""
 
-    def __init__(self, model_dir: Path, adapters: list[Path], root: Path, dtype: str, threads: int) -> None:
+    def __init__(
+        self, model_dir: Path, adapters: list[Path], root: Path, dtype: str, threads: int, node: str = ""
+    ) -> None:
+        """`node`: what else serverless.yml says of the node, as `, key: value`."""
         self.root, self.adapters = root, adapters
         self.base = model_dir.name
         root.mkdir(parents=True)
         functions = "".join(f"  a{i}: {{tenant: bench, adapter: {path}}}\n" for i, path in enumerate(adapters))
         (root / "serverless.yml").write_text(
-            f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: cpu}}\n"
+            f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: cpu{node}}}\n"
             f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
         )
         self.threads = threads
@@ -38,6 +41,10 @@ class HttpService:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __enter__(self) -> HttpService:
         command = [str(Path(sys.executable).parent / "garnish"), "up", "-f", "serverless.yml", "--port", str(self.port)]

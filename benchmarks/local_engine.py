@@ -34,14 +34,21 @@ class Outcome:
 class LocalEngine:
     """Deploys adapters through the real registry and collects what the engine answers."""
 
-    def __init__(self, model_dir: Path, registry: Path | str, load: LoadModel = load_model, **settings: Any) -> None:
-        """`registry`: a directory, or the URL of a store."""
+    def __init__(
+        self,
+        model_dir: Path,
+        registry: Path | str,
+        load: LoadModel = load_model,
+        on_change: Callable[[], None] = lambda: None,
+        **settings: Any,
+    ) -> None:
+        """`registry`: a directory, or an s3:// URL; `on_change`: told by loads of every layer that has come on."""
         self.model_dir = model_dir
         self.idle = 0.0005
         """seconds that a step sleeps which finds nothing to do"""
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
         config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
-        self.engine, self.base = build_engine(config, lambda: None, load)
+        self.engine, self.base = build_engine(config, on_change, load)
         self.outcomes: dict[str, Outcome] = {}
         self.answers: dict[str, Answer] = {}
         self._count = 0
@@ -68,14 +75,16 @@ class LocalEngine:
         self.engine.submit(Submit(request, "test", tokens, max_tokens, sampling, timeout, adapter, ignore_eos))
         return request
 
-    def step(self) -> None:
-        """One iteration, as the engine process has it; what it said is booked in `outcomes`."""
+    def step(self) -> bool:
+        """One iteration, as the engine process has it; what it said is booked in `outcomes`. False when there was
+        nothing to compute."""
         self.engine.prepare()
         used = self.engine.compute_cold()
         told = self._book()
         worked = self.engine.compute_hot(used)
         if not (self._book() or told or used or worked):
             time.sleep(self.idle)  # a load is on its way
+        return bool(used or worked)
 
     def _book(self) -> bool:
         """False: nothing was said."""

@@ -9,6 +9,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.cold_plots import ratios_plot, timeline_plot
 from benchmarks.report import ROOT, load
 
 IMAGES = ROOT / "docs" / "images"
@@ -79,10 +80,12 @@ def save(figure: Figure, file: Path) -> None:
 
 
 def main() -> None:
-    memory, kernels = load("memory"), load("kernels")
+    memory, kernels, cold = load("memory"), load("kernels"), load("coldstart")
     save(memory_plot(memory), IMAGES / "memory.svg")
     save(cpu_plot(kernels), IMAGES / "kernels-cpu.svg")
     save(floor_plot(kernels), IMAGES / "kernels-floor.svg")
+    save(ratios_plot(cold), IMAGES / "coldstart-ratios.svg")
+    save(timeline_plot(cold), IMAGES / "coldstart-request.svg")
 
 
 if __name__ == "__main__":

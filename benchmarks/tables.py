@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
 from benchmarks.report import RESULTS, ROOT, load, origin
 from benchmarks.step_profile import KINDS
@@ -151,29 +152,6 @@ def handoff_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def coldstart_table(document: dict[str, Any]) -> str:
-    figures, settings = document["figures"], document["settings"]
-    lines = [
-        f"Simulated link of {settings['link_bytes_s'] / 1e6:.0f} MB/s. {settings['model']}, {settings['dtype']}, "
-        f"{settings['rounds']} rounds of {settings['calls']} calls, device memory for {settings['pool_share']:.0%} of "
-        f"the adapters. {origin(document)}",
-        "",
-        "| setting | way | TTFT (largest round) | TPT | E2E | exposed, ms a call |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in document["rows"]:
-        for name in row["rounds"]:
-            tail = f"{name}_{row['setting']}"
-            ttft, most = figures[f"ttft_over_cached_{tail}"], figures[f"ttft_over_cached_{tail}_max"]
-            lines.append(
-                f"| {row['setting']} | {name} | {ttft:.2f} ({most:.2f}) | {figures[f'tpt_over_cached_{tail}']:.2f} "
-                f"| {figures[f'e2e_over_cached_{tail}']:.2f} | {figures[f'exposed_ms_{tail}']:.1f} |"
-            )
-    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
-    lines += ["", f"Contention probe: {before:.2f} ms before, {after:.2f} ms after."]
-    return "\n".join(lines)
-
-
 TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
     ROOT / "docs" / "benchmarks.md": {
         "engine": ("engine", engine_table),
@@ -188,6 +166,8 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
     },
     ROOT / "docs" / "cold-start.md": {
         "coldstart": ("coldstart", coldstart_table),
+        "planning": ("coldstart", planning_table),
+        "streaming": ("coldstart", streaming_table),
         "handoff": ("handoff", handoff_table),
     },
 }

@@ -36,7 +36,9 @@ class Setting:
     lengths: str
     """chat, azure or meeting"""
     popularity: str
-    """distinct: every call names an adapter that was not called lately; maf: as often as the trace's functions"""
+    """distinct: every call names an adapter that is not on the device; maf: as often as the trace's functions"""
+    pool_share: float = 0.1
+    """of all adapters' bytes, that the device holds: at first those that are called most"""
 
     @property
     def utilisation(self) -> float:
@@ -51,7 +53,10 @@ SETTINGS = {
         Setting("S3", (64,), 200, 9, "chat", "distinct"),
         Setting("S3-azure", (64,), 200, 9, "azure", "distinct"),
         Setting("S4", (256,), 50, 3, "meeting", "distinct"),
+        Setting("MAF-128", (64,), 128, 1.5, "chat", "maf"),
         Setting("MAF-256", (64,), 256, 3.6, "chat", "maf"),
+        Setting("MAF-256-25", (64,), 256, 3.6, "chat", "maf", pool_share=0.25),
+        Setting("MAF-512", (64,), 512, 7.7, "chat", "maf"),
         Setting("MIX", (8, 16, 32, 64, 128), 256, 3.6, "chat", "maf"),
     )
 }
@@ -67,7 +72,9 @@ class Call:
 
 
 def draw_calls(setting: Setting, n: int, rng: np.random.Generator, most_prompt: int, mean_output: int) -> list[Call]:
-    """`n` calls, Poisson in time. Prompts are cut at `most_prompt` tokens; outputs are geometric, 1 at least."""
+    """`n` calls, Poisson in time. Prompts are cut at `most_prompt` tokens; outputs are geometric, 1 at least.
+
+    Of functions of the trace adapter 0 is called most, 1 next, and so on."""
     at = np.cumsum(rng.exponential(1.0, n))
     prompts = np.minimum(LENGTHS[setting.lengths](n, rng), most_prompt)
     outputs = np.minimum(rng.geometric(1 / mean_output, n), 4 * mean_output)
@@ -80,8 +87,8 @@ def _adapters(setting: Setting, n: int, rng: np.random.Generator) -> np.ndarray:
         order = rng.permutation(setting.adapters)
         return np.resize(order, n)
     counts = minute_counts(without_top=10).sum(axis=1).astype(float)
-    group = rng.permutation(len(counts))[: setting.adapters]
-    weight = counts[group] + 1e-9
+    group = np.resize(rng.permutation(len(counts)), setting.adapters)  # more adapters than functions: some twice
+    weight = np.sort(counts[group] + 1e-9)[::-1]
     return rng.choice(setting.adapters, n, p=weight / weight.sum())
 
 

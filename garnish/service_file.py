@@ -27,6 +27,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link: float | None = None
     store: float | None = None
+    worker_repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
 
 
 class DiskCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

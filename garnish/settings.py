@@ -166,6 +166,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         profile=str(state / "profiles" / f"{node_id}.json"),
         load_link=LinkConfig(bandwidth=link) if link is not None else None,
         store_link=LinkConfig(bandwidth=store) if store is not None else None,
+        worker_repeats=node.simulate.worker_repeats,
         disk_cache=_disk_cache(service, state, node_id),
         **memory,
     )

@@ -51,6 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """auto, wait, pipeline or assist: how adapters that are not on the device may get there"""
     cpu_workers: int | None = None
     """CPU LoRA workers, a core each; None: as many cores as the engine leaves"""
+    worker_repeats: int = 1
+    """How often CPU workers do the same work, to simulate slower cores."""
     profile: str | None = None
     """File of this node's measured costs: read if it is of this node, else measured and written. None: measured."""
     load_link: LinkConfig | None = None

@@ -16,11 +16,11 @@ from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
-from node_agent.adapter_memory.ranges import Staging
+from node_agent.adapter_memory.ranges import FirstBytes, Staging
 from node_agent.adapter_memory.workers import Workers
 
-MEASURE_WORKERS = 2
-"""Headers are small: they must not wait behind the bytes of large adapters."""
+MEASURE_WORKERS = 4
+"""Headers, and the first layers with them, must not wait behind the bytes of large adapters."""
 STORE_WORKERS = 8
 COPY_WORKERS = 4
 
@@ -105,7 +105,9 @@ class Loader:
         try:
             header = self._cached_header(host)
             if header is None:
-                header = read_header(self.store, host.artifact)
+                first = FirstBytes(self.store)
+                header = read_header(first, host.artifact)
+                host.first = first.data
             if header.digest != host.digest or header.base != self.base.fingerprint:
                 raise ValueError(f"{host.artifact} holds another adapter than {host.digest}")
             layout = lay_out(header, self.base, self.dtype.itemsize, self.host.page_units)

@@ -48,6 +48,8 @@ class HostAdapter:
     slot: int = -1
     run: int = -1
     """its place in the host table, while it has pages"""
+    first: bytearray = field(default_factory=bytearray)
+    """the artifact's beginning, read with the header, until its layers are placed"""
     here: bytearray = field(default_factory=bytearray)
     """1 for each layer that has arrived and was verified"""
     complete: bool = False

@@ -28,6 +28,8 @@ class ProfileKey(msgspec.Struct, frozen=True):
     simulated_bandwidth: float = 0.0
     simulated_latency: float = 0.0
     """of the link to the device; 0: it is a real one"""
+    simulated_repeats: int = 1
+    """of each worker's work; 1: workers are as fast as they are"""
 
 
 class CpuLora(msgspec.Struct, frozen=True):

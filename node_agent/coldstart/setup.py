@@ -69,6 +69,9 @@ def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, th
     if not count:
         return None
     workers = make_pool(config, store, base, cores[-count:])
+    workers.memory.repeats = config.worker_repeats
+    if config.worker_repeats > 1:
+        log.warning("CPU workers are slowed: each repeats its work", extra={"repeats": config.worker_repeats})
     workers.start()
     os.sched_setaffinity(0, workers.other_cores)  # an armed worker gives nothing of its core
     ready = workers.wait_ready(START_LIMIT_S)
@@ -116,6 +119,7 @@ def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: 
         workers=0 if workers is None else workers.layout.workers,
         simulated_bandwidth=0.0 if link is None else link.bandwidth,
         simulated_latency=0.0 if link is None else link.latency,
+        simulated_repeats=config.worker_repeats,
     )
 
 

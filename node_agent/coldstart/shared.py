@@ -34,6 +34,8 @@ ECHO = len(GROUPS)
 GROUP_NAMES = tuple(GROUPS)
 PAGE = mmap.PAGESIZE
 _COMMAND, _WORD = struct.Struct("<Q7i"), struct.Struct("<Q")
+_REPEATS = _WORD.size
+"""Offset of the simulated slow-down, in the line of the armed flag: written before any command that it is for."""
 
 
 class Command(NamedTuple):
@@ -173,6 +175,15 @@ class HandoffMemory:
     def failed(self, slot: int) -> torch.Tensor:
         """i32[1]"""
         return torch.frombuffer(self._map, dtype=torch.int32, count=1, offset=self.layout.failed(slot))
+
+    @property
+    def repeats(self) -> int:
+        """How often a worker computes each command, to pretend slower cores; the result stays the same."""
+        return max(1, int(_WORD.unpack_from(self._bytes, _REPEATS)[0]))
+
+    @repeats.setter
+    def repeats(self, value: int) -> None:
+        _WORD.pack_into(self._bytes, _REPEATS, value)
 
     def x(self, slot: int, tokens: int, width: int) -> torch.Tensor:
         """[tokens, width], the x area's beginning."""

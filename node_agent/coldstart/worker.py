@@ -72,7 +72,8 @@ class Worker:
         d_in, widths = self._memory.group_widths[command.group]
         x = self._memory.x(slot, tokens, d_in)[begin:end]
         ys = [y[begin:end] for y in self._memory.y(slot, tokens, widths)]
-        self.product.compute(ys, x, command.host_slot, command.layer, command.group)
+        for _ in range(self._memory.repeats):
+            self.product.compute(ys, x, command.host_slot, command.layer, command.group)
 
 
 def warm_up(product: Product, layout: Layout) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cold_plots import ratios_plot, timeline_plot
 from benchmarks.plots import cpu_plot, floor_plot, memory_plot, save
 from benchmarks.report import ROOT, load
 from benchmarks.tables import TABLES, render
@@ -22,7 +23,8 @@ def test_tables_are_those_of_the_reports(page: Path) -> None:
 def test_plots(tmp_path: Path) -> None:
     """The same report gives the same picture, and the pages show it."""
     plots = {"memory": (memory_plot, "memory"), "kernels-cpu": (cpu_plot, "kernels"),
-             "kernels-floor": (floor_plot, "kernels")}  # fmt: skip
+             "kernels-floor": (floor_plot, "kernels"), "coldstart-ratios": (ratios_plot, "coldstart"),
+             "coldstart-request": (timeline_plot, "coldstart")}  # fmt: skip
     for name, (plot, study) in plots.items():
         files = [tmp_path / f"{name}{i}.svg" for i in range(2)]
         for file in files:

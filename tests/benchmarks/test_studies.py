@@ -18,6 +18,7 @@ SERVE = {
     )),
     "gateway_added_p50_ms", "http_mixed_tok_s", "open_ttft_p99_ms", "open_late_max_ms",
 }  # fmt: skip
+COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_slowed")
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,23 @@ SERVE = {
         ("serve", ["--base"], SERVE),
         (
             "coldstart",
-            ["--settings", "S1,MIX", "--model"],
-            {"ttft_over_cached_full_S1", "tpt_over_cached_ondmd_MIX", "exposed_ms_assist_S1"},
+            ["--model"],
+            {
+                *(f"{kind}_over_cached_{way}" for kind in ("ttft", "tpt", "e2e") for way in COLD_WAYS),
+                "full_4x_tokens_per_core",
+                "full_over_assist_r64",
+                "full_over_assist_r128",
+                "interruption_share",
+                *(f"interruptions_p50_{rps}rps" for rps in (3, 6, 9)),
+                "exposed_p50_share",
+                "exposed_p99_ms",
+                "others_tpot_ratio",
+                "cpu_busy",
+                "device_busy",
+                "planner_regret",
+                "stream_gain",
+                *(f"stream_over_ideal_{ratio}" for ratio in ("0.25", "0.5", "1", "2", "7")),
+            },
         ),
     ],
 )

@@ -40,7 +40,7 @@ auth: keys
 gateway: {host: 0.0.0.0, port: "8081", workers: 1, secret_file: ./secret}
 node: {device: cpu, runner: transformers, dtype: bfloat16, adapter_memory: 4GiB, kv_memory: auto, host_memory: 32GiB,
        cpu_workers: auto, cold_start: wait, predictor: none, tensor_parallel: 1,
-       simulate: {link: 1GB/s, store: 200MB/s}}
+       simulate: {link: 1GB/s, store: 200MB/s, worker_repeats: 7}}
 tenants: {acme: {weight: 1}, globex: null}
 functions:
   summarize: {tenant: acme, adapter: ./adapters/summarize, alias: prod}
@@ -53,6 +53,7 @@ infra: {state: s3://acme-terraform/garnish}
     assert (service.gateway.port, service.gateway.host) == (8081, "0.0.0.0")
     assert (service.node.adapter_memory, service.node.kv_memory, service.node.host_memory) == (4 << 30, None, 32 << 30)
     assert (service.node.simulate.link, service.node.simulate.store) == (1e9, 2e8)
+    assert service.node.simulate.worker_repeats == 7
     assert service.node_pools["l40s"].scale_to_zero_after == 600
     assert service.path(service.functions["summarize"].adapter) == tmp_path / "adapters" / "summarize"
     assert tenant_names(service) == ("acme", "globex")
@@ -79,6 +80,7 @@ def test_the_least_that_is_needed(tmp_path: Path) -> None:
         (HEAD + "node:\n  device: tpu\n", 4, "node.device", "expected one of auto, cpu, cuda"),
         (HEAD + "node:\n  adapter_memory: lots\n", 4, "node.adapter_memory", "expected a size such as"),
         (HEAD + "node:\n  simulate:\n    link: 5\n", 5, "node.simulate.link", "expected a rate such as"),
+        (HEAD + "node:\n  simulate: {worker_repeats: 0}\n", 4, "node.simulate.worker_repeats", "expected `int` >= 1"),
         (HEAD + "node:\n  simulate: {lnk: 1GB/s}\n", 4, "node.simulate.lnk", "did you mean `link`?"),
         (HEAD + "node:\n  device: cuda\n  simulate: {link: 1GB/s}\n", 5, "node.simulate", "without a GPU"),
         (HEAD + "node: {disk_cache: {pth: x}}\n", 3, "node.disk_cache.pth", "did you mean `path`?"),

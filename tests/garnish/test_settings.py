@@ -58,7 +58,8 @@ def test_no_keys_only_on_loopback(tmp_path: Path, base: Base) -> None:
 
 
 def test_node(tmp_path: Path, base: Base) -> None:
-    text = "node: {device: cpu, dtype: float16, adapter_memory: 1MiB, kv_memory: 2MiB, simulate: {link: 3MB/s}}\n"
+    simulate = "{link: 3MB/s, worker_repeats: 5}"
+    text = f"node: {{device: cpu, dtype: float16, adapter_memory: 1MiB, kv_memory: 2MiB, simulate: {simulate}}}\n"
     config = node_config(load(tmp_path, text), base, tmp_path, node_id="n", gateway_url="http://g")
     engine = config.engine
     assert (engine.device, engine.dtype, engine.adapter_memory, engine.kv_memory) == (
@@ -69,6 +70,7 @@ def test_node(tmp_path: Path, base: Base) -> None:
     )
     assert engine.load_link is not None
     assert (engine.load_link.bandwidth, engine.store_link) == (3e6, None)
+    assert engine.worker_repeats == 5
     assert (config.secret_file, config.gateway_url) == (str(tmp_path / "cluster.secret"), "http://g")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from adapters.artifact import MAGIC, PREFIX
 from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
 from adapters.open_store import open_store
 from adapters.registry import Registry
@@ -136,6 +137,11 @@ def measured(store: AdapterStore, adapter: Adapter) -> object:
     return found
 
 
+def header_only(data: bytes) -> bytes:
+    """Of an artifact's beginning, without the layers that come with it: they are then read by themselves."""
+    return data[: PREFIX + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")]
+
+
 class Turnstile:
     """The real store; each ranged read of weights waits until the test lets it through, and may be spoilt."""
 
@@ -149,9 +155,12 @@ class Turnstile:
         self.open = False
         self.spoil: Callable[[int, memoryview], int | None] = lambda start, buffer: None
         """Called after the real read; returns another count of bytes, may change them, or raises."""
+        self.spoil_first: Callable[[bytes], bytes] = header_only
+        """Of what is read with the header: nothing but it, or no layer of a small adapter would come to the stile."""
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._inner.get_range(key, start, length)
+        found = self._inner.get_range(key, start, length)
+        return found if start else self.spoil_first(found)
 
     def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
         with self._changed:

@@ -23,6 +23,7 @@ from tests.node_agent.adapter_world import (
     World,
     assert_contents,
     assert_layer,
+    header_only,
     lease,
     loaded_lease,
     measured,
@@ -230,6 +231,10 @@ class FaultyStore:
 
     def __init__(self, inner: ObjectStore, fault: Callable[[bytes], bytes]) -> None:
         self._inner, self._fault, self.armed = inner, fault, True
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        found = self._inner.get_range(key, start, length)
+        return found if start else header_only(found)
 
     def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
         data = self._inner.get_range(key, start, len(buffer))

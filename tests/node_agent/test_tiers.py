@@ -405,18 +405,51 @@ def test_another_process_reads_host_memory(
     store.release(held, [])
 
 
-@given(sizes=st.lists(st.sampled_from([0, 64, 1 << 19, 3 << 20, 9 << 20]), max_size=24))
-def test_ranges_cover_every_layer_once(sizes: list[int]) -> None:
+@given(
+    sizes=st.lists(st.sampled_from([0, 64, 1 << 19, 3 << 20, 9 << 20]), max_size=24),
+    have=st.sampled_from([0, 4096, 4160, 1 << 20]),
+)
+def test_ranges_cover_every_layer_once(sizes: list[int], have: int) -> None:
     offset, blocks = 4096, []
     for size in sizes:
         blocks.append(LayerBlock(offset, size, "", ()))
         offset += size
-    found = plan_ranges(blocks)
+    found = plan_ranges(blocks, have)
     covered = [layer for r in found for layer in range(r.first, r.end) if sizes[layer]]
     assert covered == [layer for layer, size in enumerate(sizes) if size]
     for r in found:
         assert (r.start, r.size) == (blocks[r.first].offset, sum(sizes[r.first : r.end]))
         assert r.size <= ranges.LARGEST_RANGE or sum(map(bool, sizes[r.first : r.end])) == 1
+    here = {layer for layer, block in enumerate(blocks) if block.size and block.offset + block.size <= have}
+    assert here == {layer for r in found if r.start + r.size <= have for layer in range(r.first, r.end) if sizes[layer]}
+    assert sum(r.start + r.size <= have for r in found) == bool(here), "they are one range, and no other is like it"
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_the_first_layers_come_with_the_header(
+    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, cut: int
+) -> None:
+    """Only what is not wholly there is read: here the last layer, if anything."""
+    turnstile.spoil_first = lambda data: data[: len(data) - cut]
+    turnstile.open_all()
+    held = lease(store, adapter)
+    until(store, lambda: store.loaded(held))
+    assert turnstile.reads == starts(world, adapter)[-1:] * cut
+    assert_contents(store, world, held)
+    store.release(held, [])
+
+
+def test_a_first_layer_that_came_spoilt_is_read_again(
+    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
+) -> None:
+    offsets = starts(world, adapter)
+    turnstile.spoil_first = lambda data: data[: offsets[0]] + bytes([data[offsets[0]] ^ 16]) + data[offsets[0] + 1 :]
+    turnstile.open_all()
+    held = lease(store, adapter)
+    until(store, lambda: store.loaded(held))
+    assert turnstile.reads == offsets[:1]
+    assert_contents(store, world, held)
+    store.release(held, [])
 
 
 def test_one_load_however_many_ask_for_it(

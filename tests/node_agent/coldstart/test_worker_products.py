@@ -58,6 +58,22 @@ def test_drawn(world: World, tokens: int, slot: int, layer: int, group: str, sli
     handoff.close()
 
 
+def test_slowed_workers_answer_the_same(world: World) -> None:
+    case, pool = world
+    assert pool.memory.repeats == 1, "as fast as they are, unless told otherwise"
+    x, where = draw_x(40, 40, pool.layout.torch_dtype), (0, 0, "qkv")
+    found = []
+    for repeats in (1, 5):
+        pool.memory.repeats = repeats
+        poison(pool)
+        handoff = pool.open(x, *where, 16)
+        assert handoff is not None and handoff.wait(LONG) and is_right(handoff, case, x, *where)
+        found.append([y.clone() for y in handoff.outputs])
+        handoff.close()
+    pool.memory.repeats = 1
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_several_handoffs_at_once(world: World) -> None:
     """As many as there are slots; the next is refused, and taken when one is closed."""
     case, pool = world

@@ -1,0 +1,186 @@
+"""The engines of a cold-start study, and what is set on them for each of its variants.
+
+One engine has every adapter on its device; the other begins with none there, behind the simulated link, and has a CPU
+worker. The second column slows the worker: it repeats its work until worker time : prefill is as in the papers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks.cold_rig import Rig, make_adapters, warm_prefill
+from benchmarks.dlora import MergingLora
+from benchmarks.local_engine import LocalEngine
+from node_agent.adapter_memory.layout import ROW_ALIGN
+from node_agent.coldstart.assist import Assist
+from node_agent.coldstart.cold_starts import WAYS, ColdStarts, Way
+from node_agent.coldstart.measure import SHORT, measure_cpu
+from node_agent.coldstart.profile import LinkCost, Profile
+from node_agent.config import LinkConfig
+
+LOAD_OVER_PREFILL = 0.68
+"""Toppings: 30 ms to load a rank-64 adapter, 44 ms to compute 256 prompt tokens on a 7B."""
+WORKER_OVER_PREFILL = 27 / 44
+"""Toppings 7.2: CPU time of the adapter's part of a cold prefill, to the same 44 ms."""
+TOKENS = 256
+KV_BYTES, MEMORY = 640 << 20, 512 << 20
+
+
+@dataclass(frozen=True)
+class Variant:
+    way: Way
+    cold: bool = True
+    """runs on the engine whose adapters are not there"""
+    repeats: str = "fast"
+    """fast, slowed or fourfold: of the workers' work"""
+
+
+PLAIN = {
+    "cached": Variant(WAYS["wait"], cold=False),
+    "cached_all_cores": Variant(WAYS["wait"], cold=False),
+    "dlora": Variant(WAYS["wait"], cold=False),
+    "ondmd": Variant(Way(("wait",), blocks=True)),
+    "overlap": Variant(Way(("wait",))),
+    "pipeline": Variant(Way(("pipeline",))),
+}
+ASSISTED = {"assist": Way(("assist",), whole=True), "full": WAYS["auto"]}
+VARIANTS = PLAIN | {
+    name + ("" if column == "fast" else f"_{column}"): Variant(way, repeats=column)
+    for column in ("fast", "slowed", "fourfold")
+    for name, way in ASSISTED.items()
+}
+"""S-LoRA's load-then-prefill, and what is added to it one at a time. Without a suffix, workers are as fast as here."""
+
+
+class Bench:
+    def __init__(
+        self, model: Path, root: Path, seed: int, ranks: dict[int, int], on_change: Callable[[], None]
+    ) -> None:
+        """`ranks`: how many adapters of each; `on_change`: told of every layer that reaches the cold engine."""
+        self.model, self._all_cores, self._on_change = model, os.sched_getaffinity(0), on_change
+        names = [rank for rank, count in ranks.items() for _ in range(count)]
+        self.of_rank = {rank: [i for i, other in enumerate(names) if other == rank] for rank in ranks}
+        """indices of the adapters"""
+        paths = make_adapters(model, root / "adapters", names, seed)
+        engine = self._engine(root / "cached", None)
+        self.cached = Rig(engine, [engine.deploy(path) for path in paths])
+        self.cached.fill_device(range(len(paths)))
+        self.prefill = warm_prefill(self.cached, TOKENS)
+        """seconds of 256 prompt tokens whose adapter is on the device"""
+        size = self.bytes_of(64)
+        self.link = LinkConfig(size / (LOAD_OVER_PREFILL * self.prefill))
+        engine = self._engine(root / "cold", self.link)
+        self._measure_workers(engine)
+        self.cold = Rig(engine, [engine.deploy(path) for path in paths])
+        self.dlora = MergingLora(self.cached.engine.engine)
+
+    @property
+    def layers(self) -> int:
+        return self.cached.engine.base.num_layers
+
+    @property
+    def profile(self) -> Profile:
+        """Of the engine whose adapters are not there, its workers as fast as they are."""
+        found = self._columns["fast"][0].profile
+        assert found is not None
+        return found
+
+    def bytes_of(self, rank: int) -> int:
+        """Of one adapter on its way to the device."""
+        store = self.cached.engine.engine.store
+        layout = store.device[self.cached.adapters[self.of_rank[rank][0]].digest].layout
+        return ROW_ALIGN * sum(span.end - span.begin for spans in layout.spans for span in spans)
+
+    @contextmanager
+    def variant(self, name: str) -> Iterator[Rig]:
+        """The engine that runs it, as it is to be, its device empty if the variant is a cold one."""
+        chosen = VARIANTS[name]
+        if chosen.cold:
+            self.set_cold(chosen.way, chosen.repeats)
+            self.cold.forget_device()
+            yield self.cold
+            return
+        engine = self.cached.engine.engine
+        start, cores = engine.start_lora, os.sched_getaffinity(0)
+        try:
+            if name == "dlora":
+                engine.start_lora = self.dlora.start
+            elif name == "cached_all_cores":
+                os.sched_setaffinity(0, self._all_cores)
+                torch.set_num_threads(len(self._all_cores))
+            yield self.cached
+        finally:
+            engine.start_lora = start
+            self.dlora.unmerge()
+            os.sched_setaffinity(0, cores)
+            torch.set_num_threads(1)
+
+    def set_cold(self, way: Way, repeats: str) -> None:
+        cold_start, assist = self._columns[repeats]
+        cold_start.way = way
+        assist.workers.memory.repeats = self.repeats[repeats]
+        self.cold.engine.engine.plan_cold_starts(cold_start, assist)
+
+    def set_link(self, factor: float) -> None:
+        """So many times the rate of the study's link. Nothing may be on its way."""
+        rate = LinkConfig(self.link.bandwidth * factor)
+        self.cold.engine.engine.store.loader.device_link.config = rate
+        for cold_start, assist in self._columns.values():
+            assert cold_start.profile is not None
+            cost = LinkCost(cold_start.profile.link.latency, rate.bandwidth)
+            cold_start.profile = assist.profile = msgspec.structs.replace(cold_start.profile, link=cost)
+
+    def bring(self, adapters: Sequence[int]) -> None:
+        """To the device of the engine that has none there, over a link that takes no time."""
+        link = self.cold.engine.engine.store.loader.device_link
+        config, link.config = link.config, None
+        self.cold.fill_device(adapters)
+        link.config = config
+
+    def close(self) -> None:
+        for rig in (self.cached, self.cold):
+            rig.engine.close()
+
+    def _engine(self, root: Path, link: LinkConfig | None) -> LocalEngine:
+        settings: dict[str, Any] = {"cpu_workers": 0, "cold_start": "wait"}
+        if link is not None:
+            settings = {"cpu_workers": 1, "cold_start": "auto", "load_link": link, "max_cold": 4}
+        return LocalEngine(
+            self.model, root, self._on_change, dtype="bfloat16", threads=1, adapter_memory=MEMORY,
+            host_memory=MEMORY, kv_memory=KV_BYTES, **settings,
+        )  # fmt: skip
+
+    def _measure_workers(self, local: LocalEngine) -> None:
+        """A profile for each slow-down; how much the papers' ratio takes follows from the first."""
+        engine = local.engine
+        found, assist = engine.cold_start, engine.assist
+        assert found.profile is not None and assist is not None and assist.profile.cpu is not None
+        layer = found.profile.layer_seconds(TOKENS)
+        worker = found.profile.cpu_seconds(TOKENS, self._elements(local))
+        slowed = max(1, round(WORKER_OVER_PREFILL * layer / worker))
+        self.worker_over_prefill = worker / layer
+        self.repeats = {"fast": 1, "slowed": slowed, "fourfold": 4 * slowed}
+        self._columns: dict[str, tuple[ColdStarts, Assist]] = {}
+        for name, repeats in self.repeats.items():
+            assist.workers.memory.repeats = repeats
+            cpu = measure_cpu(engine.store, assist.workers, SHORT)
+            if cpu is None:
+                raise RuntimeError("the CPU worker does not answer")
+            profile = msgspec.structs.replace(found.profile, cpu=cpu)
+            workers = assist.workers
+            self._columns[name] = (
+                ColdStarts(engine.store, local.base, found.way, profile, workers),
+                Assist(engine.store, local.base, profile, workers),
+            )
+
+    def _elements(self, local: LocalEngine) -> int:
+        """Weights of a rank-64 adapter's q, k and v in one layer."""
+        return sum(64 * sum(local.base.widths[p]) for p in (0, 1, 2))
