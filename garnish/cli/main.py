@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli import functions, invoke, profile, serve
+from garnish.cli import functions, invoke, profile, registry, serve
 from garnish.errors import FrontDoorError
 from garnish.text import printable
 
@@ -25,6 +25,7 @@ serve.register(app)
 functions.register(app)
 invoke.register(app)
 profile.register(app)
+registry.register(app)
 
 
 @app.command()
