@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gateway_tables import gateway_table, scale_table
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
 from benchmarks.report import RESULTS, ROOT, load, origin
 from benchmarks.step_profile import KINDS
@@ -180,6 +181,8 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "exactness": ("exactness", exactness_table),
         "serve": ("serve", serve_table),
         "memory": ("memory", memory_table),
+        "gateway": ("gateway", gateway_table),
+        "scale": ("scale", scale_table),
     },
     ROOT / "docs" / "kernels.md": {
         "floors": ("kernels", floor_table),
