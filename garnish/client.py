@@ -25,8 +25,10 @@ from garnish.protocol import (
     functions_call,
     invoke_call,
     parse,
+    put_tenant_call,
+    versions_call,
 )
-from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply
+from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply, VersionList
 
 Reply = TypeVar("Reply")
 
@@ -95,6 +97,14 @@ class Client:
             response = self._http.request(**delete_call(name, force).arguments())
         if response.is_error:
             raise error_of(response)
+
+    def versions(self, name: str) -> VersionList:
+        """The manifests of all versions of a function."""
+        return self._reply(versions_call(name), VersionList)
+
+    def put_tenant(self, tenant: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Make a tenant, or give it these settings; needs an admin key."""
+        return self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():
@@ -175,6 +185,14 @@ class AsyncClient:
             response = await self._http.request(**delete_call(name, force).arguments())
         if response.is_error:
             raise error_of(response)
+
+    async def versions(self, name: str) -> VersionList:
+        """As `Client.versions`."""
+        return await self._reply(versions_call(name), VersionList)
+
+    async def put_tenant(self, tenant: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """As `Client.put_tenant`."""
+        return await self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():
