@@ -47,6 +47,8 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
 	$(BIN)/python -m benchmarks.handoff --json benchmarks/results/handoff.json
 	$(BIN)/python -m benchmarks.coldstart --json benchmarks/results/coldstart.json
+	$(BIN)/python -m benchmarks.gateway --json benchmarks/results/gateway.json
+	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 

@@ -120,6 +120,15 @@ class LocalStore:
             path.unlink()
             _sync_directory(path.parent)
 
+    def delete_older(self, key: str, before: float) -> bool:
+        path = self._path(key)
+        with _translated(), self._locked(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if path.stat().st_mtime < before:
+                path.unlink()
+                _sync_directory(path.parent)
+                return True
+        return False
+
     def _path(self, key: str) -> Path:
         check_key(key)
         return self.root / key

@@ -128,6 +128,14 @@ class S3Store:
             if refused.status != 404:
                 raise _unexpected(refused) from refused
 
+    def delete_older(self, key: str, before: float) -> bool:
+        # S3 has no condition on the time of a write, and content that is written again keeps its etag.
+        info = self.head(key)
+        if info is None or info.modified >= before:
+            return False
+        self.delete(key)
+        return True
+
     def target(self, key: str) -> dict[str, str]:
         check_key(key)
         if len(self._root) + len(key) > MAX_KEY:

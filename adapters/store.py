@@ -84,6 +84,12 @@ class ObjectStore(Protocol):
     def delete(self, key: str) -> None:
         """Remove the object; no error if there is none."""
 
+    def delete_older(self, key: str, before: float) -> bool:
+        """Remove the object if its last write was before that Unix time; whether there was such an object.
+
+        On S3 a write between the look and the removal, some milliseconds, is lost.
+        """
+
 
 def check_key(key: str) -> None:
     """Raise InvalidRequest unless `key` is well-formed, so that no key can leave the store."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
+from benchmarks.gateway_tables import gateway_table, scale_table
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
 from benchmarks.report import RESULTS, ROOT, load, origin
 from benchmarks.step_profile import KINDS
@@ -158,6 +159,8 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "exactness": ("exactness", exactness_table),
         "serve": ("serve", serve_table),
         "memory": ("memory", memory_table),
+        "gateway": ("gateway", gateway_table),
+        "scale": ("scale", scale_table),
     },
     ROOT / "docs" / "kernels.md": {
         "floors": ("kernels", floor_table),

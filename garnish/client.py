@@ -29,13 +29,15 @@ from garnish.protocol import (
     invoke_call,
     parse,
     policy_call,
+    put_tenant_call,
     rollback_call,
     set_alias_call,
     usage_call,
+    versions_call,
 )
 from gateway.admin_schema import UsageReply
 from gateway.alias_schema import AliasReply
-from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply
+from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply, VersionList
 
 Reply = TypeVar("Reply")
 
@@ -151,6 +153,14 @@ class Client:
         `group_by`: of tenant, function, version, hour. With an admin key `tenant` says whose; None: of all.
         """
         return self._reply(usage_call(tenant, start, end, group_by), UsageReply)
+
+    def versions(self, name: str) -> VersionList:
+        """The manifests of all versions of a function."""
+        return self._reply(versions_call(name), VersionList)
+
+    def put_tenant(self, tenant: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Make a tenant, or give it these settings; needs an admin key."""
+        return self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():
@@ -268,6 +278,14 @@ class AsyncClient:
     ) -> UsageReply:
         """As `Client.usage`."""
         return await self._reply(usage_call(tenant, start, end, group_by), UsageReply)
+
+    async def versions(self, name: str) -> VersionList:
+        """As `Client.versions`."""
+        return await self._reply(versions_call(name), VersionList)
+
+    async def put_tenant(self, tenant: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """As `Client.put_tenant`."""
+        return await self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
         with _told():

@@ -118,6 +118,14 @@ def function_call(name: str) -> Call:
     return Call(method="GET", url=f"/functions/{quote(name, safe='')}")
 
 
+def versions_call(name: str) -> Call:
+    return Call(method="GET", url=f"/functions/{quote(name, safe='')}/versions")
+
+
+def put_tenant_call(tenant: str, settings: dict[str, Any]) -> Call:
+    return Call(method="PUT", url=f"/tenants/{quote(tenant, safe='')}", json=settings)
+
+
 def delete_call(name: str, force: bool) -> Call:
     return Call(method="DELETE", url=f"/functions/{quote(name, safe='')}", params={"force": "true"} if force else {})
 

@@ -13,12 +13,14 @@ import msgspec
 
 from garnish.config import ServiceFile
 from garnish.errors import ServiceFileError, StartError
-from gateway.config import ConfigError, GatewayConfig, check_config
+from gateway.config import MAX_TIMEOUT, ConfigError, GatewayConfig, check_config
 from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeConfig
 
 UP_SHUTDOWN_SECONDS = 5.0
 """Under `garnish up` a person waits for the end, so open requests get less time than in production."""
 
+SERVICE_STOP_SECONDS = MAX_TIMEOUT + 10.0
+"""A node or a gateway of its own stops when its longest call can have ended; its supervisor may kill it sooner."""
 DISK_CACHE_BYTES = 10 << 30
 MAX_RUN_DIRECTORY = 90
 """Bytes; Linux allows 107 for the socket, its name included."""
@@ -125,6 +127,7 @@ def node_config(
     secret_file: Path | None = None,
     port: int = 0,
     threads: int | None = None,
+    stop_seconds: float = UP_SHUTDOWN_SECONDS,
 ) -> NodeConfig:
     """`threads` None: as many as the node finds right for its host."""
     return NodeConfig(
@@ -133,6 +136,7 @@ def node_config(
         gateway_url=gateway_url,
         secret_file=str(secret_file or secret_file_of(service, state)),
         run_dir=str(run_directory(state, node_id)),
+        stop_seconds=stop_seconds,
         engine=_engine_config(service, base, state, node_id, threads),
     )
 

@@ -13,12 +13,18 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+MAX_KNOWN = 50_000
+"""Answers that are kept, about a kilobyte each."""
 PATIENCE = 1.0
 """Seconds to wait for the registry while there is an older answer: a registry that hangs must not hold up calls."""
 
 
 class GraceCache(Generic[K, V]):
-    """Only answers are kept: what was missing is asked for again each time, so that a deploy is seen at once."""
+    """Only answers are kept: what was missing is asked for again each time, so that a deploy is seen at once.
+
+    An answer that is asked for in the second half of its time is renewed meanwhile, so that those which are asked for
+    all the time never make anyone wait.
+    """
 
     def __init__(
         self,
@@ -27,7 +33,7 @@ class GraceCache(Generic[K, V]):
         clock: Callable[[], float],
         fresh: float,
         grace: float,
-        limit: int = 10_000,
+        limit: int = MAX_KNOWN,
         patience: float = PATIENCE,
     ) -> None:
         self._load = load
@@ -44,7 +50,9 @@ class GraceCache(Generic[K, V]):
     async def get(self, key: K) -> V:
         """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
         known = self._known.get(key)
-        if known is not None and self._clock() - known[1] < self._fresh:
+        if known is not None and (age := self._clock() - known[1]) < self._fresh:
+            if age > self._fresh / 2 and key not in self._loading:
+                self._begin(key)
             return known[0]
         load = self._loading.get(key) or self._begin(key)
         if known is None or self._clock() - known[1] >= self._grace:

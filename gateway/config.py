@@ -12,6 +12,8 @@ from adapters.errors import InvalidRequest
 from adapters.s3_url import parse_s3_url
 from cluster.messages import RECORD_EXPIRY
 
+MAX_TIMEOUT = 3600.0
+"""Seconds: the longest call."""
 POSITIVE = (
     "call_body",
     "deploy_body",
@@ -62,7 +64,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Within which the whole body of a deploy must have arrived."""
     body_idle_seconds: float = 20.0
     """Longest pause inside any body."""
-    max_concurrent: int = 1024
+    max_concurrent: int = 4096
     """Requests in the gateway at once; more are answered 429."""
     max_uploads: int = 16
     """Deploys at once, each of which may fill `deploy_body` bytes of disk; more are answered 429."""
@@ -74,7 +76,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     request_timeout: float = 600.0
     """Deadline of a call that states no `timeout`."""
-    max_timeout: float = 3600.0
+    max_timeout: float = MAX_TIMEOUT
     connect_seconds: float = 2.0
     """To a node."""
     node_silence: float = 10.0
@@ -89,8 +91,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_seconds: float = 1.0
     grace_seconds: float = 60.0
     """While the store is away, what was known keeps its validity for this long."""
-    shutdown_seconds: float = 20.0
-    """Open requests may go on for this long after TERM, then they are told and ended."""
+    shutdown_seconds: float = MAX_TIMEOUT + 10.0
+    """Open requests may go on for this long after TERM, then they are told and ended. By default the longest ends."""
 
 
 def check_config(config: GatewayConfig) -> None:

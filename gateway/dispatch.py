@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from gateway.invocation import Invocation
 
 ATTEMPTS = 2
+FIRST_RECORDS_SECONDS = 1.0
+"""Within which a gateway that was just started, or reloaded, has heard of every node."""
 
 log = logging.getLogger("gateway")
 
@@ -56,6 +58,14 @@ class Dispatcher:
         self.last_hour = last_hour
         self.called = called
         self.places = places
+        self._began = time.monotonic()
+
+    async def hear_of_nodes(self, deadline: float) -> None:
+        """Returns when there is a node, or when there surely is none; at the deadline (monotonic) at the latest."""
+        until = min(deadline, self._began + FIRST_RECORDS_SECONDS)
+        # The state may be shared, so that no event of this process tells.
+        while time.monotonic() < until and not await self.state.nodes():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
     def generations(self, invocation: Invocation) -> list[Generation]:
         """One per choice, none of them begun."""
@@ -132,6 +142,7 @@ class Generation:
         deadline = time.monotonic() + self.request.timeout
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
+        await shared.hear_of_nodes(deadline)
         for attempt in range(ATTEMPTS):
             left = deadline - time.monotonic()
             if left <= 0:

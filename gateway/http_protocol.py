@@ -23,6 +23,8 @@ HEAD_SECONDS = 30.0
 the end of the body that it did not wait for."""
 WRITE_SECONDS = 60.0
 """For which a full write buffer may stand still: then the peer has stopped reading, and its request ends."""
+LAST_SECONDS = 2.0
+"""That a connection without any request is kept when the server stops, for one that may be on its way."""
 UNPARSABLE = "unparsable"
 """Stands for the route, in metrics, of what is no HTTP request."""
 
@@ -40,6 +42,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._progress = False
         self._overhead = 0
         self._receiving = False
+        self._last = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -66,6 +69,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._progress = True
         self._stop_timer()
         super().on_headers_complete()
+        if self._last:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._progress = True
@@ -81,6 +86,14 @@ class BoundedHttp(HttpToolsProtocol):
         if self._receiving:
             self._start_timer()
         super().on_response_complete()
+
+    def shutdown(self) -> None:
+        """The server stops. A request may be on its way on a connection that was just made: it is answered."""
+        if self.cycle is None and not self.transport.is_closing():
+            self._last = True
+            self.loop.call_later(LAST_SECONDS, self._end_unused)
+        else:
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -112,6 +125,10 @@ class BoundedHttp(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _end_unused(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
     def _start_timer(self) -> None:
         self._stop_timer()

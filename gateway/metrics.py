@@ -1,10 +1,24 @@
-"""Prometheus metrics of one gateway process, in a registry of their own."""
+"""Prometheus metrics of the gateway, in a registry of their own.
+
+With several workers each keeps its numbers in files of one directory (prometheus_client's multiprocess mode, which it
+takes from PROMETHEUS_MULTIPROC_DIR when it is first imported), and whichever is asked adds them up. What is known of
+the nodes is set only for the answer, from the cluster state, and is never added up.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import os
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator
 
-from cluster.messages import ColdStart
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from cluster.messages import ColdStart, NodeRecord
+
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 MAX_LABELS = 200
 """Distinct tenants, and distinct functions, that get a label of their own; later ones share `other`."""
@@ -55,8 +69,9 @@ class Metrics:
         self._replays = Counter("garnish_cold_replays", "Prompt chunks that a CPU worker failed", registry=own)
         self._schedule = Histogram("garnish_schedule_seconds", "Placing one request", buckets=SECONDS, registry=own)
         self._retries = Counter("garnish_retries", "Invocations sent to a second node", registry=own)
-        self._nodes = Gauge("garnish_nodes", "Nodes by state", ("state",), registry=own)
-        self._open = Gauge("garnish_open_invocations", "Invocations in progress", registry=own)
+        self._open = Gauge(
+            "garnish_open_invocations", "Invocations in progress", registry=own, multiprocess_mode="livesum"
+        )
 
     def count_request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -93,9 +108,60 @@ class Metrics:
     def change_open(self, by: int) -> None:
         self._open.inc(by)
 
-    def render(self, nodes_by_state: dict[str, int]) -> bytes:
-        """Prometheus text format."""
-        self._nodes.clear()
-        for state, count in nodes_by_state.items():
-            self._nodes.labels(state).set(count)
-        return generate_latest(self.registry)
+    def render(self, nodes: Iterable[NodeRecord]) -> bytes:
+        """Prometheus text format, of all workers and of the nodes as they are known now."""
+        asked = CollectorRegistry()
+        if MULTIPROCESS in os.environ:
+            MultiProcessCollector(asked)  # type: ignore[no-untyped-call]
+        else:
+            asked.register(_Again(self.registry))
+        asked.register(_Nodes(list(nodes)))
+        return generate_latest(asked)
+
+
+class _Again(Collector):
+    """The metrics of another registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._registry.collect())
+
+
+class _Nodes(Collector):
+    def __init__(self, nodes: list[NodeRecord]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterator[Metric]:
+        states = GaugeMetricFamily("garnish_nodes", "Nodes by state", labels=("state",))
+        for state, count in sorted(Tally(node.state for node in self._nodes).items()):
+            states.add_metric((state,), count)
+        yield states
+        yield self._each("garnish_node_running", "Requests in a node's batch", lambda node: node.running)
+        yield self._each("garnish_node_queued", "Requests in a node's queue", lambda node: node.queued)
+        yield self._each("garnish_node_kv_blocks", "Blocks of the KV cache", lambda node: node.kv_blocks)
+        yield self._each("garnish_node_kv_blocks_free", "Of them free", lambda node: node.kv_blocks_free)
+        yield self._each("garnish_node_adapter_bytes", "Adapter memory on the device", lambda node: node.adapter_bytes)
+        yield self._each("garnish_node_adapter_bytes_free", "Of it free", lambda node: node.adapter_bytes_free)
+        yield from self._residency()
+
+    def _each(self, name: str, told: str, value: Callable[[NodeRecord], int]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, told, labels=("node",))
+        for node in self._nodes:
+            family.add_metric((node.id,), value(node))
+        return family
+
+    def _residency(self) -> Iterator[Metric]:
+        adapters = GaugeMetricFamily("garnish_resident_adapters", "Adapters by tier", labels=("node", "tier"))
+        size = GaugeMetricFamily("garnish_resident_bytes", "Bytes of adapters by tier", labels=("node", "tier"))
+        for node in self._nodes:
+            count, total = Tally[str](), Tally[str]()
+            for resident in node.residents:
+                count[resident.tier] += 1
+                total[resident.tier] += resident.bytes
+            for tier in sorted(count):
+                adapters.add_metric((node.id, tier), count[tier])
+                size.add_metric((node.id, tier), total[tier])
+        yield adapters
+        yield size

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
+import shutil
+from pathlib import Path
 from typing import Any, ClassVar
 
 from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
 from gunicorn.config import Config
 from gunicorn.glogging import Logger
 from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
 from cluster.lifeline import die_with_parent
-from gateway.app import create_app
 from gateway.config import GatewayConfig, check_config
 from gateway.http_protocol import BoundedHttp
 from gateway.logs import JsonFormatter, configure_logs
 
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+"""Where workers share their metrics; read by prometheus_client when it is imported, so not before a worker runs."""
 HEARTBEAT_SECONDS = 120
 """A worker whose event loop stood still for this long is killed and replaced."""
 KILL_SLACK = 10
@@ -26,7 +33,24 @@ def run(config: GatewayConfig) -> None:
     """Serve until TERM or INT; exits the process. Raises ConfigError before anything is bound."""
     check_config(config)
     configure_logs()
+    if config.workers > 1:
+        os.environ[MULTIPROCESS] = _fresh_folder(Path(config.tmp_dir) / "metrics")
     _Server(config).run()
+
+
+def _fresh_folder(folder: Path) -> str:
+    """Without what an earlier run counted."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    return str(folder)
+
+
+def _forget_metrics(_: Arbiter, worker: UvicornWorker) -> None:
+    """A worker has ended: what it had in progress is no more; what it counted stays."""
+    if MULTIPROCESS in os.environ:
+        from prometheus_client.multiprocess import mark_process_dead
+
+        mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
 
 
 class _Server(BaseApplication):  # type: ignore[misc]
@@ -49,12 +73,20 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "control_socket_disable": True,
             "worker_tmp_dir": None,
             "proc_name": "garnish-gateway",
+            "child_exit": _forget_metrics,
         }
         for name, value in settings.items():
             self.cfg.set(name, value)
 
     def load(self) -> Starlette:
-        return create_app(self._config)
+        # Imported in the worker: prometheus_client looks at the environment then, and a reload brings new code.
+        from gateway.app import create_app
+
+        app = create_app(self._config)
+        # What was imported stays for ever; looked through again and again, it would hold up every stream.
+        gc.collect()
+        gc.freeze()
+        return app
 
 
 class _JsonLogger(Logger):  # type: ignore[misc]
@@ -78,6 +110,19 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
             # Requests that wait in the kernel are out of reach; the boundary refuses them politely instead.
             "limit_concurrency": None,
         }
+
+        async def _serve(self) -> None:
+            beating = asyncio.create_task(self._beat())
+            try:
+                await super()._serve()
+            finally:
+                beating.cancel()
+
+        async def _beat(self) -> None:
+            """uvicorn tells the arbiter that it lives until it begins to stop; open streams may last much longer."""
+            while True:
+                self.notify()
+                await asyncio.sleep(HEARTBEAT_SECONDS / 4)
 
         def init_process(self) -> None:
             die_with_parent(self.ppid)  # a killed arbiter must not leave a worker that holds the port

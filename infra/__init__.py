@@ -1,1 +1,1 @@
-"""Node pools as Terraform modules and the runner around them. Nothing is built here yet."""
+"""How gateway and node are installed: systemd units and a Containerfile. Node pools are not built yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -32,8 +33,8 @@ from node_agent.engine_link import EngineLink
 from node_agent.log import set_up_logging
 from node_agent.publisher import Publisher
 
-STOP_SECONDS = 5
-"""How long open streams may go on when the process is told to stop."""
+NOTICE_SECONDS = 0.3
+"""Between being told to stop and not listening any more: the gateway hears of it first, and sends nothing then."""
 KEEP_ALIVE = 90
 """Seconds that an idle connection stays open: longer than gateways keep theirs, so that they never use one that is
 just being closed here."""
@@ -133,6 +134,19 @@ def _address_towards(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
+class _Server(uvicorn.Server):
+    """Told to stop, it says that it is draining, and then lets open streams end."""
+
+    def __init__(self, config: uvicorn.Config, desk: Desk) -> None:
+        super().__init__(config)
+        self._desk = desk
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._desk.set_draining(True)
+        await asyncio.sleep(NOTICE_SECONDS)
+        await super().shutdown(sockets)
+
+
 async def serve(config: ApiProcessConfig) -> None:
     """Serve until TERM or INT."""
     node = config.node
@@ -140,7 +154,7 @@ async def serve(config: ApiProcessConfig) -> None:
     listener = listen(node.host, node.port)
     desk = Desk(node, read_limits(Path(node.engine.model_dir)))
     desk.url = url_of(listener, node.gateway_url)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             create_app(node, Path(config.socket), desk, secret),
             http="httptools",
@@ -150,8 +164,9 @@ async def serve(config: ApiProcessConfig) -> None:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=STOP_SECONDS,
-        )
+            timeout_graceful_shutdown=math.ceil(node.stop_seconds),
+        ),
+        desk,
     )
     await server.serve(sockets=[listener])
 

@@ -74,6 +74,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str
     run_dir: str
     """Sockets and logs of this node; mode 0700."""
+    stop_seconds: float = 5.0
+    """Open streams may go on for this long after TERM."""
     engine: EngineConfig
 
 

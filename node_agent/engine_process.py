@@ -17,12 +17,13 @@ from transformers.utils.logging import disable_progress_bar
 from adapters.base_model import BaseModel
 from cluster.frames import FrameError, Frames
 from node_agent.adapter_memory.integrity import heal
+from node_agent.capacity import capacity_of
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import EngineProcessConfig
 from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, command_decoder, encode
-from node_agent.log import set_up_logging
+from node_agent.log import CAPACITY, set_up_logging
 
 STATS_INTERVAL = 0.2
 """Seconds between two pictures of an idle engine; a working one sends them at most every MIN_STATS_INTERVAL."""
@@ -220,6 +221,7 @@ def main() -> int:
         return 1
     ready = ready_message(engine, base)
     log.info("engine is warm", extra=msgspec.to_builtins(ready))
+    log.info(CAPACITY, extra=msgspec.to_builtins(capacity_of(engine, base)))
     loop = Loop(engine, ready, wake, lambda: stop_requested)
     while not stop_requested:
         try:

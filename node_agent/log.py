@@ -7,6 +7,9 @@ import logging
 import sys
 import time
 
+CAPACITY = "capacity"
+"""Message of the line in which an engine that got warm tells what it has room for."""
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 

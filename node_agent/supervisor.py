@@ -26,8 +26,8 @@ FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 10.0
 STEADY = 30.0
 """Seconds after which a process counts as healthy, so that its next restart is quick again."""
-GRACE = 8.0
-"""Seconds that both processes have to end by themselves; the API process ends its open streams in it."""
+STOP_SLACK = 3.0
+"""Seconds that both processes have to end by themselves, beside the time for open streams."""
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def run(config: NodeConfig) -> int:
             while not signals.stop_requested:
                 signals.wait(_tend(children))
         finally:
-            stop(children, signals)
+            stop(children, signals, config.stop_seconds + STOP_SLACK)
     return 0
 
 
@@ -189,7 +189,7 @@ def _tend(children: list[Child]) -> float:
     return min(child.tend(now) for child in children)
 
 
-def stop(children: list[Child], signals: Signals, grace: float = GRACE) -> None:
+def stop(children: list[Child], signals: Signals, grace: float) -> None:
     """In order, the API process first: its streams need the engine. A second TERM or INT, or `grace`, cuts it short."""
     deadline = time.monotonic() + grace
     asked = signals.stop_requested

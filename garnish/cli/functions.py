@@ -28,28 +28,28 @@ def deploy(
     path: Annotated[
         str | None, typer.Argument(help="The PEFT adapter's directory, or an allowed s3://bucket/prefix.")
     ] = None,
-    file: Annotated[Path | None, typer.Option("-f", "--file", help="Deploy all functions of a service file.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="Make the service hold what the file says.")] = None,
     alias: Annotated[str | None, typer.Option("--alias", help="The alias to move (default: latest).")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate; with -f: only show the plan.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With -f: carry out the plan without asking.")] = False,
     url: Url = None,
     state: State = DEFAULT_STATE,
     tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
-    """Deploy an adapter as a function, or with -f every function of a service file."""
+    """Deploy an adapter as a function, or with -f reconcile tenants and functions with a service file."""
+    from garnish.cli.reconcile import deploy_file
     from garnish.screen import Screen
 
     if (file is None) == (name is None or path is None) or (file is not None and (name, alias) != (None, None)):
         raise typer.BadParameter("expected NAME PATH, or -f FILE")
-    if file is not None:
-        wanted = _declared(file)
-    else:
+    with Screen(as_json) as screen:
+        if file is not None:
+            deploy_file(file, url, state, screen, dry_run=dry_run, yes=yes)
+            return
         assert name is not None
         assert path is not None
-        wanted = [_Wanted(name, path, alias, tenant)]
-    with Screen(as_json) as screen:
-        replies = [_deploy_one(entry, dry_run, url, state, screen) for entry in wanted]
-        screen.result({"deployed": replies} if file is not None else replies[0])
+        screen.result(_deploy_one(_Wanted(name, path, alias, tenant), dry_run, url, state, screen))
 
 
 class _Wanted(NamedTuple):
@@ -57,16 +57,6 @@ class _Wanted(NamedTuple):
     adapter: str | Path
     alias: str | None
     tenant: str | None
-
-
-def _declared(file: Path) -> list[_Wanted]:
-    from garnish.config import load_service_file, tenant_of
-
-    service = load_service_file(file)
-    return [
-        _Wanted(name, service.path(function.adapter), function.alias, tenant_of(service, function))
-        for name, function in service.functions.items()
-    ]
 
 
 def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, screen: Screen) -> DeployReply:

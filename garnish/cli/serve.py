@@ -64,7 +64,7 @@ def node(
 ) -> None:
     """Serve one node, which reports to a gateway."""
     from garnish.config import load_service_file
-    from garnish.settings import node_config, resolve_base
+    from garnish.settings import SERVICE_STOP_SECONDS, node_config, resolve_base
     from garnish.up.prepare import check_secret
     from node_agent.supervisor import run
 
@@ -77,6 +77,7 @@ def node(
         gateway_url=gateway_url,
         secret_file=secret_file,
         port=port,
+        stop_seconds=SERVICE_STOP_SECONDS,
     )
     check_secret(Path(config.secret_file))
     raise typer.Exit(run(config))

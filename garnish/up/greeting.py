@@ -11,6 +11,7 @@ from typing import Any
 
 from garnish.credentials import FILE_NAME, Credentials
 from garnish.screen import Screen
+from garnish.up.logs import capacity, log_of
 from garnish.up.prepare import Prepared
 from gateway.schema import DeployReply
 
@@ -20,6 +21,9 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
     for reply in deployed:
         screen.line(f"function {reply.function}: version {reply.version}")
     show_keys(prepared.state, prepared.credentials, prepared.new_keys, screen)
+    for node in prepared.nodes:
+        for line in capacity_lines(node.node_id, capacity(log_of(prepared.state, node.node_id))):
+            screen.line(line)
     screen.line(f"logs: in {shown(prepared.state / 'logs')}")
     screen.line(f"ready: {prepared.url}")
     screen.line("try:")
@@ -34,6 +38,18 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
             "functions": deployed,
         }
     )
+
+
+def capacity_lines(node: str, found: dict[str, Any] | None) -> list[str]:
+    """Empty when the node's log does not tell any more."""
+    if found is None:
+        return []
+    device = ", ".join(f"{count} of rank {rank}" for rank, count in found["device_adapters"].items())
+    rank, count = list(found["host_adapters"].items())[1]
+    return [
+        f"{node} has room for {found['kv_tokens']} tokens of running requests",
+        f"{node} has room for adapters (all seven projections): {device}; in host memory {count} of rank {rank}",
+    ]
 
 
 def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], screen: Screen) -> None:

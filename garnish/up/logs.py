@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from node_agent.log import CAPACITY
+
+MAX_LOG = 32 << 20
+"""Bytes after which a log is begun anew; with the generation before it takes at most twice as many, and a little."""
 TAIL = 256 << 10
 """Bytes at a log's end that are looked at."""
 UNKNOWN = ""
@@ -25,6 +30,27 @@ def fresh_log(state: Path, name: str) -> Path:
         log.replace(log.with_suffix(".log.1"))
     log.touch(mode=0o600)
     return log
+
+
+def bound_log(log: Path, limit: int = MAX_LOG) -> None:
+    """Begin a log anew that has grown too large; what it held becomes NAME.log.1.
+
+    Its writers keep it open for appending, so it is emptied, not renamed: lines written within that moment are lost.
+    """
+    if log.stat().st_size > limit:
+        shutil.copyfile(log, log.with_suffix(".log.1"))
+        log.with_suffix(".log.1").chmod(0o600)
+        with log.open("r+b") as stream:
+            stream.truncate(0)
+
+
+def capacity(log: Path) -> dict[str, Any] | None:
+    """What a node's engine said that it has room for, the last time it got warm."""
+    found = None
+    for entry in _entries(log):
+        if entry.get("message") == CAPACITY:
+            found = entry
+    return found
 
 
 def times_ended(log: Path) -> int:
@@ -98,5 +124,5 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _tail(log: Path, start: int = 0) -> list[str]:
     with log.open("rb") as stream:
         size = stream.seek(0, 2)
-        stream.seek(max(start, size - TAIL))
+        stream.seek(max(start if start <= size else 0, size - TAIL))  # shorter than before: it was begun anew
         return stream.read(TAIL).decode(errors="replace").splitlines()

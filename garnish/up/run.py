@@ -18,17 +18,18 @@ from garnish.run_node import NodeProcessConfig
 from garnish.screen import Screen
 from garnish.settings import UP_SHUTDOWN_SECONDS
 from garnish.up.greeting import greet
-from garnish.up.logs import fresh_log, last_problem, log_of
+from garnish.up.logs import bound_log, fresh_log, last_problem, log_of
 from garnish.up.opening import MAX_CRASHES, Opening
 from garnish.up.prepare import Prepared, UpOptions, prepare, state_directory
 from node_agent import supervisor
 from node_agent.supervisor import Child, Signals
 
 GATEWAY_GRACE = UP_SHUTDOWN_SECONDS + 5.0
-NODE_GRACE = supervisor.GRACE + 3.0
 NO_REASON = "no reason was logged"
 TICK = 0.2
 """Seconds between looks at the opening thread."""
+LOG_SECONDS = 5.0
+"""Between two looks at the size of the logs."""
 
 
 def up(options: UpOptions, screen: Screen) -> int:
@@ -51,15 +52,22 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
             opening.start()
             _open(opening, children, ends, signals, prepared, screen)
             while not signals.stop_requested:
-                signals.wait(_tend(children))
+                signals.wait(min(_tend(children), LOG_SECONDS))
+                for child in children:
+                    bound_log(log_of(prepared.state, child.name))
         finally:
             ends.stopping = True
             opening.cancel()
             screen.progress("stopping")
             _stop(children[:1], GATEWAY_GRACE, signals)
-            _stop(children[1:], NODE_GRACE, signals)
+            _stop(children[1:], node_grace(prepared), signals)
             screen.end_progress()
     return 0
+
+
+def node_grace(prepared: Prepared) -> float:
+    """Nodes bound their own stop, and get a little longer than that."""
+    return max(node.stop_seconds for node in prepared.nodes) + supervisor.STOP_SLACK + 3.0
 
 
 def _children(prepared: Prepared, ends: Ends) -> list[Child]:

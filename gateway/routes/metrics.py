@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,8 +15,8 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     await services.callers.admin(request)
     known_only(request)
-    states = Counter(node.record.state for node in await services.cluster.nodes())
-    return Response(services.metrics.render(states), headers={"content-type": CONTENT_TYPE_LATEST})
+    records = [node.record for node in await services.cluster.nodes()]
+    return Response(services.metrics.render(records), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 routes = [ExactRoute("/metrics", metrics, methods=["GET"])]

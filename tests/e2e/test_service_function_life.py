@@ -232,3 +232,19 @@ def test_command_line_tells_every_problem(service: Service, smollm_adapters: dic
     assert any("garnish: validation_failed" in line for line in wrong.stderr.splitlines())
     assert "expected" in first
     assert details[-1].startswith("  and ")
+
+
+def test_logs_tell_nothing_of_what_was_sent(service: Service) -> None:
+    """Of gateway and node, over calls that succeed and that are refused."""
+    mark = "marked prompt 7f3a"
+    with service.client("acme") as http:
+        for body in ({"max_tokens": 2}, {"max_tokens": 2, "stop": [mark]}, {"max_tokens": 0}, {"unknown": mark}):
+            http.post("/invoke/dragon", json={"prompt": mark, **body})
+        http.post("/invoke/dragon", json={"prompt": mark * 500})
+        http.post("/invoke/dragon", content=mark)
+    keys = [*service.credentials["keys"].values(), service.credentials["admin_key"]]
+    logs = [log.read_text() for log in service.state.glob("logs/*")]
+    assert len(logs) >= 2
+    for text in logs:
+        assert mark not in text
+        assert not any(key[-20:] in text for key in keys)

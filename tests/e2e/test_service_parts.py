@@ -72,7 +72,7 @@ def test_gateway_and_node_started_one_by_one(
         assert http.get("/readyz").status_code == 503
         with running(service, "node", "--gateway", service.url, "--node-id", "gpu-1"):
             assert eventually(lambda: answers(http, "/readyz"), 60)
-            deployed = service.run("deploy", "-f", "serverless.yml", "--state", "state", "--json")
+            deployed = service.run("deploy", "-f", "serverless.yml", "--state", "state", "--yes", "--json")
             assert [entry["function"] for entry in json.loads(deployed.stdout)["deployed"]] == ["dragon"]
             called = service.run("invoke", "dragon", "Once", "--max-tokens", "4", "--state", "state", "--json")
             assert json.loads(called.stdout)["usage"]["completion_tokens"] == 4

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from garnish.screen import Screen
-from garnish.up.logs import end_reason, fresh_log, last_problem, times_ended
+from garnish.up.greeting import capacity_lines
+from garnish.up.logs import bound_log, capacity, end_reason, fresh_log, last_problem, times_ended
 from garnish.up.run import NO_REASON, Ends
 from gateway.logs import JsonFormatter
 from node_agent.log import JsonLines
@@ -74,3 +75,28 @@ def test_a_second_end_is_not_blamed_on_the_first_ones_error(log: Path, capsys: p
     first, second = capsys.readouterr().err.splitlines()
     assert "ended with code 1 (the port is taken)" in first
     assert "ended with code -9 and" in second
+
+
+def test_a_log_that_grew_too_large_is_begun_anew(log: Path) -> None:
+    with log.open("ab") as writer:  # as a process has it open
+        writer.write(b"x" * 2000 + b"\n")
+        writer.flush()
+        bound_log(log, 3000)
+        assert log.stat().st_size == 2001, "it may still grow"
+        bound_log(log, 1000)
+        assert log.stat().st_size == 0
+        writer.write(b'{"level": "error", "message": "after"}\n')
+        writer.flush()
+    assert log.with_suffix(".log.1").read_bytes() == b"x" * 2000 + b"\n"
+    assert log.with_suffix(".log.1").stat().st_mode & 0o777 == 0o600
+    assert last_problem(log, 2001) == "after", "where a process began in the log before means nothing now"
+
+
+def test_what_a_node_has_room_for(log: Path) -> None:
+    assert capacity(log) is None
+    say(log, "engine", "capacity", kv_tokens=1, device_adapters={"8": 2, "16": 1}, host_adapters={"8": 20, "16": 10})
+    say(log, "engine", "capacity", kv_tokens=640, device_adapters={"8": 2, "16": 1}, host_adapters={"8": 20, "16": 10})
+    assert capacity_lines("node-1", capacity(log)) == [
+        "node-1 has room for 640 tokens of running requests",
+        "node-1 has room for adapters (all seven projections): 2 of rank 8, 1 of rank 16; in host memory 10 of rank 16",
+    ]

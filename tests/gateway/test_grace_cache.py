@@ -50,6 +50,24 @@ def test_an_answer_is_kept_for_a_second(store: Store) -> None:
     asyncio.run(main())
 
 
+def test_an_answer_that_is_asked_for_is_renewed_before_it_is_old(store: Store) -> None:
+    async def main() -> None:
+        cache = cache_of(store)
+        await cache.get("a")
+        store.now, store.gate = 0.6, asyncio.Event()
+        assert [await cache.get("a"), await cache.get("a")] == [1, 1], "it does not wait"
+        await asyncio.sleep(0)
+        assert store.asked == 2, "and asks once"
+        store.gate.set()
+        await asyncio.sleep(0.01)
+        store.now = 1.5
+        assert await cache.get("a") == 2, "which counts from when it was asked"
+        store.now = 1.7
+        assert await cache.get("a") == 3
+
+    asyncio.run(main())
+
+
 def test_a_miss_is_asked_again_at_once(store: Store) -> None:
     async def main() -> None:
         cache = cache_of(store)

@@ -1,0 +1,140 @@
+"""Every version in a registry, of all tenants, listed or not: what garbage collection and verification walk over.
+
+Objects are read a page at a time, so that memory does not grow with the number of functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from adapters.errors import NotFound, StoreUnavailable
+from adapters.functions import FunctionRecord, Manifest, VersionEntry
+from adapters.records import read_record
+from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
+
+READERS = 16
+"""Records that are read at once."""
+
+_OBJECT = re.compile(r"([^/]+)/(?:function|versions/(\d+))\.json", re.ASCII)
+
+
+class FoundVersion(msgspec.Struct, frozen=True):
+    """A manifest in the store, or a version that a function lists although it has none."""
+
+    tenant: str
+    function: str
+    version: int
+    entry: VersionEntry | None
+    """As function.json lists it; None: it does not, so the version does not exist for anyone."""
+    manifest: Manifest | None
+    info: ObjectInfo | None
+    """The manifest's object; None: there is none."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.tenant}/{self.function}:{self.version}"
+
+    @property
+    def key(self) -> str:
+        return f"{_folder(self.tenant)}{self.function}/versions/{self.version}.json"
+
+
+def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
+    """Raises StoreUnavailable, also for a function.json that can't be read: what it lists would seem unlisted."""
+    with ThreadPoolExecutor(READERS, "registry") as pool:
+        after = ""
+        while names := store.folders("tenants/", after):
+            for tenant in names:
+                yield from _of_tenant(store, tenant, pool)
+            after = names[-1]
+
+
+def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
+    """Every object below the prefix, listed a page at a time. Those that are listed may be deleted meanwhile."""
+    after = ""
+    while page := store.list(prefix, after):
+        yield from page
+        after = page[-1].key
+
+
+def is_listed(store: ObjectStore, found: FoundVersion) -> bool:
+    """Whether the function lists the version now."""
+    record = read_record(store, f"{_folder(found.tenant)}{found.function}/function.json", FunctionRecord)
+    return record is not None and any(entry.version == found.version for entry in record[0].versions)
+
+
+class _Function:
+    """A function whose manifests are being read: the versions that it lists and were not met yet."""
+
+    def __init__(self, tenant: str, name: str) -> None:
+        self.tenant = tenant
+        self.name = name
+        self.unmet: dict[int, VersionEntry] = {}
+
+    def met(self, version: int, info: ObjectInfo, data: bytes) -> FoundVersion:
+        try:
+            manifest = msgspec.json.decode(data, type=Manifest)
+        except msgspec.DecodeError:
+            manifest = None
+        return FoundVersion(self.tenant, self.name, version, self.unmet.pop(version, None), manifest, info)
+
+    def rest(self, store: ObjectStore) -> Iterator[FoundVersion]:
+        """Versions that were deployed since the listing, or deleted, or that have no manifest."""
+        for version, entry in self.unmet.items():
+            found = FoundVersion(self.tenant, self.name, version, entry, None, None)
+            info = store.head(found.key)
+            if info is None:
+                if is_listed(store, found):
+                    yield found
+                continue
+            stored = read_record(store, found.key, Manifest)
+            yield msgspec.structs.replace(found, manifest=stored[0] if stored else None, info=info)
+
+
+def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Iterator[FoundVersion]:
+    """A function's function.json precedes its manifests in the order of keys, and nothing comes between them."""
+    current: _Function | None = None
+    for info, data in _contents(store, _folder(tenant), pool):
+        parsed = _OBJECT.fullmatch(info.key.removeprefix(_folder(tenant)))
+        if parsed is None or data is None:
+            continue
+        if current is None or current.name != parsed[1]:
+            if current is not None:
+                yield from current.rest(store)
+            current = _Function(tenant, parsed[1])
+        if parsed[2] is None:
+            current.unmet = {entry.version: entry for entry in _record(info.key, data).versions}
+        else:
+            yield current.met(int(parsed[2]), info, data)
+    if current is not None:
+        yield from current.rest(store)
+
+
+def _contents(store: ObjectStore, prefix: str, pool: ThreadPoolExecutor) -> Iterator[tuple[ObjectInfo, bytes | None]]:
+    """Objects below the prefix with their content; None: it was deleted since it was listed."""
+
+    def read(info: ObjectInfo) -> bytes | None:
+        try:
+            return store.get(info.key).data
+        except NotFound:
+            return None
+
+    after = ""
+    while page := store.list(prefix, after, MAX_LIST):
+        yield from zip(page, pool.map(read, page), strict=True)
+        after = page[-1].key
+
+
+def _record(key: str, data: bytes) -> FunctionRecord:
+    try:
+        return msgspec.json.decode(data, type=FunctionRecord)
+    except msgspec.DecodeError as error:
+        raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+
+
+def _folder(tenant: str) -> str:
+    return f"tenants/{tenant}/functions/"

@@ -1,0 +1,99 @@
+"""Garbage collection: removes what no function lists, once it is so old that no deploy can still be about to list it.
+
+Orphans are what deploys leave that died, and what deletes leave. First everything that is listed is noted, and then
+objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy writes
+content anew that it meets at half the age, so what is old enough when the run starts and is not listed is not
+wanted by a deploy under way. What a deploy wrote anew since then is young, and is looked at again before it is removed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from adapters.all_versions import FoundVersion, all_objects, all_versions
+from adapters.contents import REWRITE_SECONDS, blob_key
+from adapters.disk_map import DiskMap
+from adapters.errors import CorruptArtifact
+from adapters.store import ObjectInfo, ObjectStore
+
+ORPHAN_SECONDS = 2 * REWRITE_SECONDS
+
+_BLOB = re.compile(r"blobs/sha256/[0-9a-f]{64}", re.ASCII)
+_ARTIFACT = re.compile(r"artifacts/v\d+/[^/]+/([0-9a-f]{64})", re.ASCII)
+
+
+class Collected(msgspec.Struct):
+    """What was removed, or would be in a dry run, and what was left."""
+
+    dry_run: bool
+    blobs: int = 0
+    artifacts: int = 0
+    manifests: int = 0
+    bytes: int = 0
+    kept: int = 0
+    """Blobs and artifacts that are listed, or too young to be removed."""
+
+
+def collect(
+    store: ObjectStore,
+    *,
+    dry_run: bool = False,
+    now: float | None = None,
+    tell: Callable[[ObjectInfo], None] = lambda _: None,
+) -> Collected:
+    """Remove orphans that are ORPHAN_SECONDS old at `now` (Unix time; default: the clock's); `tell` hears of each.
+
+    Raises StoreUnavailable, and CorruptArtifact when a listed version has no manifest, so that what it needs is not
+    known.
+    """
+    before = (time.time() if now is None else now) - ORPHAN_SECONDS
+    done = Collected(dry_run)
+    with DiskMap() as needed, DiskMap() as manifests:
+        for found in all_versions(store):
+            _note(found, before, needed, manifests)
+        for kind, info in _orphans(store, before, needed, manifests, done):
+            if dry_run or store.delete_older(info.key, before):
+                tell(info)
+                setattr(done, kind, getattr(done, kind) + 1)
+                done.bytes += info.size
+            else:
+                done.kept += 1
+    return done
+
+
+def _note(found: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
+    """What the version needs, or that its manifest is an orphan."""
+    if found.entry is None and found.info is not None and found.info.modified < before:
+        manifests.put(found.key, str(found.info.size))
+        return
+    if found.entry is not None:
+        needed.put(found.entry.digest)
+        if found.manifest is None:
+            raise CorruptArtifact(
+                f"the manifest of {found.name} is missing or can't be read, so it is not known which files it needs: "
+                "nothing was removed; `garnish registry verify` names what is damaged"
+            )
+    if found.manifest is not None:
+        needed.put(found.manifest.digest)
+        needed.put(blob_key(found.manifest.config_sha256))
+        needed.put(blob_key(found.manifest.weights_sha256))
+
+
+def _orphans(
+    store: ObjectStore, before: float, needed: DiskMap, manifests: DiskMap, done: Collected
+) -> Iterator[tuple[str, ObjectInfo]]:
+    for kind, prefix, pattern in (("blobs", "blobs/sha256/", _BLOB), ("artifacts", "artifacts/", _ARTIFACT)):
+        for info in all_objects(store, prefix):
+            matched = pattern.fullmatch(info.key)
+            if matched is None:
+                continue
+            if info.modified >= before or needed.get(matched[matched.lastindex or 0]) is not None:
+                done.kept += 1
+            else:
+                yield kind, info
+    for key in manifests.names():
+        yield "manifests", ObjectInfo(key=key, size=int(manifests.get(key) or 0), modified=before)

@@ -1,0 +1,48 @@
+"""A map from text to text that lies on disk, for as many entries as a registry has objects."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+CACHE_KIB = 16_384
+BATCH = 1000
+
+
+class DiskMap:
+    """Used as a context manager, by one thread; the file is gone afterwards. Memory is bounded by SQLite's cache."""
+
+    def __enter__(self) -> DiskMap:
+        self._folder = tempfile.TemporaryDirectory(prefix="garnish-")
+        self._base = sqlite3.connect(Path(self._folder.name) / "map", isolation_level=None)
+        for setting in ("journal_mode = off", "synchronous = off", f"cache_size = -{CACHE_KIB}"):
+            self._base.execute(f"pragma {setting}")
+        self._base.execute("create table map (name text primary key, value text) without rowid")
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._base.close()
+        self._folder.cleanup()
+
+    def put(self, name: str, value: str = "") -> None:
+        self._base.execute("insert or replace into map values (?, ?)", (name, value))
+
+    def get(self, name: str) -> str | None:
+        found = self._base.execute("select value from map where name = ?", (name,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def names(self) -> Iterator[str]:
+        """Ascending. Entries may be put meanwhile."""
+        after = ""
+        while True:
+            page = self._base.execute("select name from map where name > ? order by name limit ?", (after, BATCH))
+            names = [str(row[0]) for row in page]
+            yield from names
+            if len(names) < BATCH:
+                return
+            after = names[-1]

@@ -1,0 +1,118 @@
+"""Whether a registry holds what its functions list: every file and artifact is read and hashed again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import msgspec
+
+from adapters.all_versions import FoundVersion, all_versions, is_listed
+from adapters.artifact import artifact_key, read_header
+from adapters.contents import READ_BYTES, blob_key
+from adapters.disk_map import DiskMap
+from adapters.errors import CorruptArtifact, NotFound
+from adapters.functions import Manifest, VersionEntry
+from adapters.store import ObjectStore
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """An object that a listed version needs, and what is wrong with it."""
+
+    version: str
+    """tenant/function:version"""
+    key: str
+    problem: str
+
+
+class Verified(msgspec.Struct):
+    versions: int = 0
+    objects: int = 0
+    """Manifests, files and artifacts; shared ones are read once."""
+    damaged: int = 0
+    """Versions with damage."""
+
+
+def verify(
+    store: ObjectStore,
+    *,
+    tell: Callable[[Damage], None] = lambda _: None,
+    progress: Callable[[FoundVersion], None] = lambda _: None,
+) -> Verified:
+    """Read everything that is listed; `tell` hears of each damage. Raises StoreUnavailable."""
+    done = Verified()
+    with DiskMap() as checked:
+        for found in all_versions(store):
+            if found.entry is None:
+                continue
+            progress(found)
+            done.versions += 1
+            done.objects += 1
+            damages = list(_damages(store, found, found.entry, checked, done))
+            # Deleted and collected meanwhile, it may miss what it wants.
+            if damages and is_listed(store, found):
+                done.damaged += 1
+                for damage in damages:
+                    tell(damage)
+    return done
+
+
+def _damages(
+    store: ObjectStore, found: FoundVersion, entry: VersionEntry, checked: DiskMap, done: Verified
+) -> Iterator[Damage]:
+    if found.manifest is None:
+        problem = "is missing" if found.info is None else "is no manifest"
+        yield Damage(found.name, found.key, problem)
+        return
+    if found.manifest.digest != entry.digest:
+        yield Damage(found.name, found.key, f"names the digest {found.manifest.digest}, the function {entry.digest}")
+    for key, check in _contents(found.manifest, entry):
+        known = checked.get(key)
+        problem = check(store) if known is None else known
+        if known is None:
+            checked.put(key, problem)
+            done.objects += 1
+        if problem:
+            yield Damage(found.name, key, problem)
+
+
+def _contents(manifest: Manifest, entry: VersionEntry) -> Iterator[tuple[str, Callable[[ObjectStore], str]]]:
+    for sha256 in (manifest.config_sha256, manifest.weights_sha256):
+        yield blob_key(sha256), partial(_blob_problem, sha256=sha256)
+    yield artifact_key(entry.base, entry.digest), partial(_artifact_problem, base=entry.base, digest=entry.digest)
+
+
+def _blob_problem(store: ObjectStore, sha256: str) -> str:
+    """Empty when the object is what it should be."""
+    info = store.head(blob_key(sha256))
+    if info is None:
+        return "is missing"
+    try:
+        return "" if _sha256(store, info.key, 0, info.size) == sha256 else "is not what was written"
+    except NotFound:
+        return "is missing"
+
+
+def _artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
+    key = artifact_key(base, digest)
+    try:
+        header = read_header(store, key)
+        if (header.base, header.digest) != (base, digest):
+            return "is the artifact of another adapter or base"
+        for number, block in enumerate(header.layers):
+            if block.size and _sha256(store, key, block.offset, block.size) != block.sha256:
+                return f"is not what was written (layer {number})"
+    except NotFound:
+        return "is missing"
+    except CorruptArtifact as error:
+        return f"is not what was written ({error})"
+    return ""
+
+
+def _sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
+    whole, end = hashlib.sha256(), start + size
+    while start < end and (data := store.get_range(key, start, min(READ_BYTES, end - start))):
+        whole.update(data)
+        start += len(data)
+    return whole.hexdigest()

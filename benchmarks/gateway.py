@@ -1,0 +1,140 @@
+"""What the gateway adds: the same client calls a stub node directly and through the gateway, in turn.
+
+`added_*`: a percentile through the gateway less the same percentile without it, for the time to the first token and for
+the gap between two tokens; `added_p50_ms` and `added_p99_ms` are the larger of both. One gateway worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from benchmarks.gateway_rig import Rig, Streams, rig, steady
+from benchmarks.latency import Sample, percentiles
+from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+
+RATE = 20.0
+"""Tokens per second of one stream."""
+PREFILL = 0.02
+CALLERS = 32
+"""Of the closed loop of calls of one token, which gives `rps`."""
+
+
+async def measure(found: Rig, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    rows = []
+    for number in range(settings["rounds"]):
+        for server in ("direct", "gateway"):
+            rows.append({"round": number, "server": server, **await _steady(found, server, settings)})
+    figures = _added(rows)
+    figures["rps"] = await _rps(found, settings["rps_seconds"])
+    figures["idle_streams_held"] = await _idle(found, settings["idle_streams"], settings["idle_seconds"])
+    return rows, figures
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120))
+
+
+async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str, float]:
+    async with _session() as session:
+        streams = Streams(session, found.stub if server == "direct" else found.gateway, found.key)
+        begin = _cpu_seconds(found.pid)
+        samples = await steady(streams, settings["streams"], settings["tokens"], 1 / RATE, settings["seconds"])
+    good = [sample for sample in samples if not sample.error]
+    gaps = [after - before for sample in good for before, after in pairwise(sample.times)]
+    span = max(sample.end for sample in samples) - min(sample.sent for sample in samples)
+    return {
+        "requests": len(samples),
+        "errors": len(samples) - len(good),
+        "tok_s": sum(len(sample.times) for sample in good) / span,
+        "gateway_cpu_share": (_cpu_seconds(found.pid) - begin) / span,
+        **percentiles("ttft", [sample.ttft for sample in good]),
+        **percentiles("gap", gaps),
+        **percentiles("delay", streams.delays),
+    }
+
+
+def _added(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians over the rounds of what each round's gateway run has more than its direct one."""
+    figures: dict[str, float] = {}
+    for name in ("ttft", "gap", "delay"):
+        for share in (50, 99):
+            key = f"{name}_p{share}_ms"
+            added = [after[key] - before[key] for before, after in zip(rows[::2], rows[1::2], strict=True)]
+            figures[f"{name}_added_p{share}_ms"] = median(added)
+    for share in (50, 99):
+        figures[f"added_p{share}_ms"] = max(figures[f"{name}_added_p{share}_ms"] for name in ("ttft", "gap"))
+    figures["errors"] = sum(row["errors"] for row in rows)
+    return figures
+
+
+async def _rps(found: Rig, seconds: float) -> float:
+    """Calls of one token, streamed, per second: each caller calls again as soon as it is answered."""
+    async with _session() as session:
+        samples = await steady(Streams(session, found.gateway, found.key), CALLERS, 1, 0.0, seconds)
+    if any(sample.error for sample in samples):
+        raise RuntimeError(f"calls failed: { ({sample.error for sample in samples}) }")
+    return len(samples) / (max(sample.end for sample in samples) - min(sample.sent for sample in samples))
+
+
+async def _idle(found: Rig, count: int, seconds: float) -> float:
+    """Streams that are open at once, between two tokens, and then end as they should."""
+    async with _session() as session:
+        streams = Streams(session, found.gateway, found.key)
+        calls: list[asyncio.Task[Sample]] = []
+        for number in range(count):
+            calls.append(asyncio.create_task(streams.call(2, seconds)))
+            if number % 50 == 49:
+                await asyncio.sleep(0.05)
+        samples = await asyncio.gather(*calls)
+    good = [sample for sample in samples if not sample.error and len(sample.times) == 2]
+    began, ended = max(sample.times[0] for sample in good), min(sample.times[1] for sample in good)
+    return float(len(good)) if began < ended else 0.0
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of the process and its children, the gateway's worker."""
+    total = 0.0
+    for line in [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]:
+        fields = Path(f"/proc/{line}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / 100
+    return total
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    options = parser.parse_args()
+    settings: dict[str, Any] = {
+        "streams": 200,
+        "tokens": 40,
+        "seconds": 3.0,
+        "rounds": options.rounds,
+        "rps_seconds": 5.0,
+    }
+    settings |= {"idle_streams": 2000, "idle_seconds": 20.0, "rate": RATE, "workers": 1}
+    if options.quick:
+        settings |= {"streams": 20, "tokens": 10, "seconds": 0.5, "rounds": 1, "rps_seconds": 0.5}
+        settings |= {"idle_streams": 50, "idle_seconds": 1.0}
+    adapter = ROOT / "examples" / "adapters" / options.model.name / "pirate"
+    probe, begin = contention_probe(), time.monotonic()
+    with tempfile.TemporaryDirectory() as root, rig(options.model, adapter, Path(root), 1 / RATE, PREFILL) as found:
+        rows, figures = asyncio.run(measure(found, settings))
+    settings |= {
+        "probe_before_ms": probe,
+        "probe_after_ms": contention_probe(),
+        "took_s": round(time.monotonic() - begin),
+    }
+    publish(report("gateway", settings, options.seed, rows, figures), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Tables of what the gateway adds, and of how the registry grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.report import origin
+
+
+def gateway_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    lines = [
+        f"{settings['streams']} streams of {settings['rate']:.0f} tokens/s, {settings['workers']} gateway worker, "
+        f"median of {settings['rounds']} alternated rounds; client, gateway and stub node share the "
+        f"cores. {origin(document)}",
+        "",
+        "| added by the gateway | p50 | p99 |",
+        "|---|---|---|",
+    ]
+    for title, name in (("time to first token", "ttft"), ("gap between two tokens", "gap"), ("each token", "delay")):
+        p50, p99 = figures[f"{name}_added_p50_ms"], figures[f"{name}_added_p99_ms"]
+        lines.append(f"| {title} | {p50:.2f} ms | {p99:.2f} ms |")
+    lines += [
+        "",
+        f"{figures['rps']:.0f} streamed calls of one token per second; {figures['idle_streams_held']:.0f} streams held "
+        f"open for {settings['idle_seconds']:.0f} s between two tokens. {_probe(settings)}",
+    ]
+    return "\n".join(lines)
+
+
+def scale_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    lines = [
+        f"A directory, adapters of stories260K. {origin(document)}",
+        "",
+        "| functions | deploy | a page of 100 |",
+        "|---|---|---|",
+    ]
+    for row in document["rows"]:
+        if "functions" in row:
+            lines.append(f"| {row['functions']} | {row['deploy_ms']:.1f} ms | {row['list_page_ms']:.1f} ms |")
+    names = settings["names"]
+    lines += [
+        "",
+        f"Resolving a name that is in the cache, among {names}: {figures[f'resolve_us_at_{names}']:.1f} us; one that "
+        f"is read: {figures['resolve_read_us'] / 1e3:.2f} ms. {_probe(settings)}",
+    ]
+    return "\n".join(lines)
+
+
+def _probe(settings: dict[str, Any]) -> str:
+    return f"Contention probe: {settings['probe_before_ms']:.2f} ms before, {settings['probe_after_ms']:.2f} ms after."

@@ -1,0 +1,108 @@
+"""`garnish registry gc|verify`: the upkeep of the store itself, past the service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+
+if TYPE_CHECKING:
+    from adapters.store import ObjectStore
+
+T = TypeVar("T")
+
+MAX_SHOWN = 1000
+"""Entries that the JSON result lists; there may be as many as a bucket has objects."""
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True, help="Look after the registry's store.")
+    group.command()(gc)
+    group.command()(verify)
+    app.add_typer(group, name="registry")
+
+
+def gc(
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what no function lists and is 24 hours old. It may run beside the service and its deploys."""
+    import msgspec
+
+    from adapters.collect import collect
+    from adapters.store import ObjectInfo
+    from garnish.screen import Screen
+
+    removed: list[str] = []
+
+    def tell(info: ObjectInfo) -> None:
+        screen.line(f"{'would remove' if dry_run else 'removed'} {info.key} ({info.size} bytes)")
+        if len(removed) < MAX_SHOWN:
+            removed.append(info.key)
+
+    with Screen(as_json) as screen:
+        store = _store(file, state, writes=not dry_run)
+        screen.progress("reading what the functions list")
+        done = _told(lambda: collect(store, dry_run=dry_run, tell=tell))
+        screen.end_progress()
+        screen.line(
+            f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, {done.bytes} bytes "
+            f"{'would be removed' if dry_run else 'removed'}; {done.kept} files and artifacts stay"
+        )
+        screen.result({**msgspec.to_builtins(done), "objects": removed})
+
+
+def verify(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+    """Read and hash again all that functions list, and name what is missing or changed. Exit code 1 if anything is."""
+    import msgspec
+
+    from adapters.verify import Damage
+    from adapters.verify import verify as verify_store
+    from garnish.screen import Screen
+
+    damages: list[Damage] = []
+
+    def tell(damage: Damage) -> None:
+        screen.line(f"{damage.version}: {damage.key} {damage.problem}")
+        if len(damages) < MAX_SHOWN:
+            damages.append(damage)
+
+    with Screen(as_json) as screen:
+        store = _store(file, state, writes=False)
+        screen.progress("reading every listed version")
+        done = _told(lambda: verify_store(store, tell=tell))
+        screen.end_progress()
+        screen.line(f"{done.versions} versions, {done.objects} objects read; {done.damaged} versions are damaged")
+        screen.result({**msgspec.to_builtins(done), "damages": damages})
+    if done.damaged:
+        raise typer.Exit(1)
+
+
+def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
+    """The registry that the service file names. Raises FrontDoorError."""
+    from adapters.open_store import open_checked_store, open_store
+    from garnish.config import load_service_file
+    from garnish.errors import StartError
+    from garnish.settings import registry_of
+
+    address = registry_of(load_service_file(file), state.absolute())
+    if "://" not in address and not Path(address).is_dir():
+        raise StartError(f"there is no registry in {address}; name the state directory with --state")
+    return _told(lambda: (open_checked_store if writes else open_store)(address))
+
+
+def _told(work: Callable[[], T]) -> T:
+    """The work's result; what went wrong with the store as an error for the person at the terminal."""
+    from adapters.errors import AdapterError
+    from garnish.errors import FrontDoorError
+
+    try:
+        return work()
+    except AdapterError as error:
+        raise FrontDoorError(f"registry: {error}") from error

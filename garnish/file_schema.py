@@ -1,0 +1,150 @@
+"""The JSON Schema of serverless.yml for editors, made of the loader's own definitions.
+
+`python -m garnish.file_schema` writes serverless.schema.json beside this file. What needs more than one field, or the
+machine, only the loader can tell. It also takes quoted numbers, because environment variables are text; the schema
+wants such a number written plainly, or the variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adapters.names import NAME
+from garnish.config import BUILT, QUANTITIES
+from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Tenant, Top
+from garnish.sizes import BYTES, SECONDS, parse_rate, parse_seconds
+
+FILE = Path(__file__).with_name("serverless.schema.json")
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {"gateway": Gateway, "node": Node, "infra": Infra}
+NAMED: dict[str, type[msgspec.Struct]] = {"tenants": Tenant, "functions": Function, "node_pools": NodePool}
+
+Schema = dict[str, Any]
+
+_VARIABLE: Schema = {"$ref": "#/$defs/variable"}
+_NUMBER = r"(?=.*[1-9])\d+(\.\d+)? ?"
+
+
+def document() -> Schema:
+    """The whole schema."""
+    (top, *_), definitions = msgspec.json.schema_components(
+        [Top, *SECTIONS.values(), *NAMED.values()], ref_template="#/$defs/{name}"
+    )
+    for kind in definitions.values():
+        kind["properties"] = {name: _with_variable(field) for name, field in kind["properties"].items()}
+    found = definitions.pop(top["$ref"].rpartition("/")[2])
+    for name, field in found["properties"].items():
+        found["properties"][name] = _top_field(name, field, definitions, name in found["required"])
+    definitions["Function"]["properties"]["alias"] = _or_null(_text(rf"(?!\d+$){NAME.pattern}"))
+    definitions["variable"] = {"type": "string", "pattern": r"\$\{env:[A-Za-z_][A-Za-z0-9_]*\}"}
+    head = {
+        "title": "serverless.yml",
+        "description": "A service; docs/serverless-yml.md describes every key.",
+    }
+    whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, **head, "$defs": definitions}
+    for path, parse in QUANTITIES.items():
+        holder, name = _holder(whole, path)
+        holder[name] = _quantity(parse)
+    for path, served in BUILT.items():
+        holder, name = _holder(whole, path)
+        holder[name] = _only(holder[name], served)
+    return whole
+
+
+def _top_field(name: str, field: Schema, definitions: Schema, required: bool) -> Schema:
+    """null stands for a key that is left out, and for a section of which nothing is stated."""
+    if name in SECTIONS:
+        return _or_null({"$ref": f"#/$defs/{SECTIONS[name].__name__}"})
+    if name in NAMED:
+        entry: Schema = {"$ref": f"#/$defs/{NAMED[name].__name__}"}
+        may_be_empty = not definitions[NAMED[name].__name__]["required"]
+        return _or_null(
+            {
+                "type": "object",
+                "propertyNames": {"pattern": _anchored(NAME.pattern)},
+                "additionalProperties": _or_null(entry) if may_be_empty else entry,
+            }
+        )
+    if name == "registry":
+        return _or_null(_text(r"(s3://.+|file://.*|(?!.*://).+)"))
+    return field if required else _or_null(field)
+
+
+def _with_variable(field: Schema) -> Schema:
+    """The field, or an environment variable in its place where it takes no text anyway."""
+    options = field.get("anyOf", [field])
+    if not any("enum" in option or option.get("type") in ("integer", "number") for option in options):
+        return field
+    default = {"default": field.pop("default")} if "default" in field else {}
+    return {"anyOf": [*options, _VARIABLE], **default}
+
+
+def _quantity(parse: Callable[[object], object]) -> Schema:
+    number: list[Schema] = [] if parse is parse_rate else [{"type": "number", "exclusiveMinimum": 0}]
+    units = SECONDS if parse is parse_seconds else BYTES
+    written = _text(_NUMBER + f"({'|'.join(units)})" + ("/s" if parse is parse_rate else ""))
+    words: list[Schema] = [{"const": "auto"}] if _takes_auto(parse) else []
+    return {"anyOf": [*number, *words, *written["anyOf"]]}
+
+
+def _takes_auto(parse: Callable[[object], object]) -> bool:
+    try:
+        parse("auto")
+    except ValueError:
+        return False
+    return True
+
+
+def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
+    """The values that ask for nothing that is not built."""
+    nothing = [None] if {"type": "null"} in field.get("anyOf", ()) else []
+    values = [*served, *nothing]
+    if not values:
+        return False
+    return {"anyOf": [{"enum": values}, _VARIABLE]} if served else {"enum": values}
+
+
+def _holder(whole: Schema, path: str) -> tuple[Schema, str]:
+    """The properties among which a dotted path (`*`: any name) names the last one."""
+    holder = whole
+    *sections, name = path.split(".")
+    for part in sections:
+        holder = _resolved(whole, holder["additionalProperties"] if part == "*" else holder["properties"][part])
+    return holder["properties"], name
+
+
+def _resolved(whole: Schema, field: Schema) -> Schema:
+    """The mapping's schema that a field refers to, null and words apart."""
+    for option in field.get("anyOf", [field]):
+        if "$ref" in option and option != _VARIABLE:
+            found: Schema = whole["$defs"][option["$ref"].rpartition("/")[2]]
+            return found
+        if option.get("type") == "object":
+            mapping: Schema = option
+            return mapping
+    raise KeyError(f"no mapping: {field}")
+
+
+def _text(pattern: str) -> Schema:
+    return {"anyOf": [{"type": "string", "pattern": _anchored(pattern)}, _VARIABLE]}
+
+
+def _anchored(pattern: str) -> str:
+    return f"^(?:{pattern})$"
+
+
+def _or_null(field: Schema) -> Schema:
+    options = field["anyOf"] if set(field) == {"anyOf"} else [field]
+    return {"anyOf": [*options, {"type": "null"}]}
+
+
+def text() -> str:
+    return msgspec.json.format(msgspec.json.encode(document()), indent=2).decode() + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())

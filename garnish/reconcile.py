@@ -1,0 +1,154 @@
+"""What it takes to make a service hold what its service file declares: tenants, functions, and where aliases point.
+
+A plan is made first, by reading the service and hashing the adapters' files; nothing changes until it is carried out.
+What the service has and the file does not declare is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from garnish.client import Client
+from garnish.config import ServiceFile, tenant_names, tenant_of
+from garnish.errors import GarnishError
+from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
+from gateway.schema import DeployReply
+
+
+class Connect(Protocol):
+    def __call__(self, tenant: str | None, *, admin: bool = False) -> Client:
+        """A client that acts for the tenant, with the administrator's key if asked."""
+
+
+class FunctionStep(msgspec.Struct, frozen=True):
+    """`create`: the adapter becomes a new version. `move`: it is one already, and the alias has to point to it."""
+
+    tenant: str
+    function: str
+    alias: str
+    action: Literal["create", "move", "none"]
+    version: int | None
+    """The one that the adapter is already."""
+    points_to: int | dict[str, float] | None
+    """Where the alias points now."""
+    adapter: str
+
+    def __str__(self) -> str:
+        name = f"function {self.tenant}/{self.function}"
+        now = "nothing" if self.points_to is None else f"version {_target(self.points_to)}"
+        match self.action:
+            case "create":
+                return f"{name}: create a version, and move {self.alias} to it (from {now})"
+            case "move":
+                return f"{name}: move {self.alias} to version {self.version} (from {now})"
+            case _:
+                return f"{name}: nothing to do, {self.alias} is version {self.version}"
+
+
+class TenantStep(msgspec.Struct, frozen=True):
+    tenant: str
+    action: Literal["create", "none"]
+
+    def __str__(self) -> str:
+        return f"tenant {self.tenant}: {'create' if self.action == 'create' else 'nothing to do'}"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    tenants: list[TenantStep]
+    """Empty without an administrator's key."""
+    functions: list[FunctionStep]
+
+    @property
+    def steps(self) -> list[TenantStep | FunctionStep]:
+        return [*self.tenants, *self.functions]
+
+    @property
+    def changes(self) -> int:
+        return sum(step.action != "none" for step in self.steps)
+
+
+def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> Plan:
+    """Raises GarnishError."""
+    tenants: list[TenantStep] = []
+    if administers:
+        tenants = [_plan_tenant(connect, name) for name in tenant_names(service)]
+    new = {step.tenant for step in tenants if step.action == "create"}
+    functions = []
+    for name, function in service.functions.items():
+        tenant, adapter = tenant_of(service, function), service.path(function.adapter)
+        functions.append(_plan_function(connect, tenant, name, function.alias or "latest", adapter, tenant in new))
+    return Plan(tenants, functions)
+
+
+def carry_out(plan: Plan, service: ServiceFile, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
+    """One change after another; `tell` hears of each before it begins. Raises GarnishError: what was done stays."""
+    for step in plan.tenants:
+        if step.action == "create":
+            tell(str(step))
+            with connect(None, admin=True) as client:
+                client.put_tenant(step.tenant, _settings(service, step.tenant))
+    for entry in plan.functions:
+        if entry.action != "none":
+            tell(str(entry))
+            with connect(entry.tenant) as client:
+                yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
+
+
+def _plan_tenant(connect: Connect, name: str) -> TenantStep:
+    with connect(name, admin=True) as client:
+        try:
+            client.functions(limit=1)
+        except GarnishError as error:
+            if error.type != "not_found":
+                raise
+            return TenantStep(name, "create")
+    return TenantStep(name, "none")
+
+
+def _plan_function(
+    connect: Connect, tenant: str, name: str, alias: str, adapter: Path, new_tenant: bool
+) -> FunctionStep:
+    hashes = _sha256(adapter / CONFIG_FILE), _sha256(adapter / WEIGHTS_FILE)
+    version: int | None = None
+    points_to: int | dict[str, float] | None = None
+    if not new_tenant:
+        with connect(tenant) as client:
+            try:
+                points_to = client.function(name).aliases.get(alias)
+                known = client.versions(name).versions
+            except GarnishError as error:
+                if error.type != "not_found":
+                    raise
+                known = []
+        same = [entry.version for entry in known if (entry.config_sha256, entry.weights_sha256) == hashes]
+        version = max(same, default=None)
+    action: Literal["create", "move", "none"] = "create" if version is None else "move"
+    if version is not None and points_to == version:
+        action = "none"
+    return FunctionStep(tenant, name, alias, action, version, points_to, str(adapter))
+
+
+def _settings(service: ServiceFile, tenant: str) -> dict[str, Any]:
+    declared = service.tenants.get(tenant)
+    stated = {} if declared is None else msgspec.to_builtins(declared)
+    return {field: value for field, value in stated.items() if value is not None}
+
+
+def _sha256(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        problem = f"{file.parent}: expected a PEFT adapter's {CONFIG_FILE} and {WEIGHTS_FILE} ({error.strerror})"
+        raise GarnishError("invalid_request", problem) from None
+
+
+def _target(points_to: int | dict[str, float]) -> str:
+    if isinstance(points_to, int):
+        return str(points_to)
+    return "+".join(f"{version}:{share:g}" for version, share in points_to.items())

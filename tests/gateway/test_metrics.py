@@ -1,0 +1,100 @@
+"""Metrics: bounded labels, what is known of the nodes, and several workers that count as one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.messages import NodeRecord, Resident
+from gateway.metrics import MAX_LABELS, Metrics
+
+WORKER = """
+import sys
+from gateway.metrics import Metrics
+metrics = Metrics()
+metrics.change_open(1)
+for _ in range(int(sys.argv[1])):
+    metrics.count_invocation("acme", "f", "ok")
+metrics.observe_speed("acme", "f", 0.02, None)
+sys.stdin.readline()
+"""
+ASKED = """
+import sys
+from prometheus_client.multiprocess import mark_process_dead
+from gateway.metrics import Metrics
+for pid in sys.argv[1:]:
+    mark_process_dead(int(pid))
+sys.stdout.buffer.write(Metrics().render([]))
+"""
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples(text: bytes) -> Samples:
+    families = text_string_to_metric_families(text.decode())
+    return {(item.name, frozenset(item.labels.items())): item.value for family in families for item in family.samples}
+
+
+def node(name: str, state: str, *residents: Resident) -> NodeRecord:
+    return NodeRecord(
+        id=name, epoch="1", seq=1, url="", state=state, base="b", base_id="b", max_context=8, running=3, queued=1,
+        queue_limit=8, kv_blocks_free=5, kv_blocks=9, block_tokens=16, residents=list(residents),
+    )  # fmt: skip
+
+
+def test_labels_are_bounded() -> None:
+    metrics = Metrics()
+    for number in range(MAX_LABELS + 50):
+        metrics.count_invocation(f"tenant-{number}", f"function-{number}", "ok")
+    found = samples(metrics.render([]))
+    invoked = [(dict(labels), value) for (name, labels), value in found.items() if name == "garnish_invocations_total"]
+    counts = {labels["function"]: value for labels, value in invoked}
+    assert len(counts) == MAX_LABELS + 1
+    assert counts["other"] == 50
+
+
+def test_nodes_as_they_are_now() -> None:
+    metrics = Metrics()
+    here = [Resident("a", "device", 10, 1), Resident("b", "device", 20, 0), Resident("c", "host", 5, 0)]
+    found = samples(metrics.render([node("n1", "ready", *here), node("n2", "ready"), node("n3", "draining")]))
+    assert found["garnish_nodes", frozenset({("state", "ready")})] == 2
+    assert found["garnish_nodes", frozenset({("state", "draining")})] == 1
+    assert found["garnish_resident_adapters", frozenset({("node", "n1"), ("tier", "device")})] == 2
+    assert found["garnish_resident_bytes", frozenset({("node", "n1"), ("tier", "host")})] == 5
+    assert found["garnish_node_kv_blocks_free", frozenset({("node", "n3")})] == 5
+    again = samples(metrics.render([]))
+    assert not any(name.startswith("garnish_node") for name, _ in again), "a node that is gone is gone"
+
+
+def test_workers_count_as_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, str(count)], env=environment, stdin=subprocess.PIPE)
+        for count in (3, 4)
+    ]
+    try:
+        while True:
+            found = ask(environment)
+            if found.get(("garnish_ttft_seconds_count", OWNER)) == 2:
+                break
+            assert all(worker.poll() is None for worker in workers)
+        assert found["garnish_invocations_total", OWNER | {("outcome", "ok")}] == 7
+        assert found["garnish_open_invocations", frozenset()] == 2
+    finally:
+        for worker in workers:
+            worker.communicate()
+    found = ask(environment, str(workers[0].pid))
+    assert found["garnish_invocations_total", OWNER | {("outcome", "ok")}] == 7, "what it counted stays"
+    assert found["garnish_open_invocations", frozenset()] == 1, "what it had open does not"
+
+
+OWNER = frozenset({("tenant", "acme"), ("function", "f")})
+
+
+def ask(environment: dict[str, str], *dead: str) -> Samples:
+    command = [sys.executable, "-c", ASKED, *dead]
+    return samples(subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True).stdout)
