@@ -33,6 +33,8 @@ class FoundVersion(msgspec.Struct, frozen=True):
     manifest: Manifest | None
     info: ObjectInfo | None
     """The manifest's object; None: there is none."""
+    unlisted: float = 0.0
+    """Unix time at which the function last took a version off its list; 0: never."""
 
     @property
     def name(self) -> str:
@@ -74,13 +76,15 @@ class _Function:
         self.tenant = tenant
         self.name = name
         self.unmet: dict[int, VersionEntry] = {}
+        self.unlisted = 0.0
 
     def met(self, version: int, info: ObjectInfo, data: bytes) -> FoundVersion:
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
         except msgspec.DecodeError:
             manifest = None
-        return FoundVersion(self.tenant, self.name, version, self.unmet.pop(version, None), manifest, info)
+        entry = self.unmet.pop(version, None)
+        return FoundVersion(self.tenant, self.name, version, entry, manifest, info, self.unlisted)
 
     def rest(self, store: ObjectStore) -> Iterator[FoundVersion]:
         """Versions that were deployed since the listing, or deleted, or that have no manifest."""
@@ -107,7 +111,8 @@ def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Ite
                 yield from current.rest(store)
             current = _Function(tenant, parsed[1])
         if parsed[2] is None:
-            current.unmet = {entry.version: entry for entry in _record(info.key, data).versions}
+            record = _record(info.key, data)
+            current.unmet, current.unlisted = {entry.version: entry for entry in record.versions}, record.unlisted
         else:
             yield current.met(int(parsed[2]), info, data)
     if current is not None:

@@ -4,6 +4,7 @@ Orphans are what deploys leave that died, and what deletes leave. First everythi
 objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy writes
 content anew that it meets at half the age, so what is old enough when the run starts and is not listed is not
 wanted by a deploy under way. What a deploy wrote anew since then is young, and is looked at again before it is removed.
+So is all of a function that took a version off its list since: calls of that version may still load it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def collect(
 
 def _note(found: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
     """What the version needs, or that its manifest is an orphan."""
-    if found.entry is None and found.info is not None and found.info.modified < before:
+    young = found.unlisted >= before or (found.info is not None and found.info.modified >= before)
+    if found.entry is None and found.info is not None and not young:
         manifests.put(found.key, str(found.info.size))
         return
     if found.entry is not None:

@@ -56,6 +56,10 @@ def needed(registry: Registry, *functions: tuple[str, str]) -> set[str]:
 
 def age(store: LocalStore, seconds: float = ORPHAN_SECONDS + 60, part: str = "") -> None:
     when = time.time() - seconds
+    for info in all_objects(store, "tenants/"):
+        if info.key.endswith("function.json") and part in f"/{info.key}":
+            record = msgspec.json.decode(store.get(info.key).data, type=FunctionRecord)
+            store.put(info.key, msgspec.json.encode(msgspec.structs.replace(record, unlisted=when)))
     for path in store.root.rglob("*"):
         if path.is_file() and part in str(path) and not path.relative_to(store.root).parts[0].startswith("."):
             os.utime(path, (when, when))
@@ -70,7 +74,7 @@ def test_only_what_nobody_lists_is_removed(store: ObjectStore, base: BaseModel, 
     foreign = {
         "blobs/notes",
         "artifacts/v1/readme",
-        "tenants/acme/tenant.json",
+        "tenants/zeta/tenant.json",
         "probes/x",
         "tenants/acme/usage/1/g.json",
     }
@@ -114,6 +118,22 @@ def test_a_young_manifest_keeps_what_it_names(tmp_path: Path, base: BaseModel, g
     age(store)
     collect(store)
     assert keys(store) == set()
+
+
+def test_what_was_deleted_a_moment_ago_stays(tmp_path: Path, base: BaseModel, good: Good) -> None:
+    """Calls that began before may still load it, however old its files are."""
+    store = LocalStore(tmp_path)
+    registry = Registry(store, base)
+    for alpha in (8, 9):
+        registry.deploy("acme", "f", *variant(good, alpha))
+    registry.deploy("acme", "g", *variant(good, 10))
+    age(store)
+    before = keys(store)
+    registry.delete_version("acme", "f", 1)
+    registry.delete_function("acme", "g")
+    assert (collect(store).artifacts, keys(store)) == (0, before)
+    age(store)
+    assert collect(store).artifacts == 2
 
 
 def test_content_written_anew_since_it_was_listed_stays(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_routes_that_do_not_exist(gateway: Running, method: str, path: str, stat
 
 
 def test_405_says_what_is_allowed(gateway: Running) -> None:
-    assert "DELETE" in gateway.client().patch("/functions/f").headers["allow"]
+    assert "DELETE" in gateway.client().put("/functions/f").headers["allow"]
 
 
 @pytest.mark.parametrize(
