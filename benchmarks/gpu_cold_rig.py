@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.cold_rig import VARIANTS
+from benchmarks.cold_bench import VARIANTS
 from benchmarks.local_engine import LocalEngine
 from benchmarks.random_model import random_loader, write_adapters, write_base
 from cluster.messages import Adapter, Sampling
@@ -25,7 +25,7 @@ from node_agent.config import LinkConfig
 from node_agent.cores import usable_cores
 from node_agent.types import Plan
 
-WAYS = {name: VARIANTS[name] for name in ("cached", "ondmd", "overlap", "pipeline", "assist", "full")} | {
+WAYS = {name: VARIANTS[name].way for name in ("cached", "ondmd", "overlap", "pipeline", "assist", "full")} | {
     "assist_pipeline": Way(("assist",))
 }
 MAX_COLD = 4
