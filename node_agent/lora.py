@@ -10,7 +10,7 @@ import torch
 from adapters.base_model import BaseModel
 from kernels.build import CompileError
 from kernels.compiled import DTYPES, CompiledGroup, Segments, load_operators
-from kernels.grouped import add_segment
+from kernels.grouped import add_pieces
 from kernels.view import GroupView, group_view
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.adapter_memory.weights import AdapterWeights
@@ -108,8 +108,8 @@ class SegmentedLora:
         if self._compiled is not None and self._segments is not None:
             self._compiled.groups[layer][group].add(ys, self._x, self._segments)
         for start, end, weights in self._long:
-            for piece in weights[layer].get(group, ()):
-                add_segment(ys, self._x, start, end, piece.a, piece.parts)
+            pieces = [(piece.a, piece.parts) for piece in weights[layer].get(group, ())]
+            add_pieces(ys, self._x, start, end, pieces)
         self._x = None
 
     def _choose_ways(self) -> None:

@@ -28,11 +28,14 @@ def check_memory(store: AdapterStore) -> list[str]:
 
 
 def heal(store: AdapterStore) -> list[str]:
-    """What `check_memory` finds. An adapter whose part of the table is wrong and that nobody uses leaves the device, so
+    """What `check_memory` finds. An adapter whose part of a table is wrong and that nobody uses leaves that tier, so
     that the next request for it loads it anew."""
     found = check_memory(store)
     for digest in [d for d in store.device if any(line.startswith(f"adapter {d},") for line in found)]:
         store.discard(digest)
+    for host in list(store.hosts.complete()):
+        if host.unwanted and any(line.startswith(f"host adapter {host.digest},") for line in found):
+            store.hosts.forget(host)
     return found
 
 

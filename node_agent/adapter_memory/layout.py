@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -71,6 +72,11 @@ class AdapterLayout:
     @property
     def rows(self) -> int:
         return len(self.place)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The distinct ones, ascending."""
+        return tuple(np.unique(self.rank[self.rank > 0]).tolist())
 
     @property
     def size(self) -> int:

@@ -135,7 +135,7 @@ class AdapterStore:
             return LoadFailed(entry.copy.failed)
         entry.leases += 1
         self.device.move_to_end(adapter.digest)
-        return Lease(adapter.digest, entry.slot, adapter.ranks)
+        return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
 
     def release(self, lease: Lease, after: Sequence[Event]) -> None:
         """The lease ends when every event in `after` has."""

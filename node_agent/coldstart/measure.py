@@ -156,7 +156,7 @@ def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> Cpu
                 if slot is None:
                     return None
                 elements = group_elements(layout, 0, base)[GROUP]
-                for tokens in effort.tokens:
+                for tokens in sorted({min(tokens, workers.layout.max_tokens) for tokens in effort.tokens}):
                     found = _slice_seconds(workers, base, slot, tokens, effort.rounds)
                     if found is None:
                         return None
@@ -167,7 +167,6 @@ def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> Cpu
 
 
 def _slice_seconds(workers: WorkerPool, base: BaseModel, slot: int, tokens: int, rounds: int) -> float | None:
-    tokens = min(tokens, workers.layout.max_tokens)
     x = torch.zeros(tokens, base.widths[GROUPS[GROUP][0]][0], dtype=workers.layout.torch_dtype)
     times = []
     for _ in range(rounds + 1):

@@ -9,6 +9,8 @@ import msgspec
 
 PROFILE_VERSION = 1
 MAX_PROFILE_BYTES = 1 << 20
+MOST_TOKENS = 1 << 50
+"""Of one slice, where tokens cost next to nothing."""
 
 
 class ProfileError(ValueError):
@@ -91,7 +93,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.cpu is None:
             return 1
         left = budget - self.cpu.fixed - elements * self.cpu.per_element
-        return max(1, int(left / (elements * self.cpu.per_product))) if elements and left > 0 else 1
+        if not elements or left <= 0:
+            return 1
+        per_token = elements * self.cpu.per_product  # 0 where the measurement saw no difference between lengths
+        return max(1, int(min(left / per_token, MOST_TOKENS))) if per_token else MOST_TOKENS
 
 
 def read_profile(file: Path, key: ProfileKey) -> Profile:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.grouped import add_segment
+from kernels.grouped import add_pieces, add_segment
 from kernels.reference import ROW_ALIGN, add_lora
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -46,6 +47,29 @@ def test_segment_equals_float64(
         assert float((ys[i].double() - want).abs().max()) <= TOLERANCE[dtype] * size * max(ranks) ** 0.5
         outside = [t for t in range(tokens) if not begin <= t < begin + length]
         assert torch.equal(ys[i][outside], before[i][outside])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [4, 512])
+def test_pieces_of_many_pages_cost_no_precision(dtype: torch.dtype, rows: int) -> None:
+    """Rank 512 on two projections, in pieces of `rows` ranks: as near to float64 as in one."""
+    torch.manual_seed(3)
+    rank, d_in, widths = 512, 64, (48, 16)
+    x = torch.randn(6, d_in).to(dtype)
+    a = (torch.randn(d_in, 2 * rank) / d_in**0.5).to(dtype)
+    bs = [(torch.randn(rank, width) / rank**0.5).to(dtype) for width in widths]
+    ys = [torch.randn(6, width).to(dtype) for width in widths]
+    wanted = [y.double() for y in ys]
+    pieces = []
+    for i, b in enumerate(bs):
+        wanted[i][1:5] += 1.5 * (x[1:5].double() @ a[:, i * rank : (i + 1) * rank].double() @ b.double())
+        for at in range(0, rank, rows):
+            columns = a[:, i * rank + at : i * rank + at + rows]
+            pieces.append((columns, [(i, 0, rows, b[at : at + rows], 1.5)]))
+    add_pieces(ys, x, 1, 5, pieces)
+    for y, want in zip(ys, wanted, strict=True):
+        limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+        assert float((y.double() - want).abs().max() / want.abs().max()) <= limit
 
 
 def test_reference_reads_rows_through_the_table() -> None:

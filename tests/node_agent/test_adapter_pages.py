@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.adapter_memory.usage import device_usage, host_usage
 from node_agent.adapter_memory.weights import view_weights
+from node_agent.engine_process import Loop, WakeUp, ready_message
 from node_agent.types import GROUPS
 from tests.node_agent.adapter_world import World, assert_contents, loaded_lease
 
@@ -195,6 +197,49 @@ def test_a_damaged_table_is_named_and_healed(world: World, make_store: Callable[
     again = loaded_lease(store, world.adapters[0])
     assert_contents(store, world, again)
     store.release(again, [])
+
+
+def test_a_damaged_host_table_is_named_and_healed(world: World, make_store: Callable[..., AdapterStore]) -> None:
+    """CPU workers compute by it."""
+    store = make_store()
+    held = loaded_lease(store, world.adapters[0])
+    slot, table = store.host_slot(held), store.hosts.table
+    layer, projection = (table.rank[slot] > 0).nonzero()[0].tolist()
+    table.scale[slot, layer, projection] += 1
+    name = ("q", "k", "v", "o", "gate", "up", "down")[projection]
+    line = f"host adapter {held.digest}, layer {layer}, projection {name}: wrong scale"
+    hold = store.hold_host(held)
+    assert hold is not None
+    assert heal(store) == [line]
+    assert heal(store) == [line], "a worker may read it"
+    store.release_host(hold)
+    assert heal(store) == [line]
+    assert heal(store) == []
+    assert_contents(store, world, held)
+    store.release(held, [])
+
+
+def test_an_idle_engine_looks_for_damage(
+    make_engine: MakeEngine, drawn_adapters: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not before it is time, and not while a request runs; what it finds is in the log."""
+    engine = make_engine()
+    adapter = engine.deploy(drawn_adapters[0])
+    engine.submit([1, 403], 2, adapter)
+    engine.run()
+    loop = Loop(engine.engine, ready_message(engine.engine, engine.base), WakeUp(), lambda: True)
+    engine.engine.store.table.rank[engine.engine.store.device[adapter.digest].slot] += 1
+    loop._check_memory()
+    loop._check_at = 0.0
+    engine.submit([1, 403], 2)
+    loop._check_memory()
+    assert not caplog.records
+    engine.run()
+    loop._check_memory()
+    assert all(record.reason.startswith(f"adapter {adapter.digest}, layer ") for record in caplog.records)  # type: ignore[attr-defined]
+    assert len(caplog.records) == engine.base.num_layers * 7
+    assert check_memory(engine.engine.store) == []
+    assert loop._check_at > time.monotonic()
 
 
 def test_usage_and_pins(world: World, make_store: Callable[..., AdapterStore]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -288,6 +289,19 @@ def test_another_adapters_artifact_is_refused(world: World, make_store: Callable
     first, second = world.adapters[:2]
     found = measured(make_store(), Adapter(first.digest, second.artifact, second.bytes, second.ranks))
     assert isinstance(found, LoadFailed)
+
+
+@pytest.mark.parametrize("said", [(), (1,), (1000,)])
+def test_a_lease_has_the_ranks_of_the_artifact(
+    world: World, make_store: Callable[..., AdapterStore], said: tuple[int, ...]
+) -> None:
+    """Kernels size their scratch by them and cut what is beyond, so a message that has them wrong must not count."""
+    store = make_store()
+    adapter = world.adapters[0]
+    held = loaded_lease(store, msgspec.structs.replace(adapter, ranks=said))
+    ranks = store.table.rank[held.slot]
+    assert held.ranks == tuple(ranks[ranks > 0].unique().tolist()) == tuple(sorted(adapter.ranks))
+    store.release(held, [])
 
 
 class RunsMachine(RuleBasedStateMachine):

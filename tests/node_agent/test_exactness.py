@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from benchmarks.peft_reference import PeftReference
 from cluster.text import BaseText
 from node_agent.detokenize import IncrementalDetokenizer, TokenText
 
+POOL = 512 << 10
+"""Bytes; the drawn adapters take 992 KiB together, the largest 304 KiB."""
 PROMPTS = st.lists(st.integers(3, 511), min_size=0, max_size=70).map(lambda ids: [1, *ids])
 
 
@@ -30,11 +33,19 @@ def test_base_writes_the_known_story(make_engine: MakeEngine) -> None:
 
 
 @pytest.fixture
-def shared_engine(make_engine: MakeEngine, drawn_adapters: list[Path]) -> tuple[LocalEngine, list[Case]]:
-    """A pool that holds about half of the adapters, so that eviction goes on all the time."""
-    engine = make_engine(adapter_memory=2 << 20, chunk_tokens=24, max_rows=16, block_tokens=4)
+def shared_engine(make_engine: MakeEngine, drawn_adapters: list[Path]) -> Iterator[tuple[LocalEngine, list[Case]]]:
+    """A pool that holds about half of the adapters, so that eviction goes on all the time; some must have."""
+    engine = make_engine(adapter_memory=POOL, chunk_tokens=24, max_rows=16, block_tokens=4)
     cases = [Case(directory, engine.deploy(directory), [], 0) for directory in drawn_adapters]
-    return engine, [Case(None, None, [], 0), *cases]
+    evicted: list[str] = []
+
+    def choose_victim(digests: Sequence[str]) -> str:
+        evicted.append(digests[0])
+        return digests[0]
+
+    engine.engine.store.choose_victim = choose_victim
+    yield engine, [Case(None, None, [], 0), *cases]
+    assert evicted, "every adapter fits: the pool is too large for this test"
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node_agent.coldstart import measure
 from node_agent.coldstart.measure import fit_cpu
 from node_agent.coldstart.profile import (
     CpuLora,
@@ -20,6 +22,7 @@ from node_agent.coldstart.profile import (
     read_profile,
     write_profile,
 )
+from tests.node_agent.adapter_world import World
 
 KEY = ProfileKey("fingerprint", "bfloat16", "cpu", 1, 1)
 PROFILE = Profile(KEY, ((16, 1e-3), (64, 2e-3), (256, 6e-3)), CpuLora(1e-5, 1e-10, 1e-11), LinkCost(1e-4, 1e9))
@@ -81,6 +84,32 @@ def test_a_slice_fits_its_budget_unless_one_token_is_too_many(elements: int, bud
     if tokens > 1:
         assert PROFILE.cpu_seconds(tokens, elements) <= budget * (1 + 1e-9)
     assert PROFILE.cpu_seconds(tokens + 2, elements) > budget
+
+
+@pytest.mark.parametrize("per_product", [0.0, 5e-324])
+def test_tokens_that_cost_nothing_make_one_slice(per_product: float) -> None:
+    """A fit never gives a negative cost, but 0 where noise hid what a token adds."""
+    free = msgspec.structs.replace(PROFILE, cpu=CpuLora(1e-5, 1e-10, per_product))
+    assert free.slice_tokens(1000, 1.0) >= 1 << 20
+    assert free.slice_tokens(1000, 1e-6) == 1
+    assert free.slice_tokens(0, 1.0) == 1
+
+
+def test_slices_are_measured_at_lengths_that_workers_take(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer one would be cut, and be fitted as if it had not been."""
+    workers = SimpleNamespace(layout=SimpleNamespace(max_tokens=48), arm=lambda: None, disarm=lambda: None)
+    true = msgspec.structs.replace(PROFILE, cpu=CpuLora(1e-5, 1e-9, 1e-10))
+    store = world.store()
+    slices: list[list[tuple[int, int, float]]] = []
+    monkeypatch.setattr(measure, "fit_cpu", lambda samples: slices.append(samples) or fit_cpu(samples))
+    monkeypatch.setattr(
+        measure, "_slice_seconds", lambda _, base, slot, tokens, rounds: true.cpu_seconds(min(tokens, 48), 1000)
+    )
+    try:
+        assert measure.measure_cpu(store, workers, measure.SHORT) is not None  # type: ignore[arg-type]
+    finally:
+        store.close()
+    assert {tokens for tokens, _, _ in slices[0]} == {16, 48}
 
 
 def test_without_workers_nothing_is_possible_on_the_cpu() -> None:
