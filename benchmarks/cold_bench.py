@@ -154,7 +154,7 @@ class Bench:
         if link is not None:
             settings = {"cpu_workers": 1, "cold_start": "auto", "load_link": link, "max_cold": 4}
         return LocalEngine(
-            self.model, root, self._on_change, dtype="bfloat16", threads=1, adapter_memory=MEMORY,
+            self.model, root, on_change=self._on_change, dtype="bfloat16", threads=1, adapter_memory=MEMORY,
             host_memory=MEMORY, kv_memory=KV_BYTES, **settings,
         )  # fmt: skip
 

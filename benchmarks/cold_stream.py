@@ -45,7 +45,7 @@ def streaming(model: Path, root: Path, rounds: int, seed: int, until: float) -> 
     with s3_server(max(cores)) as url:
         os.sched_setaffinity(0, {max(cores)})  # where the threads that load are to stay
         engine = LocalEngine(
-            model, url, recorder.changed, dtype="bfloat16", threads=1, cpu_workers=0, cold_start="pipeline",
+            model, url, on_change=recorder.changed, dtype="bfloat16", threads=1, cpu_workers=0, cold_start="pipeline",
             store_link=LinkConfig(1e12),
         )  # fmt: skip
         try:

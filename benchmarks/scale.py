@@ -98,7 +98,7 @@ async def resolve(many: Many, names: int, lookups: int) -> dict[str, float]:
     cache: GraceCache[Any, Any] = functions._cache
     begin = time.perf_counter()
     sample = [_name(number) for number in range(0, many.count, max(1, many.count // 200))]
-    known = [await functions.target(TENANT, name, None) for name in sample]
+    known = [await functions.choices(TENANT, name, None) for name in sample]
     read = (time.perf_counter() - begin) / len(sample)
     for number in range(names):
         cache._known[TENANT, f"x{number}", ""] = (known[0], time.monotonic())
@@ -107,7 +107,7 @@ async def resolve(many: Many, names: int, lookups: int) -> dict[str, float]:
     for _ in range(5):
         begin = time.perf_counter()
         for name in asked:
-            await functions.target(TENANT, name, None)
+            await functions.target(TENANT, name, None, "")
         times.append((time.perf_counter() - begin) / lookups)
     return {"names": names, "cached_us": median(times) * 1e6, "read_us": read * 1e6}
 

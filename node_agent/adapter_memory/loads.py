@@ -133,6 +133,8 @@ class DeviceAdapter:
     """when the load that brings it here began; monotonic seconds"""
     copy: CopyStates
     leases: int = 0
+    served: bool = False
+    """A request got its answer from it: the load goes on to its end, for more are to be expected."""
     settled: bool = False
     """Its load is over, one way or the other."""
     load_seconds: float = 0.0

@@ -137,8 +137,9 @@ class AdapterStore:
         self.device.move_to_end(adapter.digest)
         return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
 
-    def release(self, lease: Lease, after: Sequence[Event]) -> None:
-        """The lease ends when every event in `after` has."""
+    def release(self, lease: Lease, after: Sequence[Event], served: bool = False) -> None:
+        """The lease ends when every event in `after` has. `served`: a load that is still under way was not in vain."""
+        self.device[lease.digest].served |= served
         waiting = [event for event in after if not event.query()]
         if waiting:
             self._releasing.append((lease.digest, waiting))
@@ -392,7 +393,7 @@ class AdapterStore:
     def _may_give_up(self, entry: DeviceAdapter) -> bool:
         """Nobody wants the adapter that is on its way, and much of it has still to come from the store."""
         digest = entry.host.digest
-        return not (digest in self.pinned or self.hosts.waiting(digest) or entry.host.nearly_done)
+        return not (entry.served or digest in self.pinned or self.hosts.waiting(digest) or entry.host.nearly_done)
 
     def _advance_load(self, entry: DeviceAdapter) -> bool:
         """Take note of a copy that has ended, one way or the other; False while it goes on."""

@@ -332,7 +332,7 @@ class Engine:
         """Free all that the request holds, then say how it ended."""
         after = self.cold.drop(request)
         if request.lease is not None:
-            self.store.release(request.lease, after)
+            self.store.release(request.lease, after, served=bool(request.first_token))
             request.lease = None
         for event in after:
             self._freeing.append((event, request.blocks))

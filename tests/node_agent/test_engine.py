@@ -188,12 +188,12 @@ def test_others_decode_between_the_layers_of_a_cold_pass(
     adapter, prompt = engine.deploy(adapter_dir), [1, *range(100, 150)]
     cold = engine.submit(prompt, 8, adapter)
     engine.run(until=lambda: bool(passes))
-    writing = engine.submit(STORY, 300, ignore_eos=True)
     for layer in range(1, engine.base.num_layers):
         turnstile.let(1)
         engine.run(until=lambda layer=layer: passes[0].run.layer == layer)
-        before = len(engine.outcomes[writing].tokens)
-        engine.run(until=lambda before=before: len(engine.outcomes[writing].tokens) > before)
+        writing = engine.submit(STORY, 3, ignore_eos=True)
+        engine.run(until=lambda writing=writing: engine.outcomes[writing].finished is not None)
+        assert len(engine.outcomes[writing].tokens) == 3
         assert passes[0].run.layer == layer
     turnstile.let(1)
     engine.run()
