@@ -31,6 +31,8 @@ LARGE: tuple[dict[str, Any], ...] = (
     {"r": 128, "lora_alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
 )
 """The others' ranks are drawn from 1 to 64."""
+POOL = 3 << 20
+"""Bytes: little more than the largest adapter takes, and far less than all, so that they are evicted all the time."""
 FAULTS = 0.03
 """Chance that a cold chunk's beginning meets a worker that is killed or stopped."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +83,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     rng = random.Random(options.seed)
     model = Path(options.model).absolute()
     engine = LocalEngine(
-        model, root / "registry", dtype="float32", threads=1, block_tokens=4, max_rows=16, adapter_memory=4 << 20,
+        model, root / "registry", dtype="float32", threads=1, block_tokens=4, max_rows=16, adapter_memory=POOL,
         kv_memory=64 << 20, cpu_workers=min(1, len(spare_cores(1))),
     )  # fmt: skip
     forced = force(engine.engine, random.Random(options.seed + 1), FAULTS)
@@ -97,7 +99,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
     engine.close()
     settings = {
-        "model": model.name, "adapters": ADAPTERS, "adapter_file_bytes": sizes, "adapter_memory": 4 << 20,
+        "model": model.name, "adapters": ADAPTERS, "adapter_file_bytes": sizes, "adapter_memory": POOL,
         "faults": FAULTS, "tie": TIE, "quick": options.quick,
     }  # fmt: skip
     figures = {"cases": tally.cases, "tokens": tally.tokens, "mismatches": tally.mismatches, "ties": tally.ties}
