@@ -35,6 +35,7 @@ def hosts(
         made = two_hosts(gateway, tmp_path_factory.mktemp("node"), gateway_store, node_store)
         try:
             made.start()
+            made.wait_until_ready()
             yield made
         finally:
             made.kill()
@@ -173,6 +174,7 @@ def test_everything_is_killed_and_nothing_acknowledged_is_lost(
     before = usage(hosts.gateway)
     for number in range(1, rounds + 1):
         known.used, known.unsure = {}, 0
+        hosts.wait_until_ready()
         with Load(hosts.gateway, adapter, known, seed=100 * rounds + number) as load:
             hosts.gateway_store.faults[:] = [Fault("refuse", "PUT", status=503, code="SlowDown")]
             assert eventually(lambda load=load: load.problems or load.did_each(2), 60), known  # type: ignore[misc]
@@ -187,5 +189,11 @@ def test_everything_is_killed_and_nothing_acknowledged_is_lost(
         after = usage(hosts.gateway)
         assert miscounted(before, after, known) == []
         before = after
+    hosts.wait_until_ready()
+    with hosts.gateway.client("acme") as http:
+        served = [http.post(f"/invoke/{FUNCTION}:{version}", json=GREEDY) for version in known.versions]
+    assert [(reply.status_code, reply.json().get("digest")) for reply in served] == [
+        (200, digest) for digest in known.versions.values()
+    ]
     verified = hosts.gateway.run("registry", "verify", "--state", "state")
     assert verified.returncode == 0, verified

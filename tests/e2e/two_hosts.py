@@ -31,18 +31,20 @@ class TwoHosts:
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start both and wait until calls are served."""
-        gateway = self._spawn(
-            self.gateway.folder, self.gateway_store, "gateway", "--port", str(self.gateway.port), one_core=True
-        )
-        assert eventually(lambda: self._status("/healthz") == 200, START_SECONDS), self.output()
-        self._carry_the_secret()
-        node = self._spawn(
+        """Start both, and wait until the gateway answers."""
+        self._spawn(self.gateway.folder, self.gateway_store, "gateway", "--port", str(self.gateway.port), one_core=True)
+        assert eventually((self.gateway.folder / SECRET).exists, START_SECONDS), self.output()
+        shutil.copy(self.gateway.folder / SECRET, self.node_folder / SECRET)  # as an operator does it
+        self._spawn(
             self.node_folder, self.node_store, "node", "--gateway", self.gateway.url, "--node-id", NODE,
             "--secret-file", SECRET,
         )  # fmt: skip
-        ready = eventually(lambda: self._status("/readyz") == 200, START_SECONDS)
-        assert ready and gateway.poll() is None and node.poll() is None, self.output()
+        assert eventually(lambda: self._status("/healthz") == 200, START_SECONDS), self.output()
+
+    def wait_until_ready(self) -> None:
+        """Until calls are served, by the very processes that were started."""
+        assert eventually(lambda: self._status("/readyz") == 200, START_SECONDS), self.output()
+        assert [process.poll() for process in self._running] == [None, None], self.output()
 
     def kill(self) -> dict[int, str]:
         """Kill -9 all processes of both; returns their command lines."""
@@ -63,7 +65,7 @@ class TwoHosts:
         files = [folder / "output.txt" for folder in (self.gateway.folder, self.node_folder)]
         return "\n".join(f"== {file}\n{file.read_text()[-4000:]}" for file in files if file.exists())
 
-    def _spawn(self, folder: Path, store: Proxy, *arguments: str, one_core: bool = False) -> subprocess.Popen[bytes]:
+    def _spawn(self, folder: Path, store: Proxy, *arguments: str, one_core: bool = False) -> None:
         command = self.gateway.command(*arguments, "--state", "state")
         with (folder / "output.txt").open("a") as output:
             process = subprocess.Popen(
@@ -74,11 +76,6 @@ class TwoHosts:
                 env={**os.environ, "AWS_ENDPOINT_URL_S3": store.url},
             )
         self._running.append(process)
-        return process
-
-    def _carry_the_secret(self) -> None:
-        """As an operator does it: a copy, for its owner alone."""
-        shutil.copy(self.gateway.folder / SECRET, self.node_folder / SECRET)
 
     def _status(self, path: str) -> int:
         try:
