@@ -18,8 +18,6 @@ from s3_proxy import Fault, Proxy
 from two_hosts import TwoHosts, two_hosts
 from whole_service import MakeService, eventually
 
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
-
 REGISTRY = "s3://garnish-tests/two-hosts"
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 CALLERS = 4
@@ -39,10 +37,6 @@ def hosts(
             yield made
         finally:
             made.kill()
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
 
 
 def chosen(http: httpx.Client, function: str, calls: int) -> Counter[str]:
@@ -99,7 +93,9 @@ def test_deploy_canary_rollback_delete(
     name = f"story-{calls}"
     with hosts.gateway.client("acme") as http:
         for version, adapter in ((1, "dragon"), (2, "ocean")):
-            deployed = http.post(f"/deploy/{name}", files=files(stories_adapters[adapter])).raise_for_status().json()
+            deployed = (
+                http.post(f"/deploy/{name}", files=variant(stories_adapters[adapter], calls)).raise_for_status().json()
+            )
             first, second = (http.post(f"/invoke/{name}:{version}", json=GREEDY) for _ in range(2))
             assert (first.status_code, second.status_code) == (200, 200), (first.text, hosts.output())
             states = [reply.headers["x-garnish-cold-start"] for reply in (first, second)]
