@@ -49,7 +49,7 @@ class Acknowledged:
     """Calls of the present round whose reply did not come."""
 
     def sizes(self) -> tuple[int, ...]:
-        calls = sum(counts["requests"] for counts in self.used.values())
+        calls = sum(counts["requests"] for counts in list(self.used.values()))
         kinds = (self.versions, self.functions, self.deleted, self.moves, self.keys, self.revoked)
         return (calls, *(len(kind) for kind in kinds))
 

@@ -58,14 +58,11 @@ class Moves:
         self._spans: list[tuple[float, float, set[int]]] = [(0.0, float("inf"), versions)]
 
     def make(self, http: httpx.Client, method: str, path: str, body: dict[str, Any]) -> None:
-        begin, last = time.monotonic(), self._spans[-1]
-        # Until the reply names them, any version may be meant.
-        self._spans.append((begin, float("inf"), {1, 2}))
+        begin = time.monotonic()
         reply = http.request(method, path, json=body).raise_for_status().json()
-        self._spans[-2:] = [
-            (last[0], time.monotonic(), last[2]),
-            (begin, float("inf"), {int(version) for version in reply["weights"]}),
-        ]
+        first, _, before = self._spans[-1]
+        self._spans[-1] = first, time.monotonic(), before
+        self._spans.append((begin, float("inf"), {int(version) for version in reply["weights"]}))
 
     def named(self, begin: float, end: float) -> set[int]:
         """Versions that a call between these times may have got."""
