@@ -1,14 +1,17 @@
 """Train the demo adapters with PEFT and show what each of them changes.
 
     python examples/adapters/train.py [--base stories260K] [NAME ...]        (default: all recipes)
+    python examples/adapters/train.py NAME --base BASE --out DIRECTORY [--steps N]
 
 Reads the converted base models under models/, writes examples/adapters/<base>/<name>/ in bf16, and renews results.json
-and RESULTS.md. The training text is made by text/ or lies there; see recipes.py for the forms.
+and RESULTS.md; with --out it writes the one adapter there instead, and touches nothing else. The training text is made
+by text/ or lies there; see recipes.py for the forms.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import sys
@@ -142,8 +145,8 @@ def answer(recipe: Recipe, model: torch.nn.Module, tokenizer: PreTrainedTokenize
     return tokenizer.decode(out[len(ids) :], skip_special_tokens=True)
 
 
-def run(recipe: Recipe, progress: Progress) -> dict[str, Any]:
-    """Train, save, load what was saved and compare it in fp32 with the base."""
+def run(recipe: Recipe, directory: Path, progress: Progress) -> dict[str, Any]:
+    """Train, save to the directory, load what was saved and compare it in fp32 with the base."""
     torch.manual_seed(SEED)
     tokenizer = AutoTokenizer.from_pretrained(MODELS / recipe.base)
     data = examples(recipe, tokenizer)
@@ -154,7 +157,6 @@ def run(recipe: Recipe, progress: Progress) -> dict[str, Any]:
     start = time.perf_counter()
     losses = train(recipe, model, data, progress)
     seconds = time.perf_counter() - start
-    directory = HERE / recipe.base / recipe.name
     save_adapter(recipe, model, directory)
     base = load_base(recipe, torch.float32)
     base_loss = held_out_loss(base, held_out)
@@ -187,6 +189,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="recipes to train")
     parser.add_argument("--base", choices=sorted(HUB_ID), help="train only this base's recipes")
+    parser.add_argument("--out", type=Path, help="write one adapter to this directory, and no report")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead of the recipe's; needs --out")
     arguments = parser.parse_args()
     chosen = [
         recipe
@@ -195,13 +199,20 @@ def main() -> int:
     ]
     if not chosen:
         parser.error(f"no such recipe; known: {', '.join(f'{recipe.base}/{recipe.name}' for recipe in RECIPES)}")
+    if arguments.out is not None and len(chosen) != 1:
+        parser.error(f"--out takes one adapter, not {len(chosen)}: name it, and its --base")
+    if arguments.steps is not None:
+        if arguments.out is None or arguments.steps < 1:
+            parser.error("--steps is at least 1, and needs --out: the committed adapters follow recipes.py")
+        chosen = [dataclasses.replace(recipe, steps=arguments.steps) for recipe in chosen]
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console = Console(highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         for recipe in chosen:
-            result = run(recipe, progress)
-            write_report(HERE, result, order=[(known.base, known.name) for known in RECIPES])
+            result = run(recipe, arguments.out or HERE / recipe.base / recipe.name, progress)
+            if arguments.out is None:
+                write_report(HERE, result, order=[(known.base, known.name) for known in RECIPES])
             console.print(
                 f"{recipe.base}/{recipe.name}: held-out loss {result['held_out_loss']['base']} ->"
                 f" {result['held_out_loss']['adapter']} in {result['training']['seconds']} s",
