@@ -77,7 +77,9 @@ def test_rolling_restart(make_service: MakeService, stories_dir: Path, stories_a
 
     with ExitStack() as processes:
         processes.enter_context(process(service, "gateway", "gateway", "--port", str(service.port)))
-        assert eventually(lambda: (service.state / "cluster.secret").exists(), 60)
+        assert eventually(
+            lambda: all((service.state / name).exists() for name in ("cluster.secret", "credentials.toml")), 60
+        )
         first, second = [processes.enter_context(process(service, *node(name))) for name in ("a", "b")]
         assert eventually(lambda: ready_nodes(service) == {"a", "b"}, 90)
         deployed = service.run("deploy", "-f", "serverless.yml", "--state", "state", "--yes", "--json")
