@@ -170,7 +170,8 @@ def lost(service: Service, known: Acknowledged) -> list[str]:
                 problems.append(f"function {name}: {found.text}")
         problems += [f"{name} is back" for name in known.deleted if http.get(f"/functions/{name}").status_code != 404]
         for keys, status in ((known.keys, 200), (known.revoked, 401)):
-            replies = [http.get("/functions?limit=1", headers={"authorization": f"Bearer {key}"}) for key in keys]
+            alias = f"/functions/{FUNCTION}/aliases/prod"
+            replies = [http.get(alias, headers={"authorization": f"Bearer {key}"}) for key in keys]
             problems += [f"a key answers {reply.status_code}" for reply in replies if reply.status_code != status]
     return problems
 
