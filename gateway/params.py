@@ -78,7 +78,7 @@ def if_match(request: Request) -> frozenset[int] | None:
             raise ServiceError("validation_failed", message, param="if-match")
         if tag[3]:
             return None
-        generation = tag[2] or tag[4]
+        generation = tag[2] or tag[4] or ""
         # A weak tag, or one that was never ours, matches nothing.
         if not tag[1] and generation.isascii() and generation.isdigit() and len(generation) < 19:
             generations.add(int(generation))

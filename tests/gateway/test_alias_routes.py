@@ -77,6 +77,7 @@ def test_whoever_is_slower_is_told(client: httpx.Client) -> None:
     current = client.get("/functions/f").headers["etag"]
     assert move(4, f"W/{current}").status_code == 412  # a weak tag is not surely the same
     assert move(4, '"odd"').status_code == 412
+    assert move(4, 'W/"jz", "", W/""').status_code == 412
     assert move(4, current.strip('"')).status_code == 200
     odd = move(1, 'odd"')
     assert (odd.status_code, odd.json()["error"]["param"]) == (422, "if-match")
