@@ -33,7 +33,9 @@ def folder(tmp_path: Path, stories_dir: Path) -> Path:
 
 
 def begin(folder: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "garnish.cli.main", "profile", "--state", "state", *options]
+    # whoever runs the tests in the background has SIGINT ignored, and children inherit that
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "garnish.cli.main", "profile", "--state", "state"]
+    command += options
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

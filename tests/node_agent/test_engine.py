@@ -183,9 +183,13 @@ def test_others_decode_between_the_layers_of_a_cold_pass(
 ) -> None:
     """It goes on with each layer that comes, and waits for none with others' decodes to do; its answer is PEFT's."""
     engine = make_engine(chunk_tokens=16)
+    adapter, prompt = engine.deploy(adapter_dir), [1, *range(100, 150)]
+    engine.submit([1], 1, adapter)
+    engine.run()
+    while not engine.engine.store.discard(adapter.digest):  # from here on it lies in host memory: layers go in order
+        engine.step()
     turnstile, passes = Turnstile(engine), engine.engine.cold.open
     engine.engine.cold_start.plan = lambda lease, n_tokens: Plan("pipeline")  # type: ignore[method-assign]
-    adapter, prompt = engine.deploy(adapter_dir), [1, *range(100, 150)]
     cold = engine.submit(prompt, 8, adapter)
     engine.run(until=lambda: bool(passes))
     for layer in range(1, engine.base.num_layers):

@@ -263,7 +263,7 @@ def test_nothing_is_evicted_in_vain(make_engine: MakeEngine, by_size: list[Path]
     store = engine.engine.store
     small = [engine.deploy(path) for path in by_size[:2]]
     for adapter in small:
-        engine.submit(STORY, 1, adapter)
+        engine.submit(STORY, 2, adapter, ignore_eos=True)  # the second token waits for the whole adapter
         engine.run()
     assert store._victims(store.pool.pages.count + 1) is None
     assert not store.hosts._make_room(store.hosts.memory + 1)
