@@ -18,6 +18,7 @@ import msgspec
 
 from adapters.errors import AdapterError, Conflict, PreconditionFailed, StoreUnavailable
 from adapters.functions import FunctionRecord
+from adapters.names import is_name
 from adapters.records import read_record, update_record
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.tenants import Held, Hold, Limits, Tenant, tenant_key, unknown
@@ -143,6 +144,8 @@ class Quota:
                 after = names[-1]
 
     def _read(self, tenant: str) -> Tenant | None:
+        if not is_name(tenant):  # nobody's
+            return None
         found = read_record(self._store, tenant_key(tenant), Tenant)
         return found[0] if found else None
 

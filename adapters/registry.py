@@ -215,7 +215,6 @@ class Registry:
             freed.set(1, sum(entry.bytes for entry in record.versions if entry.version == version))
             return left
 
-        self.function(tenant, name)
         with self.quota.removing(tenant) as freed:
             self.changes.change(tenant, name, matches, remove)
 
@@ -229,7 +228,6 @@ class Registry:
             freed.set(len(record.versions), sum(entry.bytes for entry in record.versions))
             return buried(record, time.time())
 
-        self.function(tenant, name)
         with self.quota.removing(tenant) as freed:
             self.changes.change(tenant, name, matches, bury)
 

@@ -96,6 +96,7 @@ class Study:
         if part == "stream":
             row = streaming(self.model, self.root / "stream", rounds, seed, until)
         elif part == "busy":
+            self.close()  # its services would inherit the core that an engine with workers leaves this process
             row = busy_host(self.model, self.root / "busy", rounds, calls, seed, until)
         elif part == "pipelining":
             row = pipelining(self.bench, self.columns, rounds, until)
@@ -117,6 +118,7 @@ class Study:
     def close(self) -> None:
         if self._bench is not None:
             self._bench.close()
+            self._bench = None
 
 
 def _ranks(part: str) -> tuple[int, ...]:

@@ -149,3 +149,11 @@ class DeviceAdapter:
     def idle(self) -> bool:
         """Nobody reads or writes it."""
         return self.leases == 0 and self.settled
+
+
+@dataclass(frozen=True)
+class HostHold:
+    """The right of CPU workers to read an adapter's rows in host memory, in `slot` of the host table."""
+
+    host: HostAdapter
+    slot: int

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -25,38 +24,17 @@ from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import Loader
-from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
+from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostHold
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable, rows_for
-from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
+from node_agent.adapter_memory.weights import AdapterWeights, ArrivingWeights, LayerWeights
 from node_agent.config import EngineConfig
 from node_agent.device import Event
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 
 MOST_ON_DISK = 256
 """Adapters on the disk that a report names."""
-
-
-@dataclass(frozen=True)
-class HostHold:
-    """The right of CPU workers to read an adapter's rows in host memory, in `slot` of the host table."""
-
-    host: HostAdapter
-    slot: int
-
-
-class ArrivingWeights(Sequence[LayerWeights]):
-    """The layers of an adapter whose load goes on."""
-
-    def __init__(self, store: AdapterStore, lease: Lease) -> None:
-        self._store, self._lease = store, lease
-
-    def __len__(self) -> int:
-        return self._store.base.num_layers
-
-    def __getitem__(self, layer: Any) -> Any:
-        return self._store.layer_weights(self._lease, layer)
 
 
 def least_recently_used(candidates: Sequence[str]) -> str:
@@ -230,7 +208,9 @@ class AdapterStore:
 
     def weights(self, lease: Lease) -> AdapterWeights:
         """By layer. One that is not on the device yet raises RuntimeError when it is asked for."""
-        return self.device[lease.digest].weights or ArrivingWeights(self, lease)
+        return self.device[lease.digest].weights or ArrivingWeights(
+            self.base.num_layers, partial(self.layer_weights, lease)
+        )
 
     # --- for CPU workers, which compute from host memory
 

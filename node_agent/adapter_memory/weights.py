@@ -6,8 +6,9 @@ is a piece of its own, with as much of B as belongs to it: the sum over the piec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,19 @@ LayerWeights = dict[str, tuple[GroupWeights, ...]]
 """Per group that is adapted: its pieces."""
 AdapterWeights = Sequence[LayerWeights]
 """Per layer."""
+
+
+class ArrivingWeights(Sequence[LayerWeights]):
+    """The layers of an adapter whose load goes on, each asked for when it is needed."""
+
+    def __init__(self, layers: int, layer_weights: Callable[[int], LayerWeights]) -> None:
+        self._layers, self._layer_weights = layers, layer_weights
+
+    def __len__(self) -> int:
+        return self._layers
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._layer_weights(layer)
 
 
 def view_weights(pool: Pool, positions: np.ndarray, layout: AdapterLayout, base: BaseModel) -> AdapterWeights:

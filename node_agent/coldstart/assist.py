@@ -6,7 +6,8 @@ import torch
 
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import AdapterLayout
-from node_agent.adapter_memory.store import AdapterStore, HostHold
+from node_agent.adapter_memory.loads import HostHold
+from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_lora import Handoff
 from node_agent.coldstart.costs import group_elements, group_shares
 from node_agent.coldstart.profile import Profile

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from adapters.artifact import MAGIC, PREFIX
+from adapters.artifact import MAGIC, PREFIX, read_header
 from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
 from adapters.open_store import open_store
 from adapters.registry import Registry
@@ -26,6 +26,9 @@ from node_agent.config import EngineConfig
 from node_agent.types import Lease, Pending
 
 MODULES = {name: f"{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj" for name in PROJECTIONS}
+
+LAYERS = 5
+"""of stories260K"""
 
 
 class World:
@@ -189,3 +192,11 @@ class Turnstile:
         with self._changed:
             self.open = True
             self._changed.notify_all()
+
+
+def starts(world: World, adapter: Adapter) -> list[int]:
+    return [block.offset for block in read_header(world.objects, adapter.artifact).layers]
+
+
+def states(store: AdapterStore, held: Lease) -> list[int]:
+    return [store.state(held, layer) for layer in range(LAYERS)]

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.artifact import read_header
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
+from cluster.messages import Adapter
+from node_agent.adapter_memory import ranges
 from node_agent.adapter_memory.store import AdapterStore
-from tests.node_agent.adapter_world import World
+from tests.node_agent.adapter_world import Turnstile, World
 
 
 @pytest.fixture
@@ -70,3 +73,29 @@ def make_store(world: World) -> Iterator[Callable[..., AdapterStore]]:
     yield make
     for store in made:
         store.close()
+
+
+@pytest.fixture
+def turnstile(world: World) -> Turnstile:
+    return Turnstile(world.objects)
+
+
+@pytest.fixture
+def store(world: World, turnstile: Turnstile) -> Iterator[AdapterStore]:
+    made = world.store(turnstile)  # type: ignore[arg-type]
+    yield made
+    turnstile.open_all()
+    made.close()
+
+
+@pytest.fixture
+def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer is a range of its own."""
+    monkeypatch.setattr(ranges, "FIRST_RANGE", 1)
+    monkeypatch.setattr(ranges, "LARGEST_RANGE", 1)
+
+
+@pytest.fixture
+def adapter(world: World) -> Adapter:
+    """One with bytes in every layer."""
+    return next(a for a in world.adapters if all(b.size for b in read_header(world.objects, a.artifact).layers))

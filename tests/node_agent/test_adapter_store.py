@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from adapters.store import ObjectStore
 from cluster.messages import Adapter
 from node_agent.adapter_memory.integrity import check_memory
+from node_agent.adapter_memory.loads import HostHold
 from node_agent.adapter_memory.runs import FreeRuns
-from node_agent.adapter_memory.store import AdapterStore, HostHold
+from node_agent.adapter_memory.store import AdapterStore
 from node_agent.adapter_memory.usage import device_usage, host_usage
 from node_agent.config import LinkConfig
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge

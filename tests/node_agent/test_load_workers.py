@@ -12,7 +12,8 @@ import pytest
 
 from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
-from node_agent.adapter_memory.store import AdapterStore, HostHold
+from node_agent.adapter_memory.loads import HostHold
+from node_agent.adapter_memory.store import AdapterStore
 from node_agent.adapter_memory.workers import Workers
 from node_agent.config import DiskCacheConfig, LinkConfig
 from node_agent.types import LayerState, Lease

@@ -11,7 +11,6 @@ from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from cluster.messages import Adapter
 from cluster.residency import AdapterState
-from node_agent.adapter_memory import ranges
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.residency import adapter_states
 from node_agent.config import DiskCacheConfig
@@ -26,13 +25,6 @@ PutTurnstile = Callable[[LocalEngine], Turnstile]
 @pytest.fixture
 def by_size(drawn_adapters: list[Path]) -> list[Path]:
     return sorted(drawn_adapters, key=lambda path: (path / "adapter_model.safetensors").stat().st_size)
-
-
-@pytest.fixture
-def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer is a range of its own."""
-    monkeypatch.setattr(ranges, "FIRST_RANGE", 1)
-    monkeypatch.setattr(ranges, "LARGEST_RANGE", 1)
 
 
 @pytest.fixture

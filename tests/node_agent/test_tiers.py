@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,52 +15,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.artifact import LayerBlock, read_header
+from adapters.artifact import LayerBlock
 from cluster.messages import Adapter
 from node_agent.adapter_memory import ranges
-from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT, TRIES
+from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT
 from node_agent.adapter_memory.integrity import check_memory
-from node_agent.adapter_memory.loads import NEARLY_DONE
 from node_agent.adapter_memory.ranges import plan_ranges
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.types import GROUPS, LayerState, Lease, LoadFailed, Pending, TooLarge
-from tests.node_agent.adapter_world import Turnstile, World, assert_contents, assert_layer, lease, measured, until
-
-LAYERS = 5
-
-
-@pytest.fixture
-def turnstile(world: World) -> Turnstile:
-    return Turnstile(world.objects)
-
-
-@pytest.fixture
-def store(world: World, turnstile: Turnstile) -> Iterator[AdapterStore]:
-    made = world.store(turnstile)  # type: ignore[arg-type]
-    yield made
-    turnstile.open_all()
-    made.close()
-
-
-@pytest.fixture
-def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer is a range of its own."""
-    monkeypatch.setattr(ranges, "FIRST_RANGE", 1)
-    monkeypatch.setattr(ranges, "LARGEST_RANGE", 1)
-
-
-@pytest.fixture
-def adapter(world: World) -> Adapter:
-    """One with bytes in every layer."""
-    return next(a for a in world.adapters if all(b.size for b in read_header(world.objects, a.artifact).layers))
-
-
-def starts(world: World, adapter: Adapter) -> list[int]:
-    return [block.offset for block in read_header(world.objects, adapter.artifact).layers]
-
-
-def states(store: AdapterStore, held: Lease) -> list[int]:
-    return [store.state(held, layer) for layer in range(LAYERS)]
+from tests.node_agent.adapter_world import (
+    LAYERS,
+    Turnstile,
+    World,
+    assert_contents,
+    assert_layer,
+    lease,
+    measured,
+    starts,
+    states,
+    until,
+)
 
 
 def assert_views(store: AdapterStore, held: Lease, layer: int) -> None:
@@ -153,113 +127,6 @@ def test_the_copy_takes_layers_in_the_order_it_is_told(
     with pytest.raises(ValueError, match="names each of them once"):
         store.set_order(held, [0, 1, 2, 3, 3])
     store.release(held, [])
-
-
-def _short(_: memoryview) -> int:
-    return 5
-
-
-def _flip(buffer: memoryview) -> None:
-    buffer[-1] ^= 1
-
-
-def _raise(_: memoryview) -> int:
-    raise OSError("connection reset")
-
-
-@pytest.mark.usefixtures("by_layer")
-@pytest.mark.parametrize("spoil", [_short, _flip, _raise])
-@pytest.mark.parametrize("times", [1, TRIES - 1, TRIES])
-def test_a_spoilt_layer_is_read_again_and_no_other(
-    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, spoil: Callable[..., int], times: int
-) -> None:
-    offsets, spoilt = starts(world, adapter), []
-
-    def spoil_layer_2(start: int, buffer: memoryview) -> int | None:
-        if start == offsets[2] and len(spoilt) < times:
-            spoilt.append(start)
-            return spoil(buffer)
-        return None
-
-    turnstile.spoil = spoil_layer_2
-    turnstile.open_all()
-    held = lease(store, adapter)
-    until(store, lambda: store.loaded(held) or bool(store.failure(held)))
-    assert turnstile.reads.count(offsets[2]) == min(times + 1, TRIES)
-    assert all(turnstile.reads.count(start) <= 1 for start in offsets if start != offsets[2])
-    if times < TRIES:
-        assert_contents(store, world, held)
-    else:
-        assert states(store, held) == [LayerState.FAILED] * LAYERS
-        with pytest.raises(RuntimeError, match="before it is on the device"):
-            store.layer_weights(held, 2)  # those before it were verified, and a pass may be reading them
-    store.release(held, [])
-    assert check_memory(store) == []
-
-
-def test_a_range_goes_on_from_the_layer_that_was_spoilt(
-    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
-) -> None:
-    """All layers are one range; the second read begins where the first was wrong."""
-    offsets = starts(world, adapter)
-
-    def spoil_layer_3(start: int, buffer: memoryview) -> None:
-        if start == offsets[0]:
-            buffer[offsets[3] - offsets[0]] ^= 1
-
-    turnstile.spoil = spoil_layer_3
-    turnstile.open_all()
-    held = lease(store, adapter)
-    until(store, lambda: store.loaded(held))
-    assert turnstile.reads == [offsets[0], offsets[3]]
-    assert_contents(store, world, held)
-    store.release(held, [])
-
-
-def test_a_deleted_artifact_fails_its_load_at_once(
-    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
-) -> None:
-    held = lease(store, adapter)
-    turnstile.await_waiting(1)
-    kept = world.objects.get(adapter.artifact).data
-    world.objects.delete(adapter.artifact)
-    try:
-        turnstile.open_all()
-        until(store, lambda: bool(store.failure(held)))
-        assert "NotFound" in store.failure(held)
-        assert len(turnstile.reads) == 1
-    finally:
-        world.objects.put(adapter.artifact, kept)
-    store.release(held, [])
-
-
-def test_a_stalled_load_that_is_wanted_again_goes_on(
-    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
-) -> None:
-    store.announce(adapter)
-    until(store, lambda: bool(turnstile.waiting))
-    store.retract(adapter.digest)
-    store.announce(adapter)
-    turnstile.open_all()
-    held = lease(store, adapter)
-    until(store, lambda: store.loaded(held))
-    assert len(turnstile.reads) == 1
-    store.retract(adapter.digest)
-    store.release(held, [])
-
-
-@pytest.mark.usefixtures("by_layer")
-def test_a_stalled_load_that_nobody_wants_gives_everything_back(
-    store: AdapterStore, turnstile: Turnstile, adapter: Adapter
-) -> None:
-    store.announce(adapter)
-    until(store, lambda: len(turnstile.waiting) == RANGES_IN_FLIGHT)
-    store.retract(adapter.digest)
-    turnstile.open_all()
-    until(store, lambda: not store.hosts._all and not store.hosts._fetching)
-    assert store.hosts.used == 0
-    assert not store.hosts.table.rank.any()
-    assert len(turnstile.reads) == RANGES_IN_FLIGHT, "the rest was not read"
 
 
 def test_host_memory_too_small(world: World, make_store: Callable[..., AdapterStore]) -> None:
@@ -468,86 +335,3 @@ def test_one_load_however_many_ask_for_it(
         store.release(held, [])
     assert not isinstance(store.acquire(adapter), LoadFailed)
     store.release(leases[0], [])
-
-
-def leave_after(store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, layers: int) -> Lease:
-    """A lease that ends when so many layers of its load are on the device."""
-    offsets, held = starts(world, adapter), lease(store, adapter)
-    for layer in range(layers):
-        turnstile.await_waiting(min(RANGES_IN_FLIGHT, LAYERS - layer))
-        turnstile.let(offsets[layer])
-        until(store, lambda at=layer: store.state(held, at) == LayerState.DEVICE)  # type: ignore[misc]
-    store.release(held, [])
-    return held
-
-
-@pytest.mark.usefixtures("by_layer")
-def test_a_load_whose_caller_leaves_early_gives_everything_back(
-    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
-) -> None:
-    """Though it had room on the device, and copied; what is in flight may end, and no more is read."""
-    leave_after(store, turnstile, world, adapter, 1)
-    until(store, lambda: not store.device)
-    turnstile.open_all()
-    until(store, lambda: not list(store.hosts.all()))
-    assert store.pool.free_bytes == store.pool.size
-    assert store.hosts.used == 0
-    assert not store.table.rank.any() and not store.hosts.table.rank.any()
-    assert len(turnstile.reads) <= 1 + RANGES_IN_FLIGHT
-    assert check_memory(store) == []
-
-
-@pytest.mark.usefixtures("by_layer")
-def test_a_load_that_is_nearly_done_is_ended_for_the_next_caller(
-    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter
-) -> None:
-    sizes = [block.size for block in read_header(world.objects, adapter.artifact).layers]
-    assert sizes[-1] <= NEARLY_DONE * sum(sizes)
-    leave_after(store, turnstile, world, adapter, LAYERS - 1)
-    turnstile.open_all()
-    until(store, lambda: store.ready(adapter.digest))
-    again = lease(store, adapter)
-    assert_contents(store, world, again)
-    assert len(turnstile.reads) == LAYERS
-    store.release(again, [])
-
-
-@pytest.mark.usefixtures("by_layer")
-@pytest.mark.parametrize("how", ["queued", "leased", "pinned"])
-def test_a_load_goes_on_for_whoever_else_wants_it(
-    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, how: str
-) -> None:
-    other = lease(store, adapter) if how == "leased" else None
-    if how == "queued":
-        store.announce(adapter)
-    elif how == "pinned":
-        store.pin(adapter.digest)
-    leave_after(store, turnstile, world, adapter, 1)
-    turnstile.open_all()
-    until(store, lambda: store.ready(adapter.digest))
-    assert len(turnstile.reads) == LAYERS
-    if how == "queued":
-        store.retract(adapter.digest)
-    if other is not None:
-        store.release(other, [])
-
-
-@pytest.mark.usefixtures("by_layer")
-@pytest.mark.parametrize("polled", [False, True])
-def test_an_adapter_that_is_wanted_again_while_its_load_is_given_up(
-    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, polled: bool
-) -> None:
-    """Whether its place on the device has gone by then or not, the next caller gets it, whole."""
-    leave_after(store, turnstile, world, adapter, 1)
-    if polled:
-        until(store, lambda: not store.device)
-    store.announce(adapter)
-    found = store.acquire(adapter)
-    assert polled or isinstance(found, (Pending, Lease))
-    turnstile.open_all()
-    held = found if isinstance(found, Lease) else lease(store, adapter)
-    store.retract(adapter.digest)
-    until(store, lambda: store.loaded(held))
-    assert_contents(store, world, held)
-    assert check_memory(store) == []
-    store.release(held, [])
