@@ -26,7 +26,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"slo_
     ttft_ms: Positive | None = None
     tpot_ms: Positive | None = None
     attain: Annotated[float, Meta(gt=0, le=1)] = 0.99
-    slo_class: Literal["strict", "best_effort"] = "best_effort"
+    slo_class: Literal["strict", "standard", "best_effort"] = "standard"
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

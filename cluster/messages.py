@@ -16,9 +16,12 @@ Node -> gateway:
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from cluster.frames import frame
+from cluster.performance_model import PerformanceModel
 
 PROTOCOL_VERSION = 1
 ACCEPTED_VERSIONS = (PROTOCOL_VERSION,)
@@ -28,6 +31,9 @@ RECORD_INTERVAL = 0.2
 """Seconds between two records of a node."""
 RECORD_EXPIRY = 2.0
 """Seconds after which a node that sent no record counts as gone."""
+
+
+SloClass = Literal["strict", "standard", "best_effort"]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,6 +76,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """None: the base model alone."""
     stop: list[str] = []
     ignore_eos: bool = False
+    function: str = ""
+    """An opaque name of the function inside the tenant, for fair shares; empty for the base alone."""
+    weight: float = 1.0
+    """The tenant's."""
+    slo_class: SloClass = "standard"
+    ttft: float | None = None
+    """Seconds from receipt to the first token that the caller was promised."""
+    tpot: float | None = None
+    """Seconds between two tokens that the caller was promised."""
     v: int = PROTOCOL_VERSION
 
 
@@ -184,8 +199,22 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_blocks_free: int
     kv_blocks: int
     block_tokens: int
+    max_rows: int = 0
+    """Requests that it computes at once; 0: not known yet."""
     batch_ranks: list[int] = []
     batch_contexts: list[int] = []
+    batch_slots: list[int] = []
+    """Of each running request, a number that names its adapter on this node; -1 for the base alone."""
+    queued_ranks: list[int] = []
+    """Of each waiting request, the rank of its adapter."""
+    prompt_tokens_left: int = 0
+    """Tokens of prompts, waiting and running, that are not computed yet."""
+    tightest_tpot: float | None = None
+    """The least that any request here, waiting or running, was promised between two tokens (seconds)."""
+    loading_bytes: int = 0
+    """On their way to the device."""
+    performance: PerformanceModel | None = None
+    """None: not measured."""
     adapter_bytes_free: int = 0
     adapter_bytes: int = 0
     residents: list[Resident] = []

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from cluster.messages import RECORD_EXPIRY, NodeRecord, check_version
+from cluster.node_table import Demand, NodeTable
 
 RESERVATION_SECONDS = 5.0
 """A place that no record acknowledged by then is free again: the request never reached the node."""
@@ -35,15 +36,6 @@ class NodeView(msgspec.Struct, frozen=True):
     tiers: Mapping[str, str]
     """Tier of each resident adapter by its digest: the record's `residents`, indexed once when it came in."""
 
-    @property
-    def load(self) -> int:
-        """Requests that the node has or is about to get."""
-        return self.record.running + self.record.queued + self.reserved
-
-    @property
-    def full(self) -> bool:
-        return self.record.queued + self.reserved >= self.record.queue_limit
-
 
 class ClusterState(Protocol):
     """Shared by everything that places requests; methods are async because a shared state lives elsewhere."""
@@ -52,12 +44,17 @@ class ClusterState(Protocol):
         """Take a record in; False when it is older than what is known. Raises VersionMismatch, TooManyNodes."""
         ...
 
+    async def table(self) -> NodeTable:
+        """This process's picture of the nodes, with what is known now. No round trip to anywhere."""
+        ...
+
     async def nodes(self) -> list[NodeView]:
         """Every node whose record has not expired, in the order of their ids."""
         ...
 
-    async def reserve(self, node_id: str, request_id: str) -> bool:
-        """Take a place on a live node; False when it is full or gone."""
+    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
+        """Take a place on a live node. False when it is full or gone, or when its generation is no longer `seen` (None:
+        whatever it is); the table then shows why. At most one round trip."""
         ...
 
     async def release(self, node_id: str, request_id: str) -> None:
@@ -76,16 +73,14 @@ def tiers_of(record: NodeRecord) -> dict[str, str]:
 class _Node:
     def __init__(self, record: NodeRecord, heard: float) -> None:
         self.replace(record, heard)
-        self.reservations: dict[str, float] = {}
+        self.ends: dict[str, float] = {}
+        """When each reservation ends by itself."""
         self.past: OrderedDict[str, None] = OrderedDict()
 
     def replace(self, record: NodeRecord, heard: float) -> None:
         self.record = record
         self.heard = heard
         self.tiers = tiers_of(record)
-
-    def view(self, reserved: int, now: float) -> NodeView:
-        return NodeView(record=self.record, reserved=reserved, age=now - self.heard, tiers=self.tiers)
 
 
 class MemoryClusterState:
@@ -104,6 +99,7 @@ class MemoryClusterState:
         self._reservation_seconds = reservation_seconds
         self._max_nodes = max_nodes
         self._nodes: dict[str, _Node] = {}
+        self._table = NodeTable(max_nodes)
 
     async def publish(self, record: NodeRecord) -> bool:
         check_version(record.v)
@@ -119,37 +115,58 @@ class MemoryClusterState:
         else:
             return False
         for request_id in record.acknowledged:
-            node.reservations.pop(request_id, None)
+            node.ends.pop(request_id, None)
+        self._table.put(record)
         return True
 
-    async def nodes(self) -> list[NodeView]:
+    async def table(self) -> NodeTable:
         now = self._clock()
+        for node_id, node in self._nodes.items():
+            row = self._row(node_id)
+            self._table.live[row] = now - node.heard < self._expiry
+            self._end_reservations(node, row, now)
+        return self._table
+
+    async def nodes(self) -> list[NodeView]:
+        table, now = await self.table(), self._clock()
         return [
-            node.view(self._reserved(node, now), now)
-            for _, node in sorted(self._nodes.items())
+            NodeView(
+                record=node.record,
+                reserved=int(table.reserved[self._row(node_id)]),
+                age=now - node.heard,
+                tiers=node.tiers,
+            )
+            for node_id, node in sorted(self._nodes.items())
             if now - node.heard < self._expiry
         ]
 
-    async def reserve(self, node_id: str, request_id: str) -> bool:
-        now = self._clock()
-        node = self._nodes.get(node_id)
-        if node is None or now - node.heard >= self._expiry:
+    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
+        table, node = await self.table(), self._nodes.get(node_id)
+        if node is None:
             return False
-        if node.view(self._reserved(node, now), now).full:
+        row = self._row(node_id)
+        if not table.live[row] or table.full[row] or seen not in (None, int(table.generation[row])):
             return False
-        node.reservations[request_id] = now + self._reservation_seconds
+        node.ends[request_id] = self._clock() + self._reservation_seconds
+        table.reserve(row, request_id, demand)
         return True
 
     async def release(self, node_id: str, request_id: str) -> None:
         node = self._nodes.get(node_id)
         if node is not None:
-            node.reservations.pop(request_id, None)
+            node.ends.pop(request_id, None)
+            self._table.release(self._row(node_id), request_id)
 
     async def silence(self, node_id: str, epoch: str) -> float:
         node = self._nodes.get(node_id)
         if node is None or node.record.epoch != epoch:
             return math.inf
         return self._clock() - node.heard
+
+    def _row(self, node_id: str) -> int:
+        row = self._table.row(node_id)
+        assert row is not None  # it has the nodes that we have
+        return row
 
     def _is_newer(self, node: _Node, record: NodeRecord) -> bool:
         """Within an epoch the greater `seq` wins; a new epoch is a new process, whose places are all free."""
@@ -160,14 +177,15 @@ class MemoryClusterState:
         node.past[node.record.epoch] = None
         if len(node.past) > PAST_EPOCHS:
             node.past.popitem(last=False)
-        node.reservations.clear()
+        node.ends.clear()
         return True
 
-    def _reserved(self, node: _Node, now: float) -> int:
-        for request_id in [name for name, end in node.reservations.items() if end <= now]:
-            del node.reservations[request_id]
-        return len(node.reservations)
+    def _end_reservations(self, node: _Node, row: int, now: float) -> None:
+        for request_id in [name for name, end in node.ends.items() if end <= now]:
+            del node.ends[request_id]
+            self._table.release(row, request_id)
 
     def _forget(self, now: float) -> None:
         for node_id in [name for name, node in self._nodes.items() if now - node.heard >= FORGET_SECONDS]:
             del self._nodes[node_id]
+            self._table.remove(node_id)

@@ -188,6 +188,7 @@ class Generation:
             max_tokens=request.max_tokens,
             digest=request.adapter.digest if request.adapter else None,
             adapter_bytes=request.adapter.bytes if request.adapter else 0,
+            rank=max(request.adapter.ranks, default=0) if request.adapter else 0,
         )
         began = time.monotonic()
         try:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from cluster.state import NodeView
+from cluster.node_table import NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 
 class LeastLoaded:
-    def choose(self, candidates: Sequence[NodeView], request: PlacementRequest) -> str | None:
-        if not candidates:
-            return None
-        return min(candidates, key=lambda node: _rank(node, request)).record.id
-
-
-def _rank(node: NodeView, request: PlacementRequest) -> tuple[int, bool, int, str]:
-    resident = request.digest is None or request.digest in node.tiers
-    return node.load, not resident, -node.record.kv_blocks_free, node.record.id
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+        load = (nodes.running + nodes.queued + nodes.reserved)[candidates]
+        tiers = nodes.tiers(request.digest) if request.digest else {}
+        absent = np.array([row not in tiers for row in candidates.tolist()], np.int64)
+        return int(candidates[np.lexsort((-nodes.kv_tokens_free[candidates], absent, load))[0]])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
+import numpy as np
 
 from cluster.errors import ServiceError
-from cluster.state import ClusterState, NodeView
+from cluster.node_table import Demand, NodeTable
+from cluster.state import ClusterState
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
 
 RETRY_AFTER = 1.0
 """Seconds after which a caller may find a free place or a started node."""
+ATTEMPTS = 4
+"""Placements of one request: others may take the place that was chosen, or change what it was chosen by."""
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -31,30 +33,27 @@ async def place(
     excluded: frozenset[str] = frozenset(),
 ) -> Placed:
     """Reserve a place. Raises ServiceError: `unavailable` when no node could serve, `overloaded` when all are full."""
-    full: set[str] = set()
-    for _ in range(1 + len(await state.nodes())):  # each round either ends or finds one more node full
-        serving = [node for node in await state.nodes() if _serves(node, base, request, excluded)]
-        if not serving:
+    demand = Demand(request.rank, request.prompt_tokens, request.max_tokens, request.tpot)
+    for attempt in range(ATTEMPTS):
+        nodes = await state.table()
+        serving = able(nodes, base, request, excluded)
+        if not serving.size:
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
-        free = [node for node in serving if not node.full and node.record.id not in full]
-        chosen = _record(free, policy.choose(free, request))
-        if chosen is None:
+        free = serving[~nodes.full[serving]]
+        row = policy.choose(nodes, free, request) if free.size else None
+        if row is None:
             break
-        if await state.reserve(chosen.record.id, request.id):
-            return Placed(node_id=chosen.record.id, epoch=chosen.record.epoch, url=chosen.record.url)
-        full.add(chosen.record.id)
+        record = nodes.record(row)
+        # The last attempt takes the place whatever has changed meanwhile, if there is one.
+        seen = int(nodes.generation[row]) if attempt < ATTEMPTS - 1 else None
+        if await state.reserve(record.id, request.id, demand, seen):
+            return Placed(node_id=record.id, epoch=record.epoch, url=record.url)
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
 
 
-def _serves(node: NodeView, base: str, request: PlacementRequest, excluded: frozenset[str]) -> bool:
-    record = node.record
-    return (
-        record.state == "ready"
-        and record.base == base
-        and record.id not in excluded
-        and request.prompt_tokens + request.max_tokens <= record.max_context
+def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
+    """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending."""
+    rows = np.flatnonzero(nodes.live & nodes.ready & (nodes.max_context >= request.prompt_tokens + request.max_tokens))
+    return np.array(
+        [row for row in rows.tolist() if nodes.record(row).base == base and nodes.ids[row] not in excluded], np.int64
     )
-
-
-def _record(nodes: Sequence[NodeView], node_id: str | None) -> NodeView | None:
-    return next((node for node in nodes if node.record.id == node_id), None)

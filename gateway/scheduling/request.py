@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.messages import SloClass
+
 
 class PlacementRequest(msgspec.Struct, frozen=True):
+    """Times are in seconds."""
+
     id: str
     prompt_tokens: int
     max_tokens: int
     digest: str | None
     """Adapter version; None for the base alone."""
     adapter_bytes: int
+    rank: int = 0
+    """the adapter's largest; 0 for the base alone"""
+    expected_tokens: float = 0.0
+    """that the answer will have, as learnt of its function; 0: not known"""
+    ttft: float | None = None
+    """that the caller was promised; None: nothing"""
+    tpot: float | None = None
+    slo_class: SloClass = "standard"

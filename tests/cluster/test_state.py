@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cluster.messages import NodeRecord, Resident, VersionMismatch
+from cluster.node_table import Demand
 from cluster.state import FORGET_SECONDS, PAST_EPOCHS, RESERVATION_SECONDS, MemoryClusterState, TooManyNodes
 
 RECORD = NodeRecord(
@@ -102,7 +103,7 @@ def test_an_old_record_does_not_keep_a_node_alive(state: MemoryClusterState, clo
         await state.publish(record(seq=4))
         clock.now += 0.5
         assert await state.nodes() == []
-        assert not await state.reserve("a", "r")
+        assert not await state.reserve("a", "r", Demand(), None)
         assert await state.silence("a", "1") == 2.0
         assert await state.silence("a", "2") == await state.silence("z", "1") == math.inf
         await state.publish(record(seq=6))
@@ -114,11 +115,11 @@ def test_an_old_record_does_not_keep_a_node_alive(state: MemoryClusterState, clo
 def test_reservations_count_and_end(state: MemoryClusterState, clock: Clock) -> None:
     async def main() -> None:
         await state.publish(record())
-        assert await state.reserve("a", "r1")
-        assert await state.reserve("a", "r2")
-        assert not await state.reserve("a", "r3")  # the queue's limit is 2
+        assert await state.reserve("a", "r1", Demand(), None)
+        assert await state.reserve("a", "r2", Demand(), None)
+        assert not await state.reserve("a", "r3", Demand(), None)  # the queue's limit is 2
         await state.release("a", "r1")
-        assert await state.reserve("a", "r3")
+        assert await state.reserve("a", "r3", Demand(), None)
         await state.publish(record(seq=2, acknowledged=["r2", "unknown"]))
         assert [node.reserved for node in await state.nodes()] == [1]
         clock.now += RESERVATION_SECONDS
@@ -132,7 +133,7 @@ def test_reservations_count_and_end(state: MemoryClusterState, clock: Clock) -> 
 def test_a_new_process_has_no_reservations(state: MemoryClusterState) -> None:
     async def main() -> None:
         await state.publish(record())
-        await state.reserve("a", "r1")
+        await state.reserve("a", "r1", Demand(), None)
         await state.publish(record(epoch="2"))
         assert [node.reserved for node in await state.nodes()] == [0]
 
@@ -181,7 +182,7 @@ class Reservations(RuleBasedStateMachine):
     def reserve(self, request: str) -> None:
         live = {name: end for name, end in self.open.items() if end > self.clock.now}
         free = self.queued + len(live) < 4
-        assert asyncio.run(self.state.reserve("a", request)) is free
+        assert asyncio.run(self.state.reserve("a", request, Demand(), None)) is free
         if free:
             self.open[request] = self.clock.now + RESERVATION_SECONDS
 

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
 from cluster.messages import NodeRecord, Resident
-from cluster.state import MemoryClusterState, NodeView, tiers_of
+from cluster.node_table import Demand, NodeTable
+from cluster.state import MemoryClusterState
 from gateway.bodies import convert, field_of
 from gateway.last_hour import Counts, LastHour
 from gateway.logs import JsonFormatter
@@ -48,19 +50,28 @@ RECORD = NodeRecord(
 REQUEST = PlacementRequest(id="r", prompt_tokens=5, max_tokens=5, digest="d", adapter_bytes=1)
 
 
-def view(node_id: str, reserved: int = 0, **changed: Any) -> NodeView:
-    record = msgspec.structs.replace(RECORD, id=node_id, **changed)
-    return NodeView(record, reserved=reserved, age=0.0, tiers=tiers_of(record))
+def least_loaded_of(*records: NodeRecord, reserved: dict[str, int] | None = None) -> str | None:
+    table = NodeTable(8)
+    rows = [table.put(record) for record in records]
+    for node_id, places in (reserved or {}).items():
+        row = table.row(node_id)
+        assert row is not None
+        for place_number in range(places):
+            table.reserve(row, str(place_number), Demand())
+    chosen = LeastLoaded().choose(table, np.array(rows), REQUEST)
+    return None if chosen is None else table.ids[chosen]
+
+
+def node(node_id: str, **changed: Any) -> NodeRecord:
+    return msgspec.structs.replace(RECORD, id=node_id, **changed)
 
 
 def test_least_loaded_prefers_fewer_requests_then_the_adapter_then_memory() -> None:
-    choose = LeastLoaded().choose
     resident = [Resident(digest="d", tier="host", bytes=1, in_use=0)]
-    assert choose([], REQUEST) is None
-    assert choose([view("a", running=2), view("b", queued=1), view("c", reserved=2)], REQUEST) == "b"
-    assert choose([view("a"), view("b", residents=resident)], REQUEST) == "b"
-    assert choose([view("a"), view("b", running=1, residents=resident)], REQUEST) == "a"
-    assert choose([view("a"), view("b", kv_blocks_free=11)], REQUEST) == "b"
+    assert least_loaded_of(node("a", running=2), node("b", queued=1), node("c"), reserved={"c": 2}) == "b"
+    assert least_loaded_of(node("a"), node("b", residents=resident)) == "b"
+    assert least_loaded_of(node("a"), node("b", running=1, residents=resident)) == "a"
+    assert least_loaded_of(node("a"), node("b", kv_blocks_free=11)) == "b"
 
 
 def test_unknown_policies_are_named_with_the_known_ones() -> None:

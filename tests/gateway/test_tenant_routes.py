@@ -29,7 +29,7 @@ def test_a_tenants_life(gateway: Running, pirate: dict) -> None:
     assert made.status_code == 201
     assert made.json() == {
         "id": "new",
-        "slo": {"ttft_ms": None, "tpot_ms": None, "attain": 0.99, "class": "best_effort"},
+        "slo": {"ttft_ms": None, "tpot_ms": None, "attain": 0.99, "class": "standard"},
         "limits": {},
         "weight": 1.0,
         "declared": False,

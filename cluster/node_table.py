@@ -1,0 +1,226 @@
+"""The nodes as columns, so that a placement looks at all of them at once.
+
+Whoever keeps the picture of the nodes (cluster.state, the simulator) changes a node's row when a record comes in and
+when a place on it is taken or given back; policies only read. A row stays the node's own until the node is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from cluster.messages import NodeRecord
+from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, RankTerm, Transfer
+
+DEVICE, HOST, DISK, ABSENT = range(4)
+TIERS = {"device": DEVICE, "host": HOST, "disk": DISK}
+RANK_TERMS: tuple[RankTerm, ...] = ("max_rank", "request_ranks", "adapter_ranks")
+
+COLUMNS: dict[str, type] = {
+    "live": np.bool_,  # its record has not expired
+    "ready": np.bool_,  # neither warming nor draining
+    "full": np.bool_,  # its queue
+    "running": np.int64,
+    "queued": np.int64,
+    "queue_limit": np.int64,
+    "reserved": np.int64,  # places given away that no record has acknowledged
+    "max_rows": np.int64,
+    "max_context": np.int64,
+    "kv_tokens_free": np.int64,
+    "kv_tokens": np.int64,
+    "contexts": np.int64,  # sum over running requests
+    "max_rank": np.int64,  # of running and waiting requests and of reserved places; so are the next two
+    "request_ranks": np.int64,
+    "adapter_ranks": np.int64,
+    "prompt_tokens": np.int64,  # not computed yet, reserved places included
+    "token_ranks": np.int64,  # sum of tokens * rank of reserved places
+    "tightest_tpot": np.float64,  # seconds; infinite where nobody was promised any
+    "adapter_bytes_free": np.int64,
+    "adapter_bytes": np.int64,
+    "loading_bytes": np.int64,
+    "modelled": np.bool_,  # whether the columns below are its own
+    "decode_base": np.float64,
+    "decode_per_row": np.float64,
+    "decode_per_context": np.float64,
+    "decode_per_rank": np.float64,
+    "rank_term": np.int64,  # index into RANK_TERMS
+    "prefill_base": np.float64,
+    "prefill_per_token": np.float64,
+    "prefill_per_token2": np.float64,
+    "prefill_per_token_rank": np.float64,
+    "device_latency": np.float64,
+    "device_bandwidth": np.float64,
+    "store_latency": np.float64,
+    "store_bandwidth": np.float64,
+    "exposed_share": np.float64,
+}
+
+ASSUMED = PerformanceModel(
+    key=ModelKey(hardware="assumed", base="", dtype="", kernel="", garnish=""),
+    decode=DecodeModel(base=0.03, per_row=2e-4, per_context=1e-7, per_rank=2e-6, rank_term="request_ranks"),
+    prefill=PrefillModel(base=0.01, per_token=1.5e-4, per_token2=0.0, per_token_rank=2e-7),
+    to_device=Transfer(latency=1e-3, bandwidth=8e9),
+    from_store=Transfer(latency=2e-2, bandwidth=2e8),
+)
+"""Of a node that was never measured, so that it is neither free nor out of the question. A 7B on an A10, roughly."""
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a place that is given away will ask of its node, until the node's own record tells."""
+
+    rank: int = 0
+    """the adapter's largest; 0: the base alone"""
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    tpot: float | None = None
+    """seconds, as promised"""
+
+
+class NodeTable:
+    """`columns.name[row]` is a node's value; rows without a node are not live."""
+
+    def __init__(self, capacity: int) -> None:
+        self.ids: list[str | None] = [None] * capacity
+        self.generation = np.zeros(capacity, np.int64)
+        """Rises with every reservation on the node, by whomever."""
+        self._data: dict[str, np.ndarray] = {name: np.zeros(capacity, kind) for name, kind in COLUMNS.items()}
+        self._rows: dict[str, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._tiers: dict[str, dict[int, int]] = {}
+        self._held: list[tuple[str, ...]] = [()] * capacity
+        self._demands: list[dict[str, Demand]] = [{} for _ in range(capacity)]
+        self._records: list[NodeRecord | None] = [None] * capacity
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        """A column over all rows."""
+        try:
+            return self.__dict__["_data"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, node_id: str) -> int | None:
+        return self._rows.get(node_id)
+
+    def record(self, row: int) -> NodeRecord:
+        found = self._records[row]
+        assert found is not None
+        return found
+
+    def tiers(self, digest: str) -> dict[int, int]:
+        """Where the adapter is: row -> DEVICE, HOST or DISK. Not to be changed."""
+        return self._tiers.get(digest, {})
+
+    def rows(self) -> Iterator[int]:
+        return iter(sorted(self._rows.values()))
+
+    # --- for whoever keeps the picture
+
+    def put(self, record: NodeRecord) -> int:
+        """Take a record in, and end the reservations that it acknowledges. Returns the node's row. Raises IndexError
+        when the table is full."""
+        row = self._rows.get(record.id)
+        if row is None:
+            row = self._rows[record.id] = self._free.pop()
+            self.ids[row] = record.id
+        before = self._records[row]
+        if before is not None and before.epoch != record.epoch:
+            self._demands[row].clear()
+        self._records[row] = record
+        for request_id in record.acknowledged:
+            self._demands[row].pop(request_id, None)
+        self._place(row, record)
+        self._refresh(row)
+        if before is None or before.performance != record.performance:
+            self._model(row, record.performance)
+        self.live[row] = True
+        return row
+
+    def remove(self, node_id: str) -> None:
+        row = self._rows.pop(node_id, None)
+        if row is None:
+            return
+        self._unplace(row)
+        for column in self._data.values():
+            column[row] = 0
+        self.ids[row], self._records[row] = None, None
+        self._demands[row].clear()
+        self._free.append(row)
+
+    def reserve(self, row: int, request_id: str, demand: Demand) -> None:
+        self._demands[row][request_id] = demand
+        self.generation[row] += 1
+        self._refresh(row)
+
+    def release(self, row: int, request_id: str) -> None:
+        """Nothing happens when the reservation has ended already."""
+        if self._demands[row].pop(request_id, None) is not None:
+            self._refresh(row)
+
+    def reservations(self, row: int) -> dict[str, Demand]:
+        """By request. Not to be changed."""
+        return self._demands[row]
+
+    def _refresh(self, row: int) -> None:
+        record, demands = self.record(row), list(self._demands[row].values())
+        ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in demands)]
+        slots = {s: rank for s, rank in zip(record.batch_slots, record.batch_ranks, strict=False) if s >= 0}
+        promised = [record.tightest_tpot, *(demand.tpot for demand in demands)]
+        promised_values = [value for value in promised if value is not None]
+        values = {
+            "ready": record.state == "ready",
+            "running": record.running,
+            "queued": record.queued,
+            "queue_limit": record.queue_limit,
+            "reserved": len(demands),
+            "full": record.queued + len(demands) >= record.queue_limit,
+            "max_rows": record.max_rows,
+            "max_context": record.max_context,
+            "kv_tokens_free": record.kv_blocks_free * record.block_tokens,
+            "kv_tokens": record.kv_blocks * record.block_tokens,
+            "contexts": sum(record.batch_contexts),
+            "max_rank": max(ranks, default=0),
+            "request_ranks": sum(ranks),
+            "adapter_ranks": sum(slots.values()) + sum(record.queued_ranks) + sum(demand.rank for demand in demands),
+            "prompt_tokens": record.prompt_tokens_left + sum(demand.prompt_tokens for demand in demands),
+            "token_ranks": sum(demand.prompt_tokens * demand.rank for demand in demands),
+            "tightest_tpot": min(promised_values, default=np.inf),
+            "adapter_bytes_free": record.adapter_bytes_free,
+            "adapter_bytes": record.adapter_bytes,
+            "loading_bytes": record.loading_bytes,
+        }
+        for name, value in values.items():
+            self._data[name][row] = value
+
+    def _model(self, row: int, measured: PerformanceModel | None) -> None:
+        model = measured or ASSUMED
+        self.modelled[row] = measured is not None
+        for field in ("base", "per_row", "per_context", "per_rank"):
+            self._data[f"decode_{field}"][row] = getattr(model.decode, field)
+        self.rank_term[row] = RANK_TERMS.index(model.decode.rank_term)
+        for field in ("base", "per_token", "per_token2", "per_token_rank"):
+            self._data[f"prefill_{field}"][row] = getattr(model.prefill, field)
+        for link, transfer in (("device", model.to_device), ("store", model.from_store)):
+            self._data[f"{link}_latency"][row] = transfer.latency
+            self._data[f"{link}_bandwidth"][row] = transfer.bandwidth
+        self.exposed_share[row] = model.exposed_share
+
+    def _place(self, row: int, record: NodeRecord) -> None:
+        self._unplace(row)
+        for entry in record.residents:
+            if entry.tier in TIERS:
+                self._tiers.setdefault(entry.digest, {})[row] = TIERS[entry.tier]
+        self._held[row] = tuple(entry.digest for entry in record.residents)
+
+    def _unplace(self, row: int) -> None:
+        for digest in self._held[row]:
+            where = self._tiers.get(digest)
+            if where is not None:
+                where.pop(row, None)
+                if not where:
+                    del self._tiers[digest]
+        self._held[row] = ()

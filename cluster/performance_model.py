@@ -1,0 +1,84 @@
+"""How long a node's work takes: fitted by `garnish profile`, published in records, read by scheduler and simulator.
+
+decode(S)  = base + per_row |S| + per_context (sum of contexts) + per_rank R(S)
+prefill(Q) = base + per_token T + per_token2 (sum of squares) + per_token_rank (sum of tokens * rank)
+load(n)    = latency + n / bandwidth, shared by the transfers in flight
+
+R(S) is |S| times the largest rank of the batch (BGMV, Toppings 5), or the sum of the ranks of its requests or of its
+distinct adapters (MBGMV): whichever predicts held-out steps better. All times are in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MODEL_VERSION = 1
+
+RankTerm = Literal["max_rank", "request_ranks", "adapter_ranks"]
+
+
+class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the numbers depend on; a model of another key says nothing of this node."""
+
+    hardware: str
+    """the device's name, and how many threads compute where it is a CPU"""
+    base: str
+    """fingerprint"""
+    dtype: str
+    kernel: str
+    """of decode rows: bgmv, mbgmv, or cpu"""
+    garnish: str
+    """version that measured it"""
+
+
+class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One decode step of a batch."""
+
+    base: float
+    per_row: float
+    per_context: float
+    """per token of context, over all rows"""
+    per_rank: float
+    rank_term: RankTerm
+
+    def seconds(self, rows: int, contexts: int, ranks: int) -> float:
+        """`ranks` is R(S): the caller keeps it by `rank_term`."""
+        return self.base + self.per_row * rows + self.per_context * contexts + self.per_rank * ranks
+
+
+class PrefillModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One pass over prompts (or chunks of them)."""
+
+    base: float
+    per_token: float
+    per_token2: float
+    per_token_rank: float
+
+    def seconds(self, tokens: int, squares: int, token_ranks: int) -> float:
+        """`squares` is the sum of tokens * tokens of each prompt; `token_ranks` that of tokens * rank."""
+        return self.base + self.per_token * tokens + self.per_token2 * squares + self.per_token_rank * token_ranks
+
+
+class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of n bytes, alone on its link: latency + n / bandwidth (bytes/s)."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, bytes: float) -> float:
+        return self.latency + bytes / self.bandwidth
+
+
+class PerformanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: ModelKey
+    decode: DecodeModel
+    prefill: PrefillModel
+    to_device: Transfer
+    """host memory to device"""
+    from_store: Transfer
+    """object store to host memory"""
+    exposed_share: float = 1.0
+    """Of a load, what a cold request waits beyond a warm one's prefill, as cold starts are planned here."""
+    version: int = MODEL_VERSION

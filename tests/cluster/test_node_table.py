@@ -1,0 +1,115 @@
+"""The columns against a plain recount from records and reservations, over drawn runs."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.messages import NodeRecord, Resident
+from cluster.node_table import DEVICE, HOST, TIERS, Demand, NodeTable
+
+RECORD = NodeRecord(
+    id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,
+    running=0, queued=0, queue_limit=2, kv_blocks_free=10, kv_blocks=10, block_tokens=16,
+)  # fmt: skip
+
+RANKS = st.lists(st.integers(0, 512), max_size=6)
+RECORDS = st.builds(
+    lambda node, epoch, ranks, waiting, tpot, adapters, acknowledged: msgspec.structs.replace(
+        RECORD,
+        id=node,
+        epoch=epoch,
+        batch_ranks=ranks,
+        batch_slots=[rank % 3 for rank in ranks],
+        batch_contexts=[2 * rank for rank in ranks],
+        queued=len(waiting),
+        queued_ranks=waiting,
+        tightest_tpot=tpot,
+        residents=[Resident(digest, tier, 1, 0) for digest, tier in adapters.items()],
+        acknowledged=acknowledged,
+    ),
+    st.sampled_from("abc"),
+    st.sampled_from("12"),
+    RANKS,
+    RANKS,
+    st.none() | st.floats(0.001, 1),
+    st.dictionaries(st.sampled_from("xyz"), st.sampled_from(["device", "host", "disk"])),
+    st.lists(st.sampled_from("pqr"), max_size=2),
+)
+DEMANDS = st.builds(
+    Demand, st.integers(0, 512), st.integers(0, 100), st.integers(0, 100), st.none() | st.floats(0.001, 1)
+)
+STEPS = st.lists(
+    st.tuples(st.just("put"), RECORDS)
+    | st.tuples(st.just("reserve"), st.sampled_from("abc"), st.sampled_from("pqr"), DEMANDS)
+    | st.tuples(st.just("release"), st.sampled_from("abc"), st.sampled_from("pqr"))
+    | st.tuples(st.just("remove"), st.sampled_from("abc")),
+    max_size=30,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS)
+def test_columns_say_what_records_and_reservations_say(steps: list[tuple]) -> None:
+    table = NodeTable(3)
+    records: dict[str, NodeRecord] = {}
+    places: dict[str, dict[str, Demand]] = {}
+    for step in steps:
+        if step[0] == "put":
+            record = step[1]
+            if record.id in records and records[record.id].epoch != record.epoch:
+                places[record.id] = {}
+            records[record.id] = record
+            held = places.setdefault(record.id, {})
+            for request in record.acknowledged:
+                held.pop(request, None)
+            table.put(record)
+        elif step[1] in records:
+            row = table.row(step[1])
+            assert row is not None
+            if step[0] == "reserve":
+                before = int(table.generation[row])
+                places[step[1]][step[2]] = step[3]
+                table.reserve(row, step[2], step[3])
+                assert table.generation[row] == before + 1
+            elif step[0] == "release":
+                places[step[1]].pop(step[2], None)
+                table.release(row, step[2])
+            else:
+                del records[step[1]], places[step[1]]
+                table.remove(step[1])
+                assert not table.live[row]
+    _compare(table, records, places)
+
+
+def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str, dict[str, Demand]]) -> None:
+    assert {table.ids[row] for row in table.rows()} == set(records)
+    assert int(table.live.sum()) == len(records) == len(table)
+    for name, record in records.items():
+        row, held = table.row(name), places[name].values()
+        assert row is not None
+        ranks = record.batch_ranks + record.queued_ranks + [demand.rank for demand in held]
+        assert table.request_ranks[row] == sum(ranks)
+        assert table.max_rank[row] == max([0, *ranks])
+        distinct = dict(zip(record.batch_slots, record.batch_ranks, strict=True))
+        assert table.adapter_ranks[row] == sum(distinct.values()) + sum(ranks[len(record.batch_ranks) :])
+        assert table.reserved[row] == len(held)
+        assert table.full[row] == (record.queued + len(held) >= record.queue_limit)
+        assert table.prompt_tokens[row] == sum(demand.prompt_tokens for demand in held)
+        promised = [value for value in (record.tightest_tpot, *(d.tpot for d in held)) if value is not None]
+        assert table.tightest_tpot[row] == min(promised, default=math.inf)
+        for digest in "xyz":
+            tier = next((r.tier for r in record.residents if r.digest == digest), None)
+            assert table.tiers(digest).get(row) == TIERS.get(tier or "")
+
+
+def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> None:
+    table = NodeTable(1)
+    row = table.put(RECORD)
+    assert not table.modelled[row]
+    assert 0 < table.decode_base[row] < np.inf
+    assert DEVICE < HOST
