@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -14,6 +15,9 @@ from adapters.store import ObjectStore
 
 ATTEMPTS = 100
 """Tries of one change; each round of a race has a winner, so this bounds how many writers may race."""
+
+READERS = 16
+"""Records that one caller reads at once."""
 
 T = TypeVar("T")
 
@@ -28,6 +32,13 @@ def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | 
         return msgspec.json.decode(found.data, type=kind), found.etag
     except msgspec.DecodeError as error:
         raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+
+
+def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+    """The records, in the order of `keys`; None where there is none. Raises as `read_record`."""
+    with ThreadPoolExecutor(READERS, "records") as pool:
+        found = list(pool.map(lambda key: read_record(store, key, kind), keys))
+    return [item[0] if item else None for item in found]
 
 
 def update_record(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:

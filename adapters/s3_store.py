@@ -48,6 +48,10 @@ class S3Store:
     def _root(self) -> str:
         return self.place.prefix + "/" if self.place.prefix else ""
 
+    def now(self) -> float:
+        """To the second."""
+        return self.calls.server_time()
+
     def get(self, key: str) -> Object:
         deadline, target = self.calls.deadline(), self.target(key)
 
