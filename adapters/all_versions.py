@@ -13,7 +13,7 @@ import msgspec
 
 from adapters.errors import NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Manifest, VersionEntry
-from adapters.records import READERS, read_record
+from adapters.records import read_record
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
 
 _OBJECT = re.compile(r"([^/]+)/(?:function|versions/(\d+))\.json", re.ASCII)
@@ -44,7 +44,7 @@ class FoundVersion(msgspec.Struct, frozen=True):
 
 def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
     """Raises StoreUnavailable, also for a function.json that can't be read: what it lists would seem unlisted."""
-    with ThreadPoolExecutor(READERS, "registry") as pool:
+    with ThreadPoolExecutor(store.readers, "registry") as pool:
         after = ""
         while names := store.folders("tenants/", after):
             for tenant in names:

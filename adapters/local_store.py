@@ -34,6 +34,8 @@ class LocalStore:
     are ever read whole. Large immutable objects are hashed once, while they are written.
     """
 
+    readers = 1
+
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._tmp = self.root / ".tmp"

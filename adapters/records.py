@@ -16,9 +16,6 @@ from adapters.store import ObjectStore
 ATTEMPTS = 100
 """Tries of one change; each round of a race has a winner, so this bounds how many writers may race."""
 
-READERS = 16
-"""Records that one caller reads at once."""
-
 T = TypeVar("T")
 
 
@@ -36,9 +33,15 @@ def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | 
 
 def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
     """The records, in the order of `keys`; None where there is none. Raises as `read_record`."""
-    with ThreadPoolExecutor(READERS, "records") as pool:
-        found = list(pool.map(lambda key: read_record(store, key, kind), keys))
-    return [item[0] if item else None for item in found]
+
+    def read(key: str) -> T | None:
+        found = read_record(store, key, kind)
+        return found[0] if found else None
+
+    if store.readers == 1:
+        return [read(key) for key in keys]
+    with ThreadPoolExecutor(store.readers, "records") as pool:
+        return list(pool.map(read, keys))
 
 
 def update_record(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:

@@ -38,7 +38,7 @@ from adapters.functions import (
 from adapters.names import NAME_RULE, is_name
 from adapters.peft_format import read_peft
 from adapters.quota import Quota, Room
-from adapters.records import READERS, read_record, read_records, update_record
+from adapters.records import read_record, read_records, update_record
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, validate
 
@@ -195,7 +195,7 @@ class Registry:
             names = self.store.folders(f"tenants/{tenant}/functions/", after, size)
             first = 0
             while first < len(names):
-                some = names[first : first + max(limit - len(records), READERS)]
+                some = names[first : first + max(limit - len(records), self.store.readers)]
                 found = read_records(self.store, [function_key(tenant, name) for name in some], FunctionRecord)
                 for after, record in zip(some, found, strict=True):
                     if record is not None and not record.deleted:

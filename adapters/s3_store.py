@@ -37,6 +37,8 @@ class S3Store:
     parts: then writing the same content again may change the etag, and a racing put_if_match fails once for nothing.
     """
 
+    readers = 16
+
     def __init__(self, place: S3Place, limits: S3Limits | None = None) -> None:
         """Raises StoreUnavailable when boto3's configuration can't be used. Sends nothing to the bucket."""
         self.place = place

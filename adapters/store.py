@@ -48,6 +48,9 @@ class ObjectStore(Protocol):
     the same), InvalidRequest for a malformed key.
     """
 
+    readers: int
+    """Small objects that are best read at once."""
+
     def now(self) -> float:
         """Unix time by the store's clock: hosts' own clocks may be hours away from it, and from each other's."""
 
