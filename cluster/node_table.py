@@ -12,11 +12,10 @@ import msgspec
 import numpy as np
 
 from cluster.messages import NodeRecord
-from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, RankTerm, Transfer
+from cluster.performance_model import RANK_TERMS, DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 
 DEVICE, HOST, DISK, ABSENT = range(4)
 TIERS = {"device": DEVICE, "host": HOST, "disk": DISK}
-RANK_TERMS: tuple[RankTerm, ...] = ("max_rank", "request_ranks", "adapter_ranks")
 
 COLUMNS: dict[str, type] = {
     "live": np.bool_,  # its record has not expired
