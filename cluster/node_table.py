@@ -17,7 +17,15 @@ import numpy as np
 
 from cluster.messages import NodeRecord
 from cluster.model_check import problem_of
-from cluster.performance_model import RANK_TERMS, DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
+from cluster.performance_model import (
+    RANK_TERMS,
+    DecodeModel,
+    ModelKey,
+    PerformanceModel,
+    PrefillModel,
+    RankTerm,
+    Transfer,
+)
 from cluster.resident_index import ABSENT, DEVICE, DISK, HOST, TIERS, ResidentIndex
 
 __all__ = [
