@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
+from cluster.crowd import room_for_others
 from cluster.messages import NodeRecord
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, RankTerm, Transfer
 
@@ -22,6 +23,7 @@ COLUMNS: dict[str, type] = {
     "live": np.bool_,  # its record has not expired
     "ready": np.bool_,  # neither warming nor draining
     "full": np.bool_,  # its queue
+    "crammed": np.bool_,  # so full that it does not even take those who may take another's place in it
     "running": np.int64,
     "queued": np.int64,
     "queue_limit": np.int64,
@@ -76,6 +78,8 @@ class Demand(msgspec.Struct, frozen=True):
     max_tokens: int = 0
     tpot: float | None = None
     """seconds, as promised"""
+    displaces: bool = False
+    """its tenant has less waiting than another, so that it may take a place in a full queue from that one"""
 
 
 class NodeTable:
@@ -156,6 +160,10 @@ class NodeTable:
         self.generation[row] += 1
         self._refresh(row)
 
+    def takes(self, row: int, demand: Demand) -> bool:
+        """Whether there is a place for it in the node's queue."""
+        return not (self.crammed if demand.displaces else self.full)[row]
+
     def release(self, row: int, request_id: str) -> None:
         """Nothing happens when the reservation has ended already."""
         if self._demands[row].pop(request_id, None) is not None:
@@ -178,6 +186,7 @@ class NodeTable:
             "queue_limit": record.queue_limit,
             "reserved": len(demands),
             "full": record.queued + len(demands) >= record.queue_limit,
+            "crammed": record.queued + len(demands) >= record.queue_limit + room_for_others(record.queue_limit),
             "max_rows": record.max_rows,
             "max_context": record.max_context,
             "kv_tokens_free": record.kv_blocks_free * record.block_tokens,

@@ -20,6 +20,7 @@ from adapters.tenants import Tenants
 from cluster.secret import read_secret
 from cluster.state import ClusterState, MemoryClusterState
 from cluster.text import BaseText
+from gateway.attainment import Attainment
 from gateway.called import CalledDigests
 from gateway.callers import Callers
 from gateway.concurrency import TenantPlaces
@@ -60,6 +61,7 @@ class Services:
     running: Running
     metrics: Metrics
     last_hour: LastHour
+    attainment: Attainment
     called: CalledDigests
     deploys: DeploySlots
     sources: Sources
@@ -83,6 +85,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
     secret = read_secret(Path(config.secret_file))
     running, last_hour, called = Running(), LastHour(monotonic), CalledDigests()
+    attainment = Attainment(monotonic)
     callers, places = Callers(config, tenants, threads, monotonic), TenantPlaces()
     # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -107,12 +110,13 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             cluster=cluster,
             secret=secret,
             dispatcher=Dispatcher(
-                cluster, policy, client, base.fingerprint, running, metrics, last_hour, called, places
+                cluster, policy, client, base.fingerprint, running, metrics, last_hour, attainment, called, places
             ),
             node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
             running=running,
             metrics=metrics,
             last_hour=last_hour,
+            attainment=attainment,
             called=called,
             deploys=DeploySlots(
                 uploads=config.max_uploads,

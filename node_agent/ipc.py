@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.frames import frame
-from cluster.messages import Adapter, ColdStart, Resident, Sampling
+from cluster.messages import Adapter, ColdStart, Resident, Sampling, SloClass
 from cluster.residency import AdapterStates, HeldTier
 
 
@@ -24,6 +24,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """Seconds until the deadline, counted from receipt."""
     adapter: Adapter | None = None
     ignore_eos: bool = False
+    function: str = ""
+    weight: float = 1.0
+    slo_class: SloClass = "standard"
+    ttft: float | None = None
+    tpot: float | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -105,6 +110,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     cold_start: ColdStart
     error_type: str = ""
     error: str = ""
+    preemptions: int = 0
+    """How often it gave its place in the batch to a strict request, to be computed again later."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -117,6 +124,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     batch_ranks: list[int]
     batch_contexts: list[int]
     residents: list[Resident]
+    tightest_tpot: float | None = None
+    """Seconds; the least that any request here was promised."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):

@@ -33,13 +33,13 @@ async def place(
     excluded: frozenset[str] = frozenset(),
 ) -> Placed:
     """Reserve a place. Raises ServiceError: `unavailable` when no node could serve, `overloaded` when all are full."""
-    demand = Demand(request.rank, request.prompt_tokens, request.max_tokens, request.tpot)
+    demand = Demand(request.rank, request.prompt_tokens, request.max_tokens, request.tpot, request.displaces)
     for attempt in range(ATTEMPTS):
         nodes = await state.table()
         serving = able(nodes, base, request, excluded)
         if not serving.size:
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
-        free = serving[~nodes.full[serving]]
+        free = serving[~(nodes.crammed if request.displaces else nodes.full)[serving]]
         row = policy.choose(nodes, free, request) if free.size else None
         if row is None:
             break

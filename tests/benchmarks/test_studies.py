@@ -32,6 +32,7 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
         ("gateway", ["--model"], {"rps", "added_p50_ms", "added_p99_ms", "idle_streams_held"}),
         ("scale", ["--model"], {"deploy_ms_at_40", "deploy_ms_at_400", "resolve_us_at_4000", "list_page_ms"}),
         ("exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
+        ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
         ("serve", ["--base"], SERVE),
         (
             "coldstart",
