@@ -105,6 +105,9 @@ def gateway_config(
         usage_dir=str(state / "usage"),
         host=service.gateway.host if host is None else host,
         port=service.gateway.port if port is None else port,
+        workers=service.gateway.workers,
+        redis=service.gateway.redis,
+        node_hosts=tuple(service.gateway.node_hosts or ()),
         auth="keys" if service.auth == "keys" else "none",
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
     )

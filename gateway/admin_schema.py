@@ -8,8 +8,8 @@ from adapters.tenants import Limits, Slo
 
 
 class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole of what is to hold; what is absent is not limited. `slo`, a `weight` other than 1, `limits.rps` and
-    `limits.tokens_per_minute` are refused: nothing enforces them yet."""
+    """The whole of what is to hold; what is absent is not limited. `slo` and a `weight` other than 1 are
+    refused: nothing enforces them yet."""
 
     slo: Slo | None = None
     limits: Limits | None = None

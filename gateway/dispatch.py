@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.errors import ServiceError
+from cluster.limits import LimitState
 from cluster.messages import Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
 from gateway.called import CalledDigests
-from gateway.concurrency import TenantPlaces
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
 from gateway.node_client import NodeClient, NodeFailure
@@ -47,7 +47,7 @@ class Dispatcher:
         metrics: Metrics,
         last_hour: LastHour,
         called: CalledDigests,
-        places: TenantPlaces,
+        limits: LimitState,
     ) -> None:
         self.state = state
         self.policy = policy
@@ -57,7 +57,7 @@ class Dispatcher:
         self.metrics = metrics
         self.last_hour = last_hour
         self.called = called
-        self.places = places
+        self.limits = limits
         self._began = time.monotonic()
 
     async def hear_of_nodes(self, deadline: float) -> None:
@@ -76,10 +76,9 @@ class Generation:
     """One request to the nodes; what became known of it on the way is in its attributes (times: monotonic seconds)."""
 
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, request: GenerateRequest) -> None:
-        self._dispatcher = dispatcher
+        self.shared = dispatcher
         self._meter = invocation.meter
-        self._limits = invocation.limits
-        self._limit = invocation.target.max_concurrency
+        self.call = invocation.call
         self.request = request
         self.function = invocation.target.function
         self.received = invocation.received
@@ -95,14 +94,11 @@ class Generation:
 
     async def events(self) -> AsyncGenerator[Token | Done, None]:
         """Tokens, then Done. Raises ServiceError. Must be closed (`aclosing`): that cancels the request on the node."""
-        shared = self._dispatcher
+        shared = self.shared
         outcome = "cancelled"
         shared.metrics.change_open(1)
         try:
-            with (
-                shared.places.place(self.request.tenant, self._limits.concurrent),
-                shared.running.track(self.request.tenant, self.function, self.received, self._limit) as revoked,
-            ):
+            with shared.running.track(self.request.tenant, self.function, self.received) as revoked:
                 async with aclosing(self._attempts(revoked)) as events:
                     async for event in events:
                         self._note(event)
@@ -133,12 +129,18 @@ class Generation:
         return (self.last_at - self.first_at) / (self.tokens - 1)
 
     @property
+    def used_tokens(self) -> int:
+        """Of those that the call may use, as far as is known now."""
+        prompt = self._prompt_tokens if self.started_at is not None else 0
+        return prompt + (self.tokens if self.done is None else self.done.completion_tokens)
+
+    @property
     def _prompt_tokens(self) -> int:
         """To be metered: a prompt counts with its first choice only."""
         return 0 if self.request.sampling.choice else len(self.request.token_ids)
 
     async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
-        shared = self._dispatcher
+        shared = self.shared
         deadline = time.monotonic() + self.request.timeout
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
@@ -167,12 +169,12 @@ class Generation:
     ) -> AsyncGenerator[Token | Done, None]:
         request = msgspec.structs.replace(self.request, timeout=left)
         self.node, self.sent_at, self.started_at = placed.node_id, time.monotonic(), None
-        async with aclosing(self._dispatcher.client.stream(placed, request, revoked)) as events:
+        async with aclosing(self.shared.client.stream(placed, request, revoked)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     self.cold_start, self.started_at = event.cold_start, time.monotonic()
                     if request.adapter is not None:
-                        self._dispatcher.called.note(request.tenant, request.adapter.digest)
+                        self.shared.called.run(request.tenant, request.adapter.digest)
                 elif isinstance(event, Failed):
                     error = ServiceError(event.type, event.message, retry_after=event.retry_after)
                     raise NodeFailure(error, retryable=event.retryable)
@@ -181,7 +183,7 @@ class Generation:
 
     async def _place(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
         """Raises the first attempt's failure when no other node can take the request."""
-        request, shared = self.request, self._dispatcher
+        request, shared = self.request, self.shared
         wanted = PlacementRequest(
             id=request.id,
             prompt_tokens=len(request.token_ids),
@@ -192,7 +194,8 @@ class Generation:
         )
         began = time.monotonic()
         try:
-            return await place(shared.state, shared.policy, shared.base, wanted, excluded)
+            blocked = shared.client.breakers.blocked(await shared.state.table())
+            return await place(shared.state, shared.policy, shared.base, wanted, excluded | blocked)
         except ServiceError as error:
             raise failure or error from None
         finally:
@@ -215,7 +218,7 @@ class Generation:
         self._meter.done(0 if self.request.sampling.choice else event.prompt_tokens, event.completion_tokens, cold)
 
     def _count(self, outcome: str) -> None:
-        shared, tenant, done = self._dispatcher, self.request.tenant, self.done
+        shared, tenant, done = self.shared, self.request.tenant, self.done
         ended = "ok" if done is not None and outcome == "cancelled" else outcome
         shared.metrics.count_invocation(tenant, self.function, ended)
         counts = Counts(invocations=1, failures=ended not in ("ok", "cancelled"))

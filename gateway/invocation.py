@@ -10,9 +10,10 @@ import msgspec
 from starlette.types import Receive
 
 from adapters.functions import Defaults
-from adapters.tenants import Limits
 from cluster.errors import ServiceError
+from cluster.limits import Call
 from cluster.messages import GenerateRequest, Sampling
+from gateway.admission import call_of
 from gateway.functions import Target
 from gateway.prompts import Source, tokens_of
 from gateway.services import Services
@@ -55,8 +56,8 @@ class Invocation(msgspec.Struct, frozen=True):
     """Monotonic seconds at which the request's headers were there."""
     steps: dict[str, float]
     """Seconds of the steps before placement, for Server-Timing."""
-    limits: Limits
-    """The tenant's."""
+    call: Call
+    """What it takes of the tenant's and the function's limits."""
     meter: Meter
 
 
@@ -76,7 +77,7 @@ async def prepare(
     choices: int = 1,
 ) -> Invocation:
     """`receive` must have given the whole body. Raises ServiceError (`validation_failed` when prompt and `max_tokens`
-    don't fit the context, `rate_limited` when the tenant has too many generations under way), ClientGone."""
+    don't fit the context, or when it has more choices than may run at once), ClientGone."""
     invocation_id = new_id()
     merged = merge(options, target.defaults)
     context = await _context(services)
@@ -101,11 +102,11 @@ async def prepare(
         for choice in range(choices)
     ]
     limits = (await services.callers.account(tenant)).limits
-    services.places.check(tenant, len(requests), limits.concurrent)
+    call = call_of(tenant, limits, target.function, target.max_concurrency, requests)
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
     meter = Meter(len(requests), partial(services.usage.add, tenant, target.function, version))
-    return Invocation(invocation_id, tenant, target, requests, watch.received, dict(watch.steps), limits, meter)
+    return Invocation(invocation_id, tenant, target, requests, watch.received, dict(watch.steps), call, meter)
 
 
 def merge(options: Options, defaults: Defaults) -> Options:

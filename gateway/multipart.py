@@ -18,6 +18,7 @@ from adapters.peft_config import CONFIG_FILE
 from adapters.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE
 from cluster.errors import ServiceError
 from gateway.bodies import stream_body
+from gateway.config import upload_prefix
 
 FIELD_LIMITS = {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10, "alias": 1 << 10}
 """Bytes of the parts that are kept in memory."""
@@ -45,7 +46,7 @@ async def receive_upload(
     A part is known by its field name, or else by its file name: both `-F adapter_config.json=@FILE` and
     `-F files=@adapter_config.json` do.
     """
-    with tempfile.TemporaryDirectory(dir=folder, prefix="upload-") as own:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=upload_prefix()) as own:
         weights = Path(own) / WEIGHTS_FILE
         parts = _Parts(_boundary(request))
         with weights.open("wb") as out:

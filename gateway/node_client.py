@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -12,15 +14,20 @@ import msgspec
 
 from cluster.errors import ServiceError
 from cluster.frames import FrameError, Frames
-from cluster.messages import Done, Event, Failed, GenerateRequest, decode_event
+from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Token, decode_event
 from cluster.secret import authorization
 from cluster.state import ClusterState
+from gateway.breaker import Breakers
 from gateway.scheduling.placement import Placed
 
 T = TypeVar("T")
 
 TICK = 1.0
 """Seconds between two looks at whether the node still lives."""
+FIRST_TICK = 0.25
+"""The same until its first event, while another node can still take over."""
+ANSWER_SECONDS = 5.0
+"""Within which a node says that it has the request; it does so before it queues it."""
 EVENT_LIMIT = 4 << 20
 """Bytes of the largest event: a token with its log probabilities."""
 DEADLINE_SLACK = 10.0
@@ -37,15 +44,39 @@ class NodeFailure(Exception):
         self.retryable = retryable
 
 
+@dataclass
+class _Watch:
+    """Over one request."""
+
+    placed: Placed
+    deadline: float
+    """Monotonic seconds."""
+    revoked: asyncio.Future[ServiceError]
+    has_token: bool = False
+
+
 class NodeClient:
+    """`silence`: seconds without a record after which a node is taken for dead; `first_silence`: the same for a request
+    without a token, when there are other nodes, which can take it over."""
+
     def __init__(
-        self, session: aiohttp.ClientSession, state: ClusterState, secret: str, *, connect: float, silence: float
+        self,
+        session: aiohttp.ClientSession,
+        state: ClusterState,
+        secret: str,
+        *,
+        connect: float,
+        silence: float,
+        first_silence: float,
+        breakers: Breakers,
     ) -> None:
+        self.breakers = breakers
         self._session = session
         self._state = state
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
         self._silence = silence
+        self._first_silence = min(first_silence, silence)
 
     async def stream(
         self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
@@ -55,17 +86,37 @@ class NodeClient:
         Raises NodeFailure when the node can't be reached, dies, or says something else; ServiceError when `revoked`
         is set or the deadline has passed by far.
         """
+        node = placed.node_id, placed.epoch
+        self.breakers.begin(*node)
+        try:
+            async with aclosing(self._events(placed, request, revoked)) as events:
+                async for event in events:
+                    if not isinstance(event, Started):
+                        self.breakers.answered(*node)
+                    yield event
+        except NodeFailure:
+            self.breakers.failed(*node)
+            raise
+        finally:
+            self.breakers.undecided(*node)
+
+    async def _events(
+        self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
+    ) -> AsyncGenerator[Event, None]:
         deadline = time.monotonic() + request.timeout + DEADLINE_SLACK
-        response = await self._watch(placed, deadline, revoked, self._post(placed, request))
+        watch = _Watch(placed, deadline, revoked)
+        response = await self._watch(watch, self._answered(placed, request))
         try:
             if response.status != 200:
                 raise _node_failed(f"node {placed.node_id} answered with status {response.status}")
+            self.breakers.undecided(placed.node_id, placed.epoch)
             frames = Frames(EVENT_LIMIT)
             while True:
-                chunk = await self._watch(placed, deadline, revoked, response.content.readany())
+                chunk = await self._watch(watch, response.content.readany())
                 if not chunk:
                     raise _node_failed(f"node {placed.node_id} ended the stream early")
                 for event in _decode(frames, chunk, placed.node_id):
+                    watch.has_token = watch.has_token or isinstance(event, Token)
                     if isinstance(event, Done | Failed):
                         await _read_end(response)
                     yield event
@@ -74,28 +125,32 @@ class NodeClient:
         finally:
             response.close()  # nothing happens to a connection that was read to its end: it is back in the pool
 
+    async def _answered(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await self._post(placed, request)
+
     async def _post(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
         body = msgspec.msgpack.encode(request)
         return await self._session.post(
             f"{placed.url}/generate", data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
         )
 
-    async def _watch(
-        self, placed: Placed, deadline: float, revoked: asyncio.Future[ServiceError], work: Coroutine[Any, Any, T]
-    ) -> T:
+    async def _watch(self, watch: _Watch, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, unless the node falls silent, the deadline passes or the request is revoked."""
+        placed, revoked = watch.placed, watch.revoked
+        tick = TICK if watch.has_token else FIRST_TICK
         task = asyncio.ensure_future(work)
         try:
             while True:
                 waited: set[asyncio.Future[Any]] = {task, revoked}
-                await asyncio.wait(waited, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waited, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
                 if revoked.done():
                     raise revoked.result()
                 if task.done():
                     return task.result()
-                if time.monotonic() > deadline:
+                if time.monotonic() > watch.deadline:
                     raise ServiceError("timeout", "the node did not end the request at its deadline")
-                if await self._state.silence(placed.node_id, placed.epoch) > self._silence:
+                if await self._is_given_up(watch):
                     raise _node_failed(f"node {placed.node_id} has fallen silent")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = type(error).__name__
@@ -104,6 +159,13 @@ class NodeClient:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+    async def _is_given_up(self, watch: _Watch) -> bool:
+        silence = await self._state.silence(watch.placed.node_id, watch.placed.epoch)
+        if watch.has_token or silence < self._first_silence:
+            return silence > self._silence
+        nodes = await self._state.table()
+        return silence > self._silence or bool((nodes.live & nodes.ready).any())
 
 
 def _node_failed(message: str) -> NodeFailure:

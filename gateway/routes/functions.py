@@ -12,7 +12,6 @@ from starlette.responses import Response
 from adapters.aliases import Alias
 from adapters.errors import NotFound
 from adapters.functions import FunctionRecord, Manifest, VersionEntry
-from cluster.errors import ServiceError
 from cluster.state import NodeView
 from gateway import schema
 from gateway.bodies import decode_json, read_call_body
@@ -93,7 +92,7 @@ async def delete_function(request: Request) -> Response:
     with services.functions.changing(tenant, name):
         await services.threads.write(services.registry.delete_function, tenant, name, if_match(request))
     if force:
-        services.running.revoke(tenant, name, ServiceError("cancelled", f"function {name} was deleted"))
+        services.revoke(tenant, name, f"function {name} was deleted")
     return Response(status_code=204)
 
 

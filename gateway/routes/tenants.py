@@ -17,9 +17,6 @@ from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 
-UNBUILT = ("rps", "tokens_per_minute")
-"""Limits that nothing enforces yet: accepting them would be a promise."""
-
 
 async def tenant(request: Request) -> Response:
     """One route for all methods, so that a 405 names them."""
@@ -45,7 +42,7 @@ async def _put(services: Services, request: Request, name: str) -> Response:
     try:
         made, created = await services.threads.write(services.tenants.replace, name, asked.limits or Limits())
     finally:
-        services.callers.forget(name)
+        services.tenant_changed(name)
     return json_response(_reply(made), 201 if created else 200)
 
 
@@ -53,8 +50,7 @@ async def _delete(services: Services, name: str) -> Response:
     try:
         await services.threads.write(delete_tenant, services.tenants, services.registry, name)
     finally:
-        services.callers.forget(name)
-        services.functions.forget_tenant(name)
+        services.tenant_changed(name)
     return Response(status_code=204)
 
 
@@ -76,14 +72,12 @@ async def revoke_key(request: Request) -> Response:
     try:
         await services.threads.write(services.tenants.revoke_key, name, request.path_params["key_id"])
     finally:
-        services.callers.forget(name)
+        services.tenant_changed(name)
     return Response(status_code=204)
 
 
 def _refuse_unbuilt(asked: schema.TenantRequest) -> None:
-    limits = asked.limits or Limits()
-    refused = [f"limits.{field}" for field in UNBUILT if getattr(limits, field) is not None]
-    refused += ["slo"] if asked.slo not in (None, Slo()) else []
+    refused = ["slo"] if asked.slo not in (None, Slo()) else []
     refused += ["weight"] if asked.weight != 1 else []
     if refused:
         raise ServiceError(
