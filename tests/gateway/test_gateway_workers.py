@@ -49,13 +49,12 @@ class Pair:
         others = [pid for pid in self.workers if pid != worker]
         for pid in others:
             os.kill(pid, signal.SIGSTOP)
-        try:
-            client = httpx.Client(base_url=self.url, timeout=60)
-            client.get("/healthz").raise_for_status()
-        finally:
-            for pid in others:
-                os.kill(pid, signal.SIGCONT)
-        with client:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            try:
+                client.get("/healthz").raise_for_status()
+            finally:
+                for pid in others:
+                    os.kill(pid, signal.SIGCONT)
             yield client
 
     def until(self, condition: Callable[[], bool]) -> None:
