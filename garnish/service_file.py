@@ -20,10 +20,11 @@ Policy = Literal["rank_aware", "toppings", "first_fit", "most_idle", "random"]
 class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Text = "127.0.0.1"
     port: Port = 8080
-    workers: Annotated[int, Meta(ge=1)] = 1
+    workers: Annotated[int, Meta(ge=1, le=32)] = 1
     webhook_hosts: list[Text] | None = None
     secret_file: Text | None = None
     redis: Text | None = None
+    node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
     policy: Policy = "rank_aware"
 

@@ -10,7 +10,7 @@ from typing import cast
 from cluster.errors import ServiceError
 from cluster.messages import Done, Token, TokenLogprob
 from gateway import schema
-from gateway.choices import Outcome
+from gateway.choices import Outcome, merged
 from gateway.dispatch import Generation
 from gateway.errors import native_body
 from gateway.event_stream import sse
@@ -36,8 +36,8 @@ def invoke_reply(invocation: Invocation, generation: Generation, outcome: Outcom
 
 async def invoke_events(invocation: Invocation, generation: Generation) -> AsyncGenerator[bytes, None]:
     """The native stream: `token` events, then `done`. Raises ServiceError."""
-    async with aclosing(generation.events()) as events:
-        async for event in events:
+    async with aclosing(merged([generation])) as events:
+        async for _, event in events:
             if isinstance(event, Token):
                 for item in token_events(event):
                     yield sse(item, "token")

@@ -282,11 +282,13 @@ class HealthReply(msgspec.Struct, frozen=True):
 
 
 class NodeItem(msgspec.Struct, frozen=True):
-    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet."""
+    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet;
+    `circuit` is whether the gateway worker that answers can reach it (`half_open`: one request may try)."""
 
     record: dict[str, Any]
     reserved: int
     age: float
+    circuit: Literal["closed", "open", "half_open"]
 
 
 class NodeList(msgspec.Struct, frozen=True):

@@ -43,13 +43,14 @@ def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host 
     from garnish.screen import Screen
     from garnish.settings import gateway_config, resolve_base
     from garnish.up.greeting import show_keys
-    from garnish.up.prepare import check_port, local_url, make_keys, state_directory
+    from garnish.up.prepare import check_port, check_shared, local_url, make_keys, state_directory
     from gateway.server import run
 
     service = load_service_file(file)
     with state_directory(state) as own:
         config = gateway_config(service, resolve_base(service), own, host=host, port=port)
         check_port(config.host, config.port)
+        check_shared(config)
         show_keys(own, *make_keys(service, own, local_url(config.host, config.port)), Screen())
         run(config)
 
