@@ -23,7 +23,7 @@ def perfmodel_table(document: dict[str, Any]) -> str:
         next(row for row in _rows(document, "paper") if row["kernel"] == kernel) for kernel in ("bgmv", "mbgmv")
     )
     lines = [
-        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads, median of {settings['rounds']} "
+        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads, median of {settings['rounds'] - 1} "
         f"rounds, adapters on q, k, v. {origin(document)}",
         "",
         "| | R^2 | held-out error, median | configurations (set aside) |",
