@@ -69,7 +69,7 @@ def main() -> int:
     try:
         performance = measure_performance(engine, config, base, lambda text, share: tell(Step(text, share)))
     except (BadFit, BadSample, SweepTooSlow, StoreUnavailable) as error:
-        tell(Failed(f"its performance model: {error}"))
+        tell(Failed(f"its performance model: {error} (Its cold-start profile is written.)"))
         return 1
     finally:
         engine.close()
