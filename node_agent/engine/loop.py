@@ -218,8 +218,8 @@ class Engine:
         for request in admission.admitted:
             self._retract(request)
             request.admitted = time.monotonic()
-            if request.lease is not None and not self.store.loaded(request.lease):
-                request.cold = ColdPhases(request.admitted)
+            if request.lease is not None and (request.held or not self.store.loaded(request.lease)):
+                request.cold = ColdPhases(request.admitted, exposed=request.held)
                 request.found = self.store.source(request.lease) if request.found == "none" else request.found
             self.running[request.id] = request
             self._events.append(Admitted(request.id, request.found))
@@ -237,14 +237,14 @@ class Engine:
             return loaded
         now = time.monotonic()
         if not loaded:
-            if request.decoding:  # its prompt is computed, and its next token waits for the rest
+            if request.decoding or request.wants_whole:  # no cold pass can be opened for its next step
                 cold.waits_since = cold.waits_since or now
             return False
         cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
         if cold.planned and not cold.fetch:
             self.cold_start.observe_load(cold.load_forecast, self.store.arrived(request.lease) - cold.planned)
         if not cold.opened:
-            cold.exposed = now - cold.begun
+            cold.exposed += now - cold.begun
         elif cold.waits_since:
             cold.exposed += now - cold.waits_since
         return True
@@ -330,6 +330,7 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, error_type: str = "", error: str = "") -> None:
         """Free all that the request holds, then say how it ended."""
+        self._is_loaded(request)  # what came since the last look belongs to what is said
         after = self.cold.drop(request)
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))
@@ -362,11 +363,12 @@ class Engine:
 
 def _finished(request: Request, reason: str, error_type: str, error: str) -> Finished:
     now = time.monotonic()
+    held = request.held if request.admitted else 0.0
     return Finished(
         id=request.id,
         reason=reason,
-        queue=(request.admitted or now) - request.arrived,
-        prefill=(request.first_token or now) - request.admitted if request.admitted else 0.0,
+        queue=(request.admitted or now) - request.arrived - held,
+        prefill=(request.first_token or now) - request.admitted + held if request.admitted else 0.0,
         cold_start=_cold_start(request, now),
         error_type=error_type,
         error=error,
@@ -377,8 +379,10 @@ def _cold_start(request: Request, now: float) -> ColdStart:
     cold = request.cold
     if cold is None:
         return ColdStart(request.found, "none", 0.0, 0.0)
-    # a request that ended before its adapter came, and never began, was exposed until now
-    exposed = cold.exposed if cold.load or cold.opened else now - cold.begun
+    exposed = cold.exposed
+    if not cold.load:  # it ended before its adapter came, and waited until now if it had not begun, or could not go on
+        since = cold.waits_since if cold.opened else cold.begun
+        exposed += now - since if since else 0.0
     return ColdStart(
         request.found,
         cold.plan,

@@ -54,6 +54,7 @@ class Admission:
     def look_at(self, queue: list[Request]) -> None:
         """Removes from `queue` what it admits or refuses."""
         left: list[Request] = []
+        _note_held(queue)
         for i, request in enumerate(queue):
             need = self.blocks.blocks_for(request.prompt_len + request.max_tokens)
             if len(self.admitted) == self.free_rows or need > self.blocks.free:
@@ -95,12 +96,22 @@ class Admission:
         return not self._loading_blocks or self._loading_blocks + need <= self.blocks.total // 2
 
     def _wait(self, request: Request, for_room: bool) -> None:
-        if not for_room:
-            return
         now = time.monotonic()
+        if not for_room:
+            request.held_at = now
+            return
         request.short_since = request.short_since or now
         self._room_is_short = True
         self._starved = self._starved or now - request.short_since >= STARVED_AFTER
+
+
+def _note_held(queue: list[Request]) -> None:
+    """Book what passed since the last look at those whose adapter's bytes were all that they waited for then."""
+    now = time.monotonic()
+    for request in queue:
+        if request.held_at:
+            request.held += now - request.held_at
+            request.held_at = 0.0
 
 
 def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:
