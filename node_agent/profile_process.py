@@ -36,7 +36,7 @@ def main() -> int:
         report.write(msgspec.json.encode(message) + b"\n")
 
     from node_agent.coldstart.measure import LONG, measure
-    from node_agent.coldstart.profile import write_profile
+    from node_agent.coldstart.profile import ProfileError, check, write_profile
     from node_agent.coldstart.setup import profile_key
     from node_agent.engine.setup import build_engine
 
@@ -53,7 +53,12 @@ def main() -> int:
         key, engine.runner, engine.blocks, engine.store, workers, LONG, lambda text: tell(Step(f"measuring {text}"))
     )
     engine.close()
-    write_profile(profile, Path(config.profile))
+    try:
+        check(profile)
+        write_profile(profile, Path(config.profile))
+    except (OSError, ProfileError) as error:
+        tell(Failed(str(error)))
+        return 1
     report.write(msgspec.json.encode(profile) + b"\n")
     return 0
 
