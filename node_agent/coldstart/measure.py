@@ -55,11 +55,9 @@ def measure(
 ) -> Profile:
     """On a node that serves nothing meanwhile. `progress` is told of each step."""
     progress("a layer on the device")
-    layer = tuple(
-        (tokens, _layer_seconds(runner, blocks, tokens, effort.rounds))
-        for tokens in effort.tokens
-        if blocks.blocks_for(tokens) <= blocks.free
-    )
+    room = blocks.free * runner.block_tokens
+    lengths = sorted({min(tokens, room) for tokens in effort.tokens})
+    layer = tuple((tokens, _layer_seconds(runner, blocks, tokens, effort.rounds)) for tokens in lengths)
     progress("the link from host memory")
     link = measure_link(store, effort.rounds)
     cpu = handoff = None
