@@ -23,6 +23,7 @@ from gateway.running import Running
 from gateway.scheduling.placement import RETRY_AFTER, Placed, place
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
+from gateway.trace_log import log_call
 
 if TYPE_CHECKING:
     from gateway.invocation import Invocation
@@ -224,6 +225,7 @@ class Generation:
             shared.metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
             cold = done.timing.cold_start
             shared.metrics.count_cold_start(cold)
+            log_call(self.request, done, self.received)
         if self.ttft is not None:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft
             shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)

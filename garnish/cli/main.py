@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli import functions, invoke, nodes, profile, registry, serve, usage, versions
+from garnish.cli import functions, invoke, logs, nodes, profile, registry, serve, usage, versions
 from garnish.errors import FrontDoorError
 from garnish.text import printable
 
@@ -28,6 +28,7 @@ invoke.register(app)
 nodes.register(app)
 profile.register(app)
 usage.register(app)
+logs.register(app)
 registry.register(app)
 
 
