@@ -48,5 +48,21 @@ def scale_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def placement_table(document: dict[str, Any]) -> str:
+    lines = [
+        f"{document['settings']['requests']} requests, p50 (p99) in us. {origin(document)}",
+        "",
+        "| nodes | policy | the choice alone | placed, with reservation and explanation | a record taken in |",
+        "|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        values = [
+            f"{row[f'{name}_p50_us']:.0f} ({row[f'{name}_p99_us']:.0f})" for name in ("scoring", "place", "publish")
+        ]
+        lines.append(f"| {row['nodes']} | {row['policy']} | {' | '.join(values)} |")
+    lines += ["", _probe(document["settings"])]
+    return "\n".join(lines)
+
+
 def _probe(settings: dict[str, Any]) -> str:
     return f"Contention probe: {settings['probe_before_ms']:.2f} ms before, {settings['probe_after_ms']:.2f} ms after."

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
-from benchmarks.gateway_tables import gateway_table, scale_table
+from benchmarks.gateway_tables import gateway_table, placement_table, scale_table
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
 from benchmarks.report import RESULTS, ROOT, load, origin
 from benchmarks.step_profile import KINDS
@@ -166,6 +166,9 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "floors": ("kernels", floor_table),
         "resources": ("kernels", resource_table),
         "cpu": ("kernels", cpu_table),
+    },
+    ROOT / "docs" / "scheduling.md": {
+        "placement": ("placement", placement_table),
     },
     ROOT / "docs" / "cold-start.md": {
         "coldstart": ("coldstart", coldstart_table),

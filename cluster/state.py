@@ -116,11 +116,11 @@ class MemoryClusterState:
             return False
         for request_id in record.acknowledged:
             node.ends.pop(request_id, None)
-        self._table.put(record)
+        self._table.put(record, now)
         return True
 
     async def table(self) -> NodeTable:
-        now = self._clock()
+        now = self._table.now = self._clock()
         for node_id, node in self._nodes.items():
             row = self._row(node_id)
             self._table.live[row] = now - node.heard < self._expiry

@@ -12,6 +12,8 @@ from adapters.tenants import Limits
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
+Policy = Literal["rank_aware", "toppings", "first_fit", "most_idle", "random"]
+"""Those of gateway.scheduling.policy."""
 
 
 class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,6 +24,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret_file: Text | None = None
     redis: Text | None = None
     allowed_sources: list[Text] | None = None
+    policy: Policy = "rank_aware"
 
 
 class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -107,6 +107,7 @@ def gateway_config(
         port=service.gateway.port if port is None else port,
         auth="keys" if service.auth == "keys" else "none",
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
+        policy=service.gateway.policy,
     )
     if shutdown_seconds is not None:
         config = msgspec.structs.replace(config, shutdown_seconds=shutdown_seconds)

@@ -52,7 +52,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1
     """Must be 1: the cluster state lives in the process."""
     auth: Literal["keys", "none"] = "keys"
-    policy: str = "least_loaded"
+    policy: str = "rank_aware"
+    """How requests are placed: one of gateway.scheduling.policy.POLICIES."""
     allowed_sources: tuple[str, ...] = ()
     """`s3://bucket/prefix`es from below which tenants may deploy."""
 

@@ -16,13 +16,13 @@ from cluster.messages import Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
 from gateway.called import CalledDigests
 from gateway.concurrency import TenantPlaces
+from gateway.explanations import PlacedCall
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
 from gateway.node_client import NodeClient, NodeFailure
+from gateway.placing import Placer
 from gateway.running import Running
-from gateway.scheduling.placement import RETRY_AFTER, Placed, place
-from gateway.scheduling.policy import Policy
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.placement import RETRY_AFTER, Placed
 from gateway.trace_log import log_call
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ class Dispatcher:
     def __init__(
         self,
         state: ClusterState,
-        policy: Policy,
+        placer: Placer,
         client: NodeClient,
-        base: str,
         running: Running,
         metrics: Metrics,
         last_hour: LastHour,
@@ -51,9 +50,8 @@ class Dispatcher:
         places: TenantPlaces,
     ) -> None:
         self.state = state
-        self.policy = policy
+        self.placer = placer
         self.client = client
-        self.base = base
         self.running = running
         self.metrics = metrics
         self.last_hour = last_hour
@@ -83,11 +81,14 @@ class Generation:
         self._limit = invocation.target.max_concurrency
         self.request = request
         self.function = invocation.target.function
+        self._whose = PlacedCall(invocation.id, invocation.request_id, request.tenant, self.function)
         self.received = invocation.received
         self.tokens = 0
         self.node: str | None = None
         self.cold_start: str | None = None
         self.schedule = 0.0
+        self.forecast: float | None = None
+        """Seconds from `sent_at` to the first token, by the scheduler."""
         self.sent_at: float | None = None
         self.started_at: float | None = None
         self.first_at: float | None = None
@@ -168,6 +169,7 @@ class Generation:
     ) -> AsyncGenerator[Token | Done, None]:
         request = msgspec.structs.replace(self.request, timeout=left)
         self.node, self.sent_at, self.started_at = placed.node_id, time.monotonic(), None
+        self.forecast = placed.forecast
         async with aclosing(self._dispatcher.client.stream(placed, request, revoked)) as events:
             async for event in events:
                 if isinstance(event, Started):
@@ -182,29 +184,21 @@ class Generation:
 
     async def _place(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
         """Raises the first attempt's failure when no other node can take the request."""
-        request, shared = self.request, self._dispatcher
-        wanted = PlacementRequest(
-            id=request.id,
-            prompt_tokens=len(request.token_ids),
-            max_tokens=request.max_tokens,
-            digest=request.adapter.digest if request.adapter else None,
-            adapter_bytes=request.adapter.bytes if request.adapter else 0,
-            rank=max(request.adapter.ranks, default=0) if request.adapter else 0,
-        )
         began = time.monotonic()
         try:
-            return await place(shared.state, shared.policy, shared.base, wanted, excluded)
+            return await self._dispatcher.placer.place(self._whose, self.request, self.received, excluded)
         except ServiceError as error:
             raise failure or error from None
         finally:
             self.schedule += time.monotonic() - began
-            shared.metrics.observe_schedule(time.monotonic() - began)
 
     def _note(self, event: Token | Done) -> None:
         now = time.monotonic()
         if isinstance(event, Token):
             self.tokens += len(event.token_ids)
-            self.first_at = self.first_at or now
+            if self.first_at is None:
+                self.first_at = now
+                self._compare_forecast(now)
             self.last_at = now
             return
         self.done = event
@@ -212,8 +206,14 @@ class Generation:
             if self.started_at is None:
                 raise ServiceError("unavailable", "the timeout passed in the node's queue", retry_after=RETRY_AFTER)
             raise ServiceError("timeout", "the timeout passed before the first token")
+        if event.finish_reason in ("stop", "length"):
+            self._dispatcher.placer.lengths.note(self.request.tenant, self.function, event.completion_tokens)
         cold = event.timing.cold_start.state != "none"
         self._meter.done(0 if self.request.sampling.choice else event.prompt_tokens, event.completion_tokens, cold)
+
+    def _compare_forecast(self, now: float) -> None:
+        if self.forecast is not None and self.sent_at is not None:
+            self._dispatcher.metrics.observe_forecast(self.forecast, now - self.sent_at)
 
     def _count(self, outcome: str) -> None:
         shared, tenant, done = self._dispatcher, self.request.tenant, self.done

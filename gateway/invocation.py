@@ -58,6 +58,8 @@ class Invocation(msgspec.Struct, frozen=True):
     limits: Limits
     """The tenant's."""
     meter: Meter
+    request_id: str = ""
+    """As in `x-request-id`."""
 
 
 def new_id() -> str:
@@ -74,6 +76,7 @@ async def prepare(
     watch: Stopwatch,
     receive: Receive,
     choices: int = 1,
+    request_id: str = "",
 ) -> Invocation:
     """`receive` must have given the whole body. Raises ServiceError (`validation_failed` when prompt and `max_tokens`
     don't fit the context, `rate_limited` when the tenant has too many generations under way), ClientGone."""
@@ -105,7 +108,8 @@ async def prepare(
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
     meter = Meter(len(requests), partial(services.usage.add, tenant, target.function, version))
-    return Invocation(invocation_id, tenant, target, requests, watch.received, dict(watch.steps), limits, meter)
+    steps = dict(watch.steps)
+    return Invocation(invocation_id, tenant, target, requests, watch.received, steps, limits, meter, request_id)
 
 
 def merge(options: Options, defaults: Defaults) -> Options:

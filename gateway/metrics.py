@@ -23,6 +23,7 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 MAX_LABELS = 200
 """Distinct tenants, and distinct functions, that get a label of their own; later ones share `other`."""
 
+DECISION_SECONDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -67,7 +68,16 @@ class Metrics:
             "garnish_cold_layers", "Layers begun before the whole adapter was there", ("where",), registry=own
         )
         self._replays = Counter("garnish_cold_replays", "Prompt chunks that a CPU worker failed", registry=own)
-        self._schedule = Histogram("garnish_schedule_seconds", "Placing one request", buckets=SECONDS, registry=own)
+        self._schedule = Histogram(
+            "garnish_schedule_seconds", "Placing one request", buckets=DECISION_SECONDS, registry=own
+        )
+        self._first_token_error = Histogram(
+            "garnish_ttft_forecast_error_seconds",
+            "First token, forecast at placement and real, apart",
+            ("came",),
+            buckets=SECONDS,
+            registry=own,
+        )
         self._retries = Counter("garnish_retries", "Invocations sent to a second node", registry=own)
         self._open = Gauge(
             "garnish_open_invocations", "Invocations in progress", registry=own, multiprocess_mode="livesum"
@@ -101,6 +111,11 @@ class Metrics:
 
     def observe_schedule(self, seconds: float) -> None:
         self._schedule.observe(seconds)
+
+    def observe_forecast(self, forecast: float, real: float) -> None:
+        """Seconds from a request's placement to its first token."""
+        came = "later" if real > forecast else "sooner"
+        self._first_token_error.labels(came).observe(abs(real - forecast))
 
     def count_retry(self) -> None:
         self._retries.inc()

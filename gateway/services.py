@@ -26,13 +26,14 @@ from gateway.concurrency import TenantPlaces
 from gateway.config import GatewayConfig, usage_directory
 from gateway.deploy_slots import DeploySlots
 from gateway.dispatch import Dispatcher
+from gateway.explanations import ExplanationStore, MemoryExplanations
 from gateway.functions import Functions
 from gateway.last_hour import LastHour
 from gateway.metrics import Metrics
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
+from gateway.placing import Placer
 from gateway.running import Running
-from gateway.scheduling.policy import make_policy
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.usage.ledger import UsageLedger, open_ledger
 
@@ -61,6 +62,7 @@ class Services:
     metrics: Metrics
     last_hour: LastHour
     called: CalledDigests
+    explanations: ExplanationStore
     deploys: DeploySlots
     sources: Sources
     source_threads: LeavableThreads
@@ -91,7 +93,8 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         aiohttp.ClientSession(connector=connector, auto_decompress=False) as session,
     ):
         client = NodeClient(session, cluster, secret, connect=config.connect_seconds, silence=config.node_silence)
-        policy = make_policy(config.policy)
+        explanations = MemoryExplanations()
+        placer = Placer(cluster, config.policy, base.fingerprint, metrics, explanations, gateways=config.workers)
         yield Services(
             config=config,
             base=base,
@@ -106,14 +109,13 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             functions=Functions(config, registry, threads, monotonic),
             cluster=cluster,
             secret=secret,
-            dispatcher=Dispatcher(
-                cluster, policy, client, base.fingerprint, running, metrics, last_hour, called, places
-            ),
+            dispatcher=Dispatcher(cluster, placer, client, running, metrics, last_hour, called, places),
             node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
             running=running,
             metrics=metrics,
             last_hour=last_hour,
             called=called,
+            explanations=explanations,
             deploys=DeploySlots(
                 uploads=config.max_uploads,
                 tenant_uploads=config.max_tenant_uploads,
