@@ -25,7 +25,14 @@ class HttpService:
     """`garnish up` in a process of its own, with the given adapters deployed as a0, a1, ..."""
 
     def __init__(
-        self, model_dir: Path, adapters: list[Path], root: Path, dtype: str, threads: int, node: str = ""
+        self,
+        model_dir: Path,
+        adapters: list[Path],
+        root: Path,
+        dtype: str,
+        threads: int,
+        node: str = "",
+        nodes: int = 1,
     ) -> None:
         """`node`: what else serverless.yml says of the node, as `, key: value`."""
         self.root, self.adapters = root, adapters
@@ -36,7 +43,7 @@ class HttpService:
             f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: cpu{node}}}\n"
             f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
         )
-        self.threads = threads
+        self.threads, self.nodes = threads, nodes
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -47,7 +54,10 @@ class HttpService:
         return self._process.pid
 
     def __enter__(self) -> HttpService:
-        command = [str(Path(sys.executable).parent / "garnish"), "up", "-f", "serverless.yml", "--port", str(self.port)]
+        command = [
+            str(Path(sys.executable).parent / "garnish"), "up", "-f", "serverless.yml", "--port", str(self.port),
+            "--nodes", str(self.nodes),
+        ]  # fmt: skip
         self._log = (self.root / "up.log").open("w")
         self._process = subprocess.Popen(command, cwd=self.root, stdout=self._log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + START_LIMIT

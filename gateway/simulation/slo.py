@@ -27,11 +27,21 @@ class Slo(msgspec.Struct, frozen=True):
     tpt: float | None = None
 
     def holds(self, job: Job, overhead: float) -> bool:
-        if self.ttft is not None and job.ttft + overhead > self.ttft:
-            return False
-        if self.tpot is not None and job.tpot > self.tpot:
-            return False
-        return self.tpt is None or job.tpt + overhead / job.output <= self.tpt
+        """Of a request that is done."""
+        return self._hold(job.ttft + overhead, job.tpot, job.tpt + overhead / job.output)
+
+    def attainable(self, job: Job, profile: NodeProfile) -> bool:
+        """Whether an empty node that has the adapter could keep it: no policy can where not."""
+        model, steps = profile.performance, job.output - 1
+        ttft = profile.overhead + model.prefill.seconds(job.prompt, job.prompt**2, job.prompt * job.rank)
+        decode = steps * model.decode.seconds(1, 0, job.rank) + model.decode.per_context * (
+            steps * job.prompt + steps * (steps - 1) // 2
+        )
+        return self._hold(ttft, decode / max(1, steps), (ttft + decode) / job.output)
+
+    def _hold(self, ttft: float, tpot: float, tpt: float) -> bool:
+        promised = ((self.ttft, ttft), (self.tpot, tpot), (self.tpt, tpt))
+        return all(bound is None or time <= bound for bound, time in promised)
 
     @property
     def per_token(self) -> float | None:
