@@ -49,8 +49,8 @@ QUICK = {
 
 
 def work(profile: NodeProfile) -> float:
-    """Seconds that a mean request takes of a node, in a batch of half its rows."""
-    model, rows = profile.performance, max(1, profile.max_rows // 2)
+    """Seconds that a mean request takes of a node whose rows are full."""
+    model, rows = profile.performance, profile.max_rows
     ranks = {"max_rank": rows * max(RANKS), "request_ranks": rows * sum(RANKS) // len(RANKS)}
     contexts = rows * (MEAN_PROMPT + MEAN_OUTPUT // 2)
     term = ranks.get(model.decode.rank_term, ranks["request_ranks"])
