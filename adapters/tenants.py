@@ -17,7 +17,7 @@ from adapters.store import ObjectStore
 
 ADMIN_KEY = "admin.json"
 MAX_KEYS = 1000
-"""Keys of one tenant that are kept, revoked ones included."""
+"""Keys of one tenant that are kept; revoked ones as long as there is room."""
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -139,7 +139,7 @@ class Tenants:
             created = record is None or record.deleted
             current = _live(record, tenant, create=True)
             _check_undeclared(current)
-            return _checked(msgspec.structs.replace(current, limits=limits))
+            return self._checked(msgspec.structs.replace(current, limits=limits))
 
         return self._update(tenant, change), created
 
@@ -204,7 +204,18 @@ class Tenants:
         return found[0] if found else None
 
     def _change(self, tenant: str, change: Callable[[Tenant], Tenant], create: bool = False) -> Tenant:
-        return self._update(tenant, lambda record: _checked(change(_live(record, tenant, create))))
+        return self._update(tenant, lambda record: self._checked(change(_live(record, tenant, create))))
+
+    def _checked(self, record: Tenant) -> Tenant:
+        """The record as it will be read; constraints hold only when a record is decoded. Raises InvalidRequest."""
+        if record.limits.adapters is None and record.limits.bytes is None:
+            record = msgspec.structs.replace(record, held=None)
+        elif record.held is None:
+            record = msgspec.structs.replace(record, held=Held(since=self.store.now()))
+        try:
+            return msgspec.json.decode(msgspec.json.encode(record), type=Tenant)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest("tenant", f"tenant {record.id}: {error}") from None
 
     def _update(self, tenant: str, change: Callable[[Tenant | None], Tenant]) -> Tenant:
         if not is_name(tenant):
@@ -236,21 +247,14 @@ def _check_undeclared(record: Tenant) -> None:
         raise Conflict(f"tenant {record.id} is declared in serverless.yml: change it there")
 
 
-def _checked(record: Tenant) -> Tenant:
-    """The record as it will be read; constraints hold only when a record is decoded. Raises InvalidRequest."""
-    if record.limits.adapters is None and record.limits.bytes is None:
-        record = msgspec.structs.replace(record, held=None)
-    elif record.held is None:
-        record = msgspec.structs.replace(record, held=Held(since=time.time()))
-    try:
-        return msgspec.json.decode(msgspec.json.encode(record), type=Tenant)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest("tenant", f"tenant {record.id}: {error}") from None
-
-
 def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
+    """Room is made by forgetting the key that was revoked first. Raises Conflict when none is revoked."""
     if len(keys) >= MAX_KEYS:
-        raise Conflict(f"there are {MAX_KEYS} keys already")
+        revoked = [known for known in keys if known.revoked is not None]
+        if not revoked:
+            raise Conflict(f"there are {MAX_KEYS} keys already; revoke some first")
+        first = min(revoked, key=lambda known: known.revoked or 0.0)
+        keys = tuple(known for known in keys if known is not first)
     return (*keys, key)
 
 

@@ -215,6 +215,8 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """On their way to the device."""
     performance: PerformanceModel | None = None
     """None: not measured."""
+    forecast_ratio: float | None = None
+    """Median of observed / forecast over its last passes, by `performance`; None: it has computed none."""
     adapter_bytes_free: int = 0
     adapter_bytes: int = 0
     residents: list[Resident] = []

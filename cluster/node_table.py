@@ -17,7 +17,15 @@ import numpy as np
 
 from cluster.messages import NodeRecord
 from cluster.model_check import problem_of
-from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, RankTerm, Transfer
+from cluster.performance_model import (
+    RANK_TERMS,
+    DecodeModel,
+    ModelKey,
+    PerformanceModel,
+    PrefillModel,
+    RankTerm,
+    Transfer,
+)
 from cluster.resident_index import ABSENT, DEVICE, DISK, HOST, TIERS, ResidentIndex
 
 __all__ = [
@@ -34,7 +42,6 @@ __all__ = [
     "NodeTable",
 ]
 
-RANK_TERMS: tuple[RankTerm, ...] = ("max_rank", "request_ranks", "adapter_ranks")
 
 COLUMNS: dict[str, type] = {
     "live": np.bool_,  # its record has not expired

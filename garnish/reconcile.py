@@ -13,10 +13,13 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from adapters.tenants import Limits
 from garnish.client import Client
 from garnish.config import ServiceFile, tenant_names, tenant_of
 from garnish.errors import GarnishError
+from garnish.operate import tenant_call
 from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
+from gateway.admin_schema import TenantReply
 from gateway.schema import DeployReply
 
 
@@ -51,11 +54,23 @@ class FunctionStep(msgspec.Struct, frozen=True):
 
 
 class TenantStep(msgspec.Struct, frozen=True):
+    """`restart`: the file and the service differ, but the service was started with a file that declares the tenant."""
+
     tenant: str
-    action: Literal["create", "none"]
+    action: Literal["create", "change", "restart", "none"]
+    limits: Limits
+    """As the file has them."""
+    now: Limits | None = None
+    """As the service has them."""
 
     def __str__(self) -> str:
-        return f"tenant {self.tenant}: {'create' if self.action == 'create' else 'nothing to do'}"
+        told = {
+            "create": "create",
+            "change": f"set limits to {_shown(self.limits)} (from {_shown(self.now)})",
+            "restart": f"limits are {_shown(self.now)} by the service's own file; restart it with this one",
+            "none": "nothing to do",
+        }
+        return f"tenant {self.tenant}: {told[self.action]}"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -69,14 +84,14 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def changes(self) -> int:
-        return sum(step.action != "none" for step in self.steps)
+        return sum(step.action not in ("none", "restart") for step in self.steps)
 
 
 def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> Plan:
     """Raises GarnishError."""
     tenants: list[TenantStep] = []
     if administers:
-        tenants = [_plan_tenant(connect, name) for name in tenant_names(service)]
+        tenants = [_plan_tenant(service, connect, name) for name in tenant_names(service)]
     new = {step.tenant for step in tenants if step.action == "create"}
     functions = []
     for name, function in service.functions.items():
@@ -88,7 +103,7 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
 def carry_out(plan: Plan, service: ServiceFile, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
     """One change after another; `tell` hears of each before it begins. Raises GarnishError: what was done stays."""
     for step in plan.tenants:
-        if step.action == "create":
+        if step.action in ("create", "change"):
             tell(str(step))
             with connect(None, admin=True) as client:
                 client.put_tenant(step.tenant, _settings(service, step.tenant))
@@ -99,15 +114,19 @@ def carry_out(plan: Plan, service: ServiceFile, connect: Connect, tell: Callable
                 yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
 
 
-def _plan_tenant(connect: Connect, name: str) -> TenantStep:
-    with connect(name, admin=True) as client:
+def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantStep:
+    declared = service.tenants.get(name)
+    wanted = (declared.limits if declared else None) or Limits()
+    with connect(None, admin=True) as client:
         try:
-            client.functions(limit=1)
+            found = client.ask(tenant_call(name), TenantReply)
         except GarnishError as error:
             if error.type != "not_found":
                 raise
-            return TenantStep(name, "create")
-    return TenantStep(name, "none")
+            return TenantStep(name, "create", wanted)
+    if declared is None or found.limits == wanted:
+        return TenantStep(name, "none", wanted, found.limits)
+    return TenantStep(name, "restart" if found.declared else "change", wanted, found.limits)
 
 
 def _plan_function(
@@ -146,6 +165,11 @@ def _sha256(file: Path) -> str:
     except OSError as error:
         problem = f"{file.parent}: expected a PEFT adapter's {CONFIG_FILE} and {WEIGHTS_FILE} ({error.strerror})"
         raise GarnishError("invalid_request", problem) from None
+
+
+def _shown(limits: Limits | None) -> str:
+    stated = msgspec.to_builtins(limits or Limits())
+    return ", ".join(f"{name} {value}" for name, value in stated.items()) or "none"
 
 
 def _target(points_to: int | dict[str, float]) -> str:

@@ -159,7 +159,16 @@ class _Nodes(Collector):
         yield self._each("garnish_node_kv_blocks_free", "Of them free", lambda node: node.kv_blocks_free)
         yield self._each("garnish_node_adapter_bytes", "Adapter memory on the device", lambda node: node.adapter_bytes)
         yield self._each("garnish_node_adapter_bytes_free", "Of it free", lambda node: node.adapter_bytes_free)
+        yield self._forecasts()
         yield from self._residency()
+
+    def _forecasts(self) -> GaugeMetricFamily:
+        told = "Observed over forecast time of a node's last passes, median"
+        family = GaugeMetricFamily("garnish_node_forecast_ratio", told, labels=("node",))
+        for node in self._nodes:
+            if node.forecast_ratio is not None:
+                family.add_metric((node.id,), node.forecast_ratio)
+        return family
 
     def _each(self, name: str, told: str, value: Callable[[NodeRecord], int]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, told, labels=("node",))

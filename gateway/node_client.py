@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -56,23 +57,31 @@ class NodeClient:
         is set or the deadline has passed by far.
         """
         deadline = time.monotonic() + request.timeout + DEADLINE_SLACK
-        response = await self._watch(placed, deadline, revoked, self._post(placed, request))
+        given_up = asyncio.ensure_future(self._give_up(placed, deadline, revoked))
+        response: aiohttp.ClientResponse | None = None
         try:
+            response = await _unless(given_up, self._post(placed, request))
             if response.status != 200:
                 raise _node_failed(f"node {placed.node_id} answered with status {response.status}")
+            # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
+            # all else. Who gives the request up wakes whoever waits for bytes.
+            given_up.add_done_callback(partial(_end_stream, response.content))
             frames = Frames(EVENT_LIMIT)
-            while True:
-                chunk = await self._watch(placed, deadline, revoked, response.content.readany())
-                if not chunk:
-                    raise _node_failed(f"node {placed.node_id} ended the stream early")
+            while chunk := await response.content.readany():
                 for event in _decode(frames, chunk, placed.node_id):
                     if isinstance(event, Done | Failed):
                         await _read_end(response)
-                    yield event
-                    if isinstance(event, Done | Failed):
+                        yield event
                         return
+                    yield event
+            raise _node_failed(f"node {placed.node_id} ended the stream early")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = type(error).__name__
+            raise _node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
         finally:
-            response.close()  # nothing happens to a connection that was read to its end: it is back in the pool
+            given_up.cancel()
+            if response is not None:
+                response.close()  # nothing happens to a connection that was read to its end: it is back in the pool
 
     async def _post(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
         body = msgspec.msgpack.encode(request)
@@ -80,30 +89,37 @@ class NodeClient:
             f"{placed.url}/generate", data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
         )
 
-    async def _watch(
-        self, placed: Placed, deadline: float, revoked: asyncio.Future[ServiceError], work: Coroutine[Any, Any, T]
-    ) -> T:
-        """The result of `work`, unless the node falls silent, the deadline passes or the request is revoked."""
-        task = asyncio.ensure_future(work)
-        try:
-            while True:
-                waited: set[asyncio.Future[Any]] = {task, revoked}
-                await asyncio.wait(waited, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
-                if revoked.done():
-                    raise revoked.result()
-                if task.done():
-                    return task.result()
-                if time.monotonic() > deadline:
-                    raise ServiceError("timeout", "the node did not end the request at its deadline")
-                if await self._state.silence(placed.node_id, placed.epoch) > self._silence:
-                    raise _node_failed(f"node {placed.node_id} has fallen silent")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = type(error).__name__
-            raise _node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+    async def _give_up(
+        self, placed: Placed, deadline: float, revoked: asyncio.Future[ServiceError]
+    ) -> ServiceError | NodeFailure:
+        """Why the request is to end, as soon as it is: revoked, its deadline passed by far, or the node silent."""
+        while True:
+            await asyncio.wait({revoked}, timeout=TICK)
+            if revoked.done():
+                return revoked.result()
+            if time.monotonic() > deadline:
+                return ServiceError("timeout", "the node did not end the request at its deadline")
+            if await self._state.silence(placed.node_id, placed.epoch) > self._silence:
+                return _node_failed(f"node {placed.node_id} has fallen silent")
+
+
+async def _unless(given_up: asyncio.Task[Exception], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises the reason when the request is given up first."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        if given_up.done():
+            raise given_up.result()
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _end_stream(stream: aiohttp.StreamReader, given_up: asyncio.Task[Exception]) -> None:
+    if not given_up.cancelled():
+        stream.set_exception(given_up.exception() or given_up.result())
 
 
 def _node_failed(message: str) -> NodeFailure:
@@ -122,5 +138,5 @@ async def _read_end(response: aiohttp.ClientResponse) -> None:
     try:
         async with asyncio.timeout(EOF_SECONDS):
             await response.content.read()
-    except (TimeoutError, aiohttp.ClientError):
+    except (TimeoutError, aiohttp.ClientError, ServiceError, NodeFailure):
         return  # the caller closes the connection

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 
 import aiohttp
 from starlette.requests import Request
@@ -16,10 +17,12 @@ from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_checked_store
 from adapters.registry import Registry
 from adapters.sources import Sources
+from adapters.store import ObjectStore
 from adapters.tenants import Tenants
 from cluster.secret import read_secret
 from cluster.state import ClusterState, MemoryClusterState
 from cluster.text import BaseText
+from gateway.cache import GraceCache
 from gateway.called import CalledDigests
 from gateway.callers import Callers
 from gateway.concurrency import TenantPlaces
@@ -39,6 +42,12 @@ from gateway.usage.ledger import UsageLedger, open_ledger
 
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
+PROBE_KEY = "admin.json"
+"""Whether this object exists does not matter: the store must only answer."""
+CLOCK_SECONDS = 60.0
+"""By which this host's clock may differ from the store's without a word."""
+
+log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,8 @@ class Services:
     text_threads: LeavableThreads
     registry: Registry
     threads: StoreThreads
+    probe: GraceCache[None, object]
+    """Whether the store answers: anyone may ask that without a key, so it is asked once a second at most."""
     tenants: Tenants
     callers: Callers
     places: TenantPlaces
@@ -68,6 +79,13 @@ class Services:
     source_threads: LeavableThreads
 
 
+def _compare_clocks(store: ObjectStore) -> None:
+    """Raises StoreUnavailable."""
+    ahead = time() - store.now()
+    if abs(ahead) > CLOCK_SECONDS:
+        log.warning("this host's clock is %+.0f s from the registry's: usage is counted in other hours", ahead)
+
+
 def services_of(request: Request) -> Services:
     services = request.state.services
     assert isinstance(services, Services)
@@ -79,6 +97,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     """Raises what the parts raise when a file is missing or a setting is wrong: the gateway does not start then."""
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
+    await asyncio.to_thread(_compare_clocks, store)
     registry, tenants = Registry(store, base), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
@@ -102,6 +121,9 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             text_threads=LeavableThreads(TEXT_THREADS),
             registry=registry,
             threads=threads,
+            probe=GraceCache(
+                lambda _: threads.read(store.head, PROBE_KEY), clock=monotonic, fresh=config.cache_seconds, grace=0.0
+            ),
             tenants=tenants,
             callers=callers,
             places=places,

@@ -53,9 +53,11 @@ class Ended(Exception):
 class InFlight:
     """A request that was given to the engine, until its Finished."""
 
-    def __init__(self, id: str) -> None:
-        self.id = id
+    def __init__(self, id: str, rank: int = 0, prompt_tokens: int = 0) -> None:
+        self.id, self.rank, self.prompt_tokens = id, rank, prompt_tokens
         self.admitted = False
+        self.pictured = False
+        """the engine's last picture has it in the batch"""
         self.timer: asyncio.TimerHandle | None = None
         self._events: deque[RequestEvent] = deque()
         self._ended: Ended | None = None
@@ -133,7 +135,8 @@ class Desk:
             ignore_eos=request.ignore_eos,
         )
         self._send(command)
-        entry = InFlight(request.id)
+        rank = max(request.adapter.ranks, default=0) if request.adapter is not None else 0
+        entry = InFlight(request.id, rank, len(request.token_ids))
         late = request.timeout + self.backstop
         entry.timer = asyncio.get_running_loop().call_later(late, self._expire, entry, late)
         self._in_flight[request.id] = entry
@@ -213,6 +216,8 @@ class Desk:
 
     def _note(self, stats: Stats) -> None:
         before, self._stats = self._stats, stats
+        for entry in self._in_flight.values():
+            entry.pictured = entry.admitted  # what was told before a picture is in it
         # Contexts grow with every token; they are told with the next record, but are no reason for one.
         if before is None or (before.residents, before.batch_ranks) != (stats.residents, stats.batch_ranks):
             self.changed.set()
@@ -256,6 +261,7 @@ class Desk:
         """The node as it is now; each has a higher `seq`."""
         self._seq += 1
         ready, stats, queued = self.ready, self._stats, self.queued
+        waiting = [entry for entry in self._in_flight.values() if not entry.pictured]
         return NodeRecord(
             id=self._config.node_id,
             epoch=self._epoch,
@@ -271,8 +277,16 @@ class Desk:
             kv_blocks_free=stats.kv_blocks_free if stats else 0,
             kv_blocks=ready.kv_blocks if ready else 0,
             block_tokens=ready.block_tokens if ready else self._config.engine.block_tokens,
+            max_rows=ready.max_rows if ready else 0,
             batch_ranks=stats.batch_ranks if stats else [],
             batch_contexts=stats.batch_contexts if stats else [],
+            batch_slots=stats.batch_slots if stats else [],
+            queued_ranks=[entry.rank for entry in waiting],
+            prompt_tokens_left=sum(entry.prompt_tokens for entry in waiting)
+            + (stats.prompt_tokens_left if stats else 0),
+            loading_bytes=stats.loading_bytes if stats else 0,
+            performance=stats.performance if stats else None,
+            forecast_ratio=stats.forecast_ratio if stats else None,
             adapter_bytes_free=stats.adapter_bytes_free if stats else 0,
             adapter_bytes=ready.adapter_bytes if ready else 0,
             residents=stats.residents if stats else [],

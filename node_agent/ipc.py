@@ -11,6 +11,7 @@ import msgspec
 
 from cluster.frames import frame
 from cluster.messages import Adapter, ColdStart, Resident, Sampling
+from cluster.performance_model import PerformanceModel
 from cluster.residency import AdapterStates, HeldTier
 
 
@@ -107,8 +108,9 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     error: str = ""
 
 
-class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """A picture of the engine, sent on change and at least every 0.2 s."""
+class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
+    """A picture of the engine, sent on change and at least every 0.2 s. What was said before it on the connection is in
+    it."""
 
     running: int
     queued: int
@@ -117,6 +119,13 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     batch_ranks: list[int]
     batch_contexts: list[int]
     residents: list[Resident]
+    batch_slots: list[int] = []
+    """Of each running request, the slot of its adapter; -1: the base alone."""
+    prompt_tokens_left: int = 0
+    """Of running requests' prompts, not computed yet."""
+    loading_bytes: int = 0
+    performance: PerformanceModel | None = None
+    forecast_ratio: float | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):

@@ -21,6 +21,7 @@ from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import Admission, choose_hot
 from node_agent.ipc import Admitted, EngineEvent, Finished, Generated, Stats, Submit, Top
 from node_agent.lora_choice import choose_lora
+from node_agent.performance.drift import Drift
 from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
@@ -60,6 +61,8 @@ class Engine:
         )
         self.orders = Orders(store)
         self.assist: Assist | None = None
+        self.drift: Drift | None = None
+        """The performance model that the node publishes; None: it has none."""
         self._freeing: list[tuple[Event, list[int]]] = []
         self._events: list[EngineEvent] = []
 
@@ -168,7 +171,12 @@ class Engine:
             adapter_bytes_free=self.store.free_bytes,
             batch_ranks=[max(r.lease.ranks, default=0) if r.lease else 0 for r in self.running.values()],
             batch_contexts=[r.computed for r in self.running.values()],
+            batch_slots=[r.lease.slot if r.lease else -1 for r in self.running.values()],
             residents=self.store.residents(),
+            prompt_tokens_left=sum(max(0, r.prompt_len - r.computed) for r in self.running.values()),
+            loading_bytes=self.store.loading_bytes,
+            performance=self.drift.published if self.drift else None,
+            forecast_ratio=self.drift.forecast_ratio if self.drift else None,
         )
 
     # --- inside an iteration
@@ -281,9 +289,19 @@ class Engine:
         return self.runner.start(batch, lora), lora
 
     def _run_hot(self, rows: list[Row], n_decode: int) -> None:
+        begun = time.perf_counter()
+        output = self.forward(rows, n_decode)
+        if self.drift is not None:
+            self.drift.observe(rows, n_decode, time.perf_counter() - begun)
+        self._book(rows, output)
+
+    def forward(self, rows: list[Row], n_decode: int) -> StepOutput:
+        """One hot pass, of which the first `n_decode` rows decode. Returns when its tokens are there."""
         run = self.runner.start(*self._tensors(rows, n_decode))
         run.advance(self.runner.num_layers)
-        self._book(rows, run.finish())
+        output = run.finish()
+        output.done.synchronize()
+        return output
 
     def _tensors(self, rows: list[Row], n_decode: int) -> tuple[StepBatch, PassLora | None]:
         batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)

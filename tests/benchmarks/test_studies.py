@@ -56,8 +56,17 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
             ["--dtype", "float32", "--model"],
             {"ttft_error", "tpt_error", "attain_gap", "speedup_over_real_time"},
         ),
-        ("scale", ["--model"], {"deploy_ms_at_40", "deploy_ms_at_400", "resolve_us_at_4000", "list_page_ms"}),
+        (
+            "scale",
+            ["--model"],
+            {"deploy_ms_at_40", "deploy_ms_at_400", "resolve_us_at_4000", "list_page_ms", "s3_gc_s"},
+        ),
         ("exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
+        (
+            "perfmodel",
+            ["--dtype", "float32", "--threads", "1", "--adapter-memory", "16", "--model"],
+            {"r2_decode", "r2_prefill", "r2_paper_form", "heldout_median_error", "eval_us"},
+        ),
         ("serve", ["--base"], SERVE),
         (
             "coldstart",
