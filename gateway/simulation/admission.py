@@ -7,35 +7,34 @@ from collections.abc import Collection
 from gateway.simulation.job import Job
 from gateway.simulation.loads import Loads
 from gateway.simulation.profile import NodeProfile
+from gateway.simulation.waiting import WaitingQueue
 
 STARVED_AFTER = 1.0
 """As on a node."""
 
 
 class Admission:
-    """First come, first served within free rows, KV blocks and adapter memory. Requests whose adapter is on its way
+    """In the order of fair shares within free rows, KV blocks and adapter memory. Requests whose adapter is on its way
     hold at most a quarter of the rows and, but for the first of them, half of the KV memory."""
 
     def __init__(self, profile: NodeProfile, loads: Loads) -> None:
         self._profile, self._loads = profile, loads
         self._short_since: dict[Job, float] = {}
 
-    def choose(self, queue: list[Job], running: Collection[Job], kv_free: int, now: float) -> list[Job]:
-        """Removes from `queue` whom it admits; each has a lease and knows its `kv`."""
-        profile, admitted, left = self._profile, list[Job](), list[Job]()
+    def choose(self, queue: WaitingQueue, running: Collection[Job], kv_free: int, now: float) -> list[Job]:
+        """Takes out of `queue` whom it admits; each has a lease and knows its `kv`."""
+        profile, admitted = self._profile, list[Job]()
         loading = [job for job in running if job.entry is not None and not job.entry.whole]
         rows, kv = max(1, profile.max_rows // 4) - len(loading), sum(job.kv for job in loading)
         room_is_short = starved = False
-        for i, job in enumerate(queue):
+        for job in queue.in_order():
             need = self.kv_tokens(job)
             if len(running) + len(admitted) >= profile.max_rows or need > kv_free:
-                left += queue[i:]
                 break
             ready = self._loads.is_ready(job)
             may_load = ready or (rows > 0 and (not kv or kv + need <= profile.kv_tokens // 2))
             passes = not (starved or (room_is_short and not self._loads.has_room(job)))
             if (job.digest is not None and not (passes and may_load)) or not self._loads.lease(job, now):
-                left.append(job)
                 if job.digest is not None and passes and may_load:
                     room_is_short = True
                     starved = now - self._short_since.setdefault(job, now) >= STARVED_AFTER
@@ -45,8 +44,8 @@ class Admission:
                 rows, kv = rows - 1, kv + need
             job.kv = need
             kv_free -= need
+            queue.take(job)
             admitted.append(job)
-        queue[:] = left
         return admitted
 
     def kv_tokens(self, job: Job) -> int:

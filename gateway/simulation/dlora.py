@@ -38,7 +38,7 @@ def _movable(node: SimulatedNode, gap: int) -> Job | None:
     """The request that came last, or runs and has computed least."""
     if gap < LEAST_GAP:
         return None
-    waiting = next((job for job in reversed(node.queue) if not job.moves), None)
+    waiting = next((job for job in reversed(list(node.queue)) if not job.moves), None)
     if waiting is not None or gap < RUNNING_GAP:
         return waiting
     running = [job for job in node.running if not job.moves and job not in node.leaving]

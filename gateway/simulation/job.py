@@ -9,6 +9,8 @@ import msgspec
 
 from gateway.simulation.memory import Entry
 
+USUAL_TTFT = 10.0
+"""Seconds, where nothing was promised; as `node_agent/engine/request.py` has it."""
 Outcome = Literal["", "done", "rejected"]
 
 
@@ -40,6 +42,9 @@ class Job:
     max_tokens: int
     """that its caller states"""
     tenant: str = ""
+    function: str = ""
+    weight: float = 1.0
+    """the tenant's"""
     ttft_slo: float | None = None
     tpot_slo: float | None = None
     node: int = -1
@@ -57,7 +62,14 @@ class Job:
     kv: int = 0
     """tokens of KV memory that it holds"""
     finish_step: int = 0
+    charged: int = 0
+    """tokens that its tenant and function have been charged for"""
     entry: Entry | None = field(default=None, repr=False)
+
+    @property
+    def due(self) -> float:
+        """When its first token is."""
+        return self.at + (USUAL_TTFT if self.ttft_slo is None else self.ttft_slo)
 
     @property
     def ttft(self) -> float:

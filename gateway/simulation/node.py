@@ -16,6 +16,7 @@ from gateway.simulation.job import Job
 from gateway.simulation.loads import Loads
 from gateway.simulation.profile import NodeProfile
 from gateway.simulation.rank_mix import RANK_TERM, RankMix
+from gateway.simulation.waiting import WaitingQueue
 
 Arrived = Callable[[Job, float], None]
 
@@ -28,7 +29,7 @@ class SimulatedNode:
         self.index, self.profile, self._ended = index, profile, ended
         self.loads = Loads(profile)
         self._admission = Admission(profile, self.loads)
-        self.queue: list[Job] = []
+        self.queue = WaitingQueue()
         self.running: dict[Job, None] = {}
         """in the order of admission"""
         self.prefilling: list[Job] = []
@@ -70,7 +71,9 @@ class SimulatedNode:
         found = self.loads.announce(job, now)
         if not job.moves:
             job.found = found
-        self.queue.append(job)
+        if self.queue:
+            self._charge(now)
+        self.queue.add(job)
         self.queued_mix.add(job.digest, job.rank)
         self.acknowledged.append(str(job.number))
         self.changed = True
@@ -177,7 +180,7 @@ class SimulatedNode:
     def _choose_chunks(self) -> list[tuple[Job, int]]:
         left = max(self.profile.chunk_tokens - self.decoding.rows, 1)
         found: list[tuple[Job, int]] = []
-        for job in self.prefilling:
+        for job in sorted(self.prefilling, key=self.queue.turn):
             if not left:
                 break
             if job.entry is None or job.entry.ready:
@@ -226,7 +229,14 @@ class SimulatedNode:
 
     # --- who is in the batch
 
+    def _charge(self, now: float) -> None:
+        """For the tokens that were generated since it was done last: counters matter only while somebody waits."""
+        for job in self.running:
+            self.queue.charge_tokens(job, self.tokens(job, now))
+
     def _admit(self, now: float) -> None:
+        if len(self.queue) > 1:
+            self._charge(now)
         for job in self._admission.choose(self.queue, self.running, self.kv_free, now):
             self.queued_mix.remove(job.digest, job.rank)
             self.running_mix.add(job.digest, job.rank)
@@ -237,7 +247,10 @@ class SimulatedNode:
             self.changed = True
 
     def _finish(self, job: Job, now: float) -> None:
+        self.queue.charge_tokens(job, job.output)
         self._leave(job)
+        if not self.running and not self.queue:
+            self.queue.shares.reset()
         job.end, job.outcome = now, "done"
         self._ended(job)
 

@@ -25,6 +25,7 @@ def make_jobs(requests: Sequence[TraceRequest], profile: NodeProfile, slo: Slo) 
             output=request.output_tokens,
             max_tokens=_stated(request, profile),
             tenant=request.tenant,
+            function=request.function,
             ttft_slo=slo.ttft,
             tpot_slo=slo.per_token,
         )

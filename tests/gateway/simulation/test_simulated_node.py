@@ -139,6 +139,22 @@ def test_least_recently_used_adapters_leave() -> None:
     assert [found.found for found in jobs] == [HOST, HOST, DEVICE, HOST, DEVICE, HOST]
 
 
+def test_a_flood_of_one_tenant_does_not_keep_the_other_waiting() -> None:
+    """One row: of twenty requests that wait, the other tenant's is next; then both come by turns."""
+    flood = [of_tenant(i, 0.001 * i, "x") for i in range(20)]
+    others = [of_tenant(20 + i, 0.05 + 0.001 * i, "y") for i in range(3)]
+    run([*flood, *others], msgspec.structs.replace(CACHED, max_rows=1, queue_limit=100))
+    order = [found.tenant for found in sorted([*flood, *others], key=lambda found: found.admitted)]
+    assert order[1:7].count("y") == 3
+    assert order[7:] == ["x"] * 16
+
+
+def of_tenant(number: int, at: float, tenant: str) -> Job:
+    found = job(number, at, digest=None)
+    found.tenant = tenant
+    return found
+
+
 def test_loading_requests_leave_rows_to_others() -> None:
     """A quarter of four rows: of two that load one waits, and warm ones pass."""
     slow = msgspec.structs.replace(model(), to_device=msgspec.structs.replace(model().to_device, bandwidth=8000.0))
