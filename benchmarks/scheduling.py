@@ -105,7 +105,7 @@ def bed_rows(
     slo, rows = 1.5 * base_tpt(profile), []
     cached = msgspec.structs.replace(profile, adapter_memory=None, host_memory=None)
     with tempfile.TemporaryDirectory() as root:
-        registry, key = registry_of(model_dir, functions, Path(root))
+        registry, key = registry_of(model_dir, functions, slo, Path(root))
         for load in settings["bed_loads"]:
             rate = load * NODES / work(profile)
             requests = poisson_trace(rate, settings, functions, context, rng)

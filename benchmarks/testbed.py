@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
+from adapters.slo import Slo
 from adapters.tenants import Tenants
 from benchmarks.gateway_rig import GATEWAY, process, wait_until_ready
 from benchmarks.latency import Sample
@@ -52,11 +53,12 @@ class Bed:
     """that every call asks for, unless its answer is longer"""
 
 
-def registry_of(model_dir: Path, functions: dict[str, int], root: Path) -> tuple[Path, str]:
-    """A registry with one tiny adapter for each function, of its rank; and the tenant's key."""
+def registry_of(model_dir: Path, functions: dict[str, int], tpot: float, root: Path) -> tuple[Path, str]:
+    """A registry with one tiny adapter for each function, of its rank; and the key of its tenant, who is promised
+    `tpot` seconds between two tokens."""
     store = LocalStore(root / "registry")
     tenants, registry = Tenants(store), Registry(store, load_base_model(model_dir, model_dir.name))
-    tenants.put(TENANT)
+    tenants.put(TENANT, slo=Slo(tpot_ms=tpot * 1e3))
     width = json.loads((model_dir / "config.json").read_text())["hidden_size"]
     for number, (name, rank) in enumerate(functions.items()):
         file = root / f"rank-{rank}.safetensors"

@@ -146,6 +146,8 @@ class Timing(msgspec.Struct, frozen=True):
     prefill: float
     total: float
     cold_start: ColdStart
+    preemptions: int = 0
+    """How often the request gave its place in the batch to a strict one and was computed again."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from cluster.crowd import room_for_others
 from cluster.messages import NodeRecord
 from cluster.model_check import problem_of
 from cluster.performance_model import (
@@ -49,6 +50,7 @@ COLUMNS: dict[str, type] = {
     "full": np.bool_,  # its queue
     "base": np.int64,  # as `base_number` counts
     "heard": np.float64,  # when its record came in, by the receiver's clock
+    "crammed": np.bool_,  # so full that it does not even take those who may take another's place in it
     "running": np.int64,
     "queued": np.int64,
     "queue_limit": np.int64,
@@ -111,6 +113,8 @@ class Demand(msgspec.Struct, frozen=True):
     max_tokens: int = 0
     tpot: float | None = None
     """seconds, as promised"""
+    displaces: bool = False
+    """its tenant has less waiting than another, so that it may take a place in a full queue from that one"""
 
 
 class NodeTable:
@@ -213,6 +217,10 @@ class NodeTable:
         self.generation[row] += 1
         self._refresh(row)
 
+    def takes(self, row: int, demand: Demand) -> bool:
+        """Whether there is a place for it in the node's queue."""
+        return not (self.crammed if demand.displaces else self.full)[row]
+
     def release(self, row: int, request_id: str) -> None:
         """Nothing happens when the reservation has ended already."""
         if self._demands[row].pop(request_id, None) is not None:
@@ -246,7 +254,8 @@ class NodeTable:
         for name, value in counts.items():
             self._data[name][row] = min(max(value, 0), MOST)
         self.ready[row] = record.state == "ready"
-        self.full[row] = record.queued + len(demands) >= record.queue_limit
+        waiting, limit = record.queued + len(demands), record.queue_limit
+        self.full[row], self.crammed[row] = waiting >= limit, waiting >= limit + room_for_others(limit)
         promised = [record.tightest_tpot, *(demand.tpot for demand in demands)]
         # A promise that is no positive number is none: NaN would hide the others, 0 could never be kept.
         self.tightest_tpot[row] = min((value for value in promised if value is not None and value > 0), default=np.inf)

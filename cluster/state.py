@@ -145,7 +145,7 @@ class MemoryClusterState:
         if node is None:
             return False
         row = self._row(node_id)
-        if not table.live[row] or table.full[row] or seen not in (None, int(table.generation[row])):
+        if not table.live[row] or not table.takes(row, demand) or seen not in (None, int(table.generation[row])):
             return False
         node.ends[request_id] = self._clock() + self._reservation_seconds
         table.reserve(row, request_id, demand)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.slo import Slo, Weight
 from adapters.tenants import Limits
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -54,8 +55,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    weight: Annotated[float, Meta(gt=0)] | None = None
-    slo: dict[str, Any] | None = None
+    weight: Weight | None = None
+    slo: Slo | None = None
     limits: Limits | None = None
 
 

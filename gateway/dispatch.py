@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.crowd import Crowd
 from cluster.errors import ServiceError
 from cluster.messages import Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
+from gateway.attainment import Attainment, judge
 from gateway.called import CalledDigests
 from gateway.concurrency import TenantPlaces
 from gateway.explanations import PlacedCall
@@ -32,6 +34,9 @@ ATTEMPTS = 2
 FIRST_RECORDS_SECONDS = 1.0
 """Within which a gateway that was just started, or reloaded, has heard of every node."""
 
+JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed", "internal"})
+"""Outcomes of which the service, and not its caller, has to answer whether a promise was kept."""
+
 log = logging.getLogger("gateway")
 
 
@@ -46,6 +51,7 @@ class Dispatcher:
         running: Running,
         metrics: Metrics,
         last_hour: LastHour,
+        attainment: Attainment,
         called: CalledDigests,
         places: TenantPlaces,
     ) -> None:
@@ -55,8 +61,11 @@ class Dispatcher:
         self.running = running
         self.metrics = metrics
         self.last_hour = last_hour
+        self.attainment = attainment
         self.called = called
         self.places = places
+        self.waiting = Crowd()
+        """placed, and not begun on its node yet"""
         self._began = time.monotonic()
 
     async def hear_of_nodes(self, deadline: float) -> None:
@@ -94,6 +103,7 @@ class Generation:
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.done: Done | None = None
+        self._waiting = False
 
     async def events(self) -> AsyncGenerator[Token | Done, None]:
         """Tokens, then Done. Raises ServiceError. Must be closed (`aclosing`): that cancels the request on the node."""
@@ -150,6 +160,7 @@ class Generation:
             if left <= 0:
                 raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
             placed = await self._place(excluded, failure)
+            self._wait(True)
             try:
                 async with aclosing(self._attempt(placed, left, revoked)) as events:
                     async for event in events:
@@ -162,18 +173,20 @@ class Generation:
                 failure, excluded = error.error, excluded | {placed.node_id}
                 shared.metrics.count_retry()
             finally:
+                self._wait(False)
                 await shared.state.release(placed.node_id, self.request.id)
 
     async def _attempt(
         self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]
     ) -> AsyncGenerator[Token | Done, None]:
-        request = msgspec.structs.replace(self.request, timeout=left)
+        request = msgspec.structs.replace(self.request, timeout=left, ttft=self._ttft_left())
         self.node, self.sent_at, self.started_at = placed.node_id, time.monotonic(), None
         self.forecast = placed.forecast
         async with aclosing(self._dispatcher.client.stream(placed, request, revoked)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     self.cold_start, self.started_at = event.cold_start, time.monotonic()
+                    self._wait(False)
                     if request.adapter is not None:
                         self._dispatcher.called.note(request.tenant, request.adapter.digest)
                 elif isinstance(event, Failed):
@@ -186,11 +199,27 @@ class Generation:
         """Raises the first attempt's failure when no other node can take the request."""
         began = time.monotonic()
         try:
-            return await self._dispatcher.placer.place(self._whose, self.request, self.received, excluded)
+            shared, request = self._dispatcher, self.request
+            displaces = shared.waiting.gives_way(request.tenant, request.weight) is not None
+            return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)
         except ServiceError as error:
             raise failure or error from None
         finally:
             self.schedule += time.monotonic() - began
+
+    def _ttft_left(self) -> float | None:
+        """Of what was promised, from now on; at least a millisecond."""
+        if self.request.ttft is None:
+            return None
+        return max(self.request.ttft - (time.monotonic() - self.received), 0.001)
+
+    def _wait(self, waits: bool) -> None:
+        """Note whether it is in a node's queue now."""
+        if waits and not self._waiting:
+            self._dispatcher.waiting.join(self.request.tenant, self.request.weight)
+        elif self._waiting and not waits:
+            self._dispatcher.waiting.leave(self.request.tenant)
+        self._waiting = waits
 
     def _note(self, event: Token | Done) -> None:
         now = time.monotonic()
@@ -219,6 +248,11 @@ class Generation:
         shared, tenant, done = self._dispatcher, self.request.tenant, self.done
         ended = "ok" if done is not None and outcome == "cancelled" else outcome
         shared.metrics.count_invocation(tenant, self.function, ended)
+        if ended in JUDGED:
+            seen = (self.ttft, self.tpot)
+            held = judge((self.request.ttft, self.request.tpot), seen, answered=ended == "ok")
+            shared.attainment.note(tenant, held)
+            shared.metrics.count_promises(tenant, held)
         counts = Counts(invocations=1, failures=ended not in ("ok", "cancelled"))
         if done is not None:
             counts.prompt_tokens, counts.completion_tokens = done.prompt_tokens, done.completion_tokens
@@ -226,6 +260,7 @@ class Generation:
             cold = done.timing.cold_start
             shared.metrics.count_cold_start(cold)
             log_call(self.request, done, self.received)
+            shared.metrics.count_preemptions(tenant, done.timing.preemptions)
         if self.ttft is not None:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft
             shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)

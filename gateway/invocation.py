@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from functools import partial
@@ -10,6 +11,7 @@ import msgspec
 from starlette.types import Receive
 
 from adapters.functions import Defaults
+from adapters.slo import lower_class
 from adapters.tenants import Limits
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, Sampling
@@ -87,6 +89,8 @@ async def prepare(
     prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, receive)
     timeout = deadline - time.monotonic()
     seed = secrets.randbits(63) if merged.seed is None else merged.seed
+    account = await services.callers.account(tenant)
+    slo = account.slo
     requests = [
         GenerateRequest(
             id=f"{invocation_id}-{index * choices + choice}",
@@ -99,11 +103,16 @@ async def prepare(
             adapter=target.adapter,
             stop=_stops(merged.stop),
             ignore_eos=bool(merged.ignore_eos),
+            function=_opaque(target),
+            weight=account.weight,
+            slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
+            ttft=_seconds(slo.ttft_ms),
+            tpot=_seconds(slo.tpot_ms),
         )
         for index, tokens in enumerate(prompts)
         for choice in range(choices)
     ]
-    limits = (await services.callers.account(tenant)).limits
+    limits = account.limits
     services.places.check(tenant, len(requests), limits.concurrent)
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
@@ -175,3 +184,12 @@ def _sampling(merged: Options, seed: int, choice: int) -> Sampling:
 
 def _stops(stop: list[str] | str | None) -> list[str]:
     return [stop] if isinstance(stop, str) else list(stop or [])
+
+
+def _opaque(target: Target) -> str:
+    """The function's name as nodes know it: it tells only which calls are of one function."""
+    return "" if target.adapter is None else hashlib.blake2b(target.function.encode(), digest_size=8).hexdigest()
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

@@ -17,6 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from cluster.messages import ColdStart, NodeRecord
+from gateway.attainment import PROMISES, Attained, Kept, Promise
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -79,6 +80,13 @@ class Metrics:
             registry=own,
         )
         self._retries = Counter("garnish_retries", "Invocations sent to a second node", registry=own)
+        self._promises = Counter(
+            "garnish_slo_calls", "Calls to which a TTFT, a TPOT or any was promised", ("tenant", "slo"), registry=own
+        )
+        self._held = Counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"), registry=own)
+        self._preemptions = Counter(
+            "garnish_preemptions", "Places given up to strict requests", ("tenant",), registry=own
+        )
         self._open = Gauge(
             "garnish_open_invocations", "Invocations in progress", registry=own, multiprocess_mode="livesum"
         )
@@ -109,6 +117,16 @@ class Metrics:
         if cold.plan not in ("none", "wait"):
             self._forecast_error.observe(abs(cold.exposed - cold.forecast))
 
+    def count_promises(self, tenant: str, held: dict[Promise, bool]) -> None:
+        for promise, kept in held.items():
+            labels = (self._tenant(tenant), promise)
+            self._promises.labels(*labels).inc()
+            self._held.labels(*labels).inc(kept)
+
+    def count_preemptions(self, tenant: str, count: int) -> None:
+        if count:
+            self._preemptions.labels(self._tenant(tenant)).inc(count)
+
     def observe_schedule(self, seconds: float) -> None:
         self._schedule.observe(seconds)
 
@@ -123,14 +141,16 @@ class Metrics:
     def change_open(self, by: int) -> None:
         self._open.inc(by)
 
-    def render(self, nodes: Iterable[NodeRecord]) -> bytes:
-        """Prometheus text format, of all workers and of the nodes as they are known now."""
+    def render(self, nodes: Iterable[NodeRecord], attained: Iterable[Attained] = ()) -> bytes:
+        """Prometheus text format, of all workers, of the nodes as they are known now, and of what this process knows of
+        promises."""
         asked = CollectorRegistry()
         if MULTIPROCESS in os.environ:
             MultiProcessCollector(asked)  # type: ignore[no-untyped-call]
         else:
             asked.register(_Again(self.registry))
         asked.register(_Nodes(list(nodes)))
+        asked.register(_Promises(list(attained), self._tenant))
         return generate_latest(asked)
 
 
@@ -189,3 +209,25 @@ class _Nodes(Collector):
                 size.add_metric((node.id, tier), total[tier])
         yield adapters
         yield size
+
+
+class _Promises(Collector):
+    def __init__(self, attained: list[Attained], label: Callable[[str], str]) -> None:
+        self._attained, self._label = attained, label
+
+    def collect(self) -> Iterator[Metric]:
+        sums: dict[tuple[str, int], Kept] = {}
+        for tenant, windows in self._attained:
+            for kept in windows:
+                sums.setdefault((self._label(tenant), kept.seconds), Kept(kept.seconds)).add(kept)
+        family = GaugeMetricFamily(
+            "garnish_slo_attainment",
+            "Share of calls that got what was promised, on the worker asked",
+            labels=("tenant", "slo", "window"),
+        )
+        for (tenant, seconds), kept in sums.items():
+            for promise in PROMISES:
+                share = kept.share(promise)
+                if share is not None:
+                    family.add_metric((tenant, promise, f"{seconds}s"), share)
+        yield family

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest
 from cluster.state import ClusterState
@@ -43,11 +45,18 @@ class Placer:
         self.lengths = ResponseLengths()
 
     async def place(
-        self, call: PlacedCall, request: GenerateRequest, received: float, excluded: frozenset[str]
+        self,
+        call: PlacedCall,
+        request: GenerateRequest,
+        received: float,
+        excluded: frozenset[str],
+        *,
+        displaces: bool = False,
     ) -> Placed:
-        """`received`: monotonic seconds; the promise of the first token counts from there. Raises ServiceError."""
+        """`received`: monotonic seconds; the promise of the first token counts from there. `displaces`: it may take
+        another tenant's place in a full queue. Raises ServiceError."""
         began, at, trace = time.monotonic(), time.time(), Trace()
-        wanted = self._wanted(call, request, began - received)
+        wanted = msgspec.structs.replace(self._wanted(call, request, began - received), displaces=displaces)
         outcome: Outcome = "placed"
         node: str | None = None
         try:

@@ -22,6 +22,7 @@ from adapters.tenants import Tenants
 from cluster.secret import read_secret
 from cluster.state import ClusterState, MemoryClusterState
 from cluster.text import BaseText
+from gateway.attainment import Attainment
 from gateway.cache import GraceCache
 from gateway.called import CalledDigests
 from gateway.callers import Callers
@@ -72,6 +73,7 @@ class Services:
     running: Running
     metrics: Metrics
     last_hour: LastHour
+    attainment: Attainment
     called: CalledDigests
     explanations: ExplanationStore
     deploys: DeploySlots
@@ -104,6 +106,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
     secret = read_secret(Path(config.secret_file))
     running, last_hour, called = Running(), LastHour(monotonic), CalledDigests()
+    attainment = Attainment(monotonic)
     callers, places = Callers(config, tenants, threads, monotonic), TenantPlaces()
     # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -131,11 +134,12 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             functions=Functions(config, registry, threads, monotonic),
             cluster=cluster,
             secret=secret,
-            dispatcher=Dispatcher(cluster, placer, client, running, metrics, last_hour, called, places),
+            dispatcher=Dispatcher(cluster, placer, client, running, metrics, last_hour, attainment, called, places),
             node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
             running=running,
             metrics=metrics,
             last_hour=last_hour,
+            attainment=attainment,
             called=called,
             explanations=explanations,
             deploys=DeploySlots(

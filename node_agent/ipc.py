@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.frames import frame
-from cluster.messages import Adapter, ColdStart, Resident, Sampling
+from cluster.messages import Adapter, ColdStart, Resident, Sampling, SloClass
 from cluster.performance_model import PerformanceModel
 from cluster.residency import AdapterStates, HeldTier
 
@@ -25,6 +25,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """Seconds until the deadline, counted from receipt."""
     adapter: Adapter | None = None
     ignore_eos: bool = False
+    function: str = ""
+    weight: float = 1.0
+    slo_class: SloClass = "standard"
+    ttft: float | None = None
+    tpot: float | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -106,6 +111,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     cold_start: ColdStart
     error_type: str = ""
     error: str = ""
+    preemptions: int = 0
+    """How often it gave its place in the batch to a strict request, to be computed again later."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
@@ -126,6 +133,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     loading_bytes: int = 0
     performance: PerformanceModel | None = None
     forecast_ratio: float | None = None
+    tightest_tpot: float | None = None
+    """Seconds; the least that any request here was promised."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):

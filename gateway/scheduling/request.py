@@ -26,6 +26,8 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     """that the caller was promised; None: nothing"""
     tpot: float | None = None
     slo_class: SloClass = "standard"
+    displaces: bool = False
+    """may take another tenant's place in a full queue"""
 
     @property
     def answer_tokens(self) -> float:

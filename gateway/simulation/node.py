@@ -146,7 +146,7 @@ class SimulatedNode:
             self.iteration_end = self.run.end
 
     def _begin(self, now: float) -> None:
-        if self.queue:
+        if self.queue and len(self.running) < self.profile.max_rows:
             self._admit(now)
         if self.stalled:
             self.stalled = [job for job in self.stalled if not self._starts_to_decode(job)]

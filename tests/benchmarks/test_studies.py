@@ -67,6 +67,7 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
             ["--dtype", "float32", "--threads", "1", "--adapter-memory", "16", "--model"],
             {"r2_decode", "r2_prefill", "r2_paper_form", "heldout_median_error", "eval_us"},
         ),
+        ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
         ("serve", ["--base"], SERVE),
         (
             "coldstart",
