@@ -75,6 +75,7 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Infra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: Text | None = None
+    gateway_url: Text | None = None
 
 
 class Top(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli import functions, invoke, nodes, profile, registry, serve, usage, versions
+from garnish.cli import functions, infra, invoke, nodes, profile, registry, serve, usage, versions
 from garnish.errors import FrontDoorError
 from garnish.text import printable
 
@@ -29,6 +29,7 @@ nodes.register(app)
 profile.register(app)
 usage.register(app)
 registry.register(app)
+infra.register(app)
 
 
 @app.command()
