@@ -15,7 +15,7 @@ from garnish.config import ServiceFile, load_service_file
 from garnish.connection import find_connection
 from garnish.drain import drain, known_nodes
 from garnish.errors import FrontDoorError, GarnishError
-from garnish.node_pools import infra_directory, stack_of
+from garnish.node_pools import check_memory, infra_directory, stack_of
 from infra.changes import Change
 from infra.errors import InfraError
 from infra.local.processes import NodeKey, running_nodes, stop
@@ -51,6 +51,7 @@ class Provision:
         self.service: ServiceFile = load_service_file(file)
         self.stack: Stack = stack_of(self.service, self.state)
         with told():
+            check_memory(self.service)
             self.made_for = digest_of(self.stack, file.read_bytes())
             self.workspace = Workspace(infra_directory(self.service, self.state), find_program())
 

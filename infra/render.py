@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from infra.aws_modules import aws_parts
 from infra.errors import InfraError
 from infra.stack import Pool, S3State, Stack, check_stack, module_name
+from infra.text import literal
 
 MODULES = Path(__file__).with_name("modules")
 ROOT_FILE = "main.tf.json"
@@ -22,8 +22,6 @@ REQUIRED_VERSION = ">= 1.10"
 NOTE = "Made by `garnish infra render` from serverless.yml: edit that file, not this one."
 
 Block = dict[str, Any]
-
-_TEMPLATE = re.compile(r"([$%])\{")
 
 
 def render(stack: Stack) -> Block:
@@ -65,15 +63,6 @@ def write_root(stack: Stack, directory: Path) -> str:
     except OSError as error:
         raise InfraError(f"{error.filename or directory}: {error.strerror}") from error
     return text
-
-
-def literal(value: Any) -> Any:
-    """The value as Terraform's JSON means it: `${` and `%{` in a text would be templates."""
-    if isinstance(value, str):
-        return _TEMPLATE.sub(r"\1\1{", value)
-    if isinstance(value, dict):
-        return {key: literal(entry) for key, entry in value.items()}
-    return [literal(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def _local_module(stack: Stack, pool: Pool) -> Block:

@@ -60,8 +60,7 @@ class AwsHost(msgspec.Struct, frozen=True, kw_only=True):
     """The service file of a node, as JSON text: the keys that a node reads, without tenants and functions."""
     volume_gib: int = 100
     tags: tuple[tuple[str, str], ...] = ()
-    load_balancer_target_group_arns: tuple[str, ...] = ()
-    redis_url: str | None = None
+    target_group_arns: tuple[str, ...] = ()
 
 
 class RegistryBucket(msgspec.Struct, frozen=True, kw_only=True):

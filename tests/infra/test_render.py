@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from stacks import needs_terraform, pool, stack
 
 from infra.errors import InfraError
-from infra.render import MODULES, ROOT_FILE, literal, render, text_of, write_root
+from infra.render import MODULES, ROOT_FILE, render, text_of, write_root
 from infra.stack import S3State
 from infra.terraform import environment, find_program
+from infra.text import literal
 
 ROOT = Path(__file__).parents[2]
 
