@@ -20,7 +20,7 @@ from infra.changes import Change
 from infra.errors import InfraError
 from infra.local.processes import NodeKey, running_nodes, stop
 from infra.stack import Stack
-from infra.terraform import find_program
+from infra.terraform import find_program, missing_credentials
 from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs
 
 DRAIN_SECONDS = 600.0
@@ -52,6 +52,7 @@ class Provision:
         self.stack: Stack = stack_of(self.service, self.state)
         with told():
             check_memory(self.service)
+            check_credentials(self.stack)
             self.made_for = digest_of(self.stack, file.read_bytes())
             self.workspace = Workspace(infra_directory(self.service, self.state), find_program())
 
@@ -172,6 +173,19 @@ class Provision:
 
     def _client(self) -> Client:
         return Client(connection=find_connection(None, None, os.environ, state=self.state, admin=True))
+
+
+def check_credentials(stack: Stack) -> None:
+    """Named here, before terraform looks in vain for minutes; their values are never read. Raises InfraError."""
+    if not stack.aws_pools and stack.state is None:
+        return
+    import boto3
+
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        raise InfraError(missing_credentials())
+    if stack.state is not None and session.region_name is None:
+        raise InfraError("infra.state: the bucket's region is missing: set AWS_REGION, or a region in the profile")
 
 
 def render_to(file: Path, state: Path, out: Path) -> list[Path]:

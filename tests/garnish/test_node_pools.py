@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from garnish.cli.main import app
 from garnish.config import load_service_file
 from garnish.errors import FrontDoorError
 from garnish.node_pools import ADAPTER_MEMORY, check_memory, gateway_url_of, infra_directory, node_file, stack_of
+from garnish.provision import check_credentials
+from infra.errors import InfraError
 from node_agent.config import EngineConfig
 
 AWS = {
@@ -166,3 +169,21 @@ def test_pools_that_can_not_be(folder: Path, text: str, problem: str) -> None:
     done = run(folder, "plan")
     assert isinstance(done.exception, FrontDoorError)
     assert problem in str(done.exception)
+
+
+def test_missing_credentials_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    far = stack_of(load_service_file(write(folder, infra={"state": "s3://acme-tf/garnish"})), folder)
+    with pytest.raises(InfraError, match="AWS credentials are missing: set AWS_PROFILE"):
+        check_credentials(far)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-an-example")
+    with pytest.raises(InfraError, match="set AWS_REGION"):
+        check_credentials(far)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+    check_credentials(far)
+    check_credentials(stack_of(load_service_file(write(folder)), folder))

@@ -11,11 +11,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
+import msgspec
 import pytest
 from stacks import needs_terraform, pool, stack
 
 from infra.errors import StalePlan, StateLocked, TerraformFailed
-from infra.stack import Pool, Stack
+from infra.render import render
+from infra.stack import Pool, S3State, Stack
 from infra.terraform import Event, find_program
 from infra.workspace import PLAN_FILE, Workspace, digest_of, local_nodes, outputs
 
@@ -233,3 +236,32 @@ def test_ctrl_c_is_passed_on_and_the_state_stays_good(place: Place, applying: su
     place.apply()
     assert place.nodes() == ["here-1", "here-2"]
     assert place.plan(place.stack(pool(desired=2))) == []
+
+
+def test_a_state_on_s3_is_kept_and_locked_there(place: Place, s3_endpoint: str) -> None:
+    """moto's server wants paths and has no accounts: only that differs from what is rendered."""
+    boto3.client("s3").create_bucket(Bucket="acme-tf")
+    place.workspace.directory.mkdir(parents=True)
+    override = {
+        "use_path_style": True, "skip_credentials_validation": True, "skip_requesting_account_id": True,
+        "skip_region_validation": True, "skip_metadata_api_check": True, "skip_s3_checksum": True,
+    }  # fmt: skip
+
+    def far(desired: int) -> Stack:
+        made = msgspec.structs.replace(place.stack(pool(desired=desired)), state=S3State("acme-tf", "garnish"))
+        backend = {**render(made)["terraform"]["backend"]["s3"], **override}
+        text = json.dumps({"terraform": {"backend": {"s3": backend}}})
+        (place.workspace.directory / "moto_override.tf.json").write_text(text)
+        return made
+
+    assert place.plan(far(1)) == [("create", "here-1", "not there yet")]
+    place.apply()
+    listed = boto3.client("s3").list_objects_v2(Bucket="acme-tf")["Contents"]
+    assert [entry["Key"] for entry in listed] == ["garnish/demo/terraform.tfstate"], "the lock is gone"
+    assert not (place.workspace.directory / "terraform.tfstate").exists()
+    (place.state / "wait").touch()
+    place.plan(far(2))
+    with background_apply(place), pytest.raises(StateLocked, match=r"the state is locked: .*@"):
+        place.workspace._terraform.plan("other.tfplan")
+    place.destroy(far(0))
+    assert place.nodes() == []
