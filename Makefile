@@ -49,6 +49,8 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.coldstart --json benchmarks/results/coldstart.json
 	$(BIN)/python -m benchmarks.gateway --json benchmarks/results/gateway.json
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
+	$(BIN)/python -m benchmarks.placement --json benchmarks/results/placement.json
+	$(BIN)/python -m benchmarks.fairness --json benchmarks/results/fairness.json
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 

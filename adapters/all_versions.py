@@ -16,9 +16,6 @@ from adapters.functions import FunctionRecord, Manifest, VersionEntry
 from adapters.records import read_record
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
 
-READERS = 16
-"""Records that are read at once."""
-
 _OBJECT = re.compile(r"([^/]+)/(?:function|versions/(\d+))\.json", re.ASCII)
 
 
@@ -33,8 +30,8 @@ class FoundVersion(msgspec.Struct, frozen=True):
     manifest: Manifest | None
     info: ObjectInfo | None
     """The manifest's object; None: there is none."""
-    unlisted: float = 0.0
-    """Unix time at which the function last took a version off its list; 0: never."""
+    removed: float = 0.0
+    """Unix time, by the store's clock, at which the function took the version off its list; 0: not lately."""
 
     @property
     def name(self) -> str:
@@ -47,7 +44,7 @@ class FoundVersion(msgspec.Struct, frozen=True):
 
 def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
     """Raises StoreUnavailable, also for a function.json that can't be read: what it lists would seem unlisted."""
-    with ThreadPoolExecutor(READERS, "registry") as pool:
+    with ThreadPoolExecutor(store.readers, "registry") as pool:
         after = ""
         while names := store.folders("tenants/", after):
             for tenant in names:
@@ -76,7 +73,7 @@ class _Function:
         self.tenant = tenant
         self.name = name
         self.unmet: dict[int, VersionEntry] = {}
-        self.unlisted = 0.0
+        self.removed: dict[str, float] = {}
 
     def met(self, version: int, info: ObjectInfo, data: bytes) -> FoundVersion:
         try:
@@ -84,7 +81,8 @@ class _Function:
         except msgspec.DecodeError:
             manifest = None
         entry = self.unmet.pop(version, None)
-        return FoundVersion(self.tenant, self.name, version, entry, manifest, info, self.unlisted)
+        removed = self.removed.get(str(version), 0.0)
+        return FoundVersion(self.tenant, self.name, version, entry, manifest, info, removed)
 
     def rest(self, store: ObjectStore) -> Iterator[FoundVersion]:
         """Versions that were deployed since the listing, or deleted, or that have no manifest."""
@@ -112,7 +110,8 @@ def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Ite
             current = _Function(tenant, parsed[1])
         if parsed[2] is None:
             record = _record(info.key, data)
-            current.unmet, current.unlisted = {entry.version: entry for entry in record.versions}, record.unlisted
+            current.unmet = {entry.version: entry for entry in record.versions}
+            current.removed = record.removed
         else:
             yield current.met(int(parsed[2]), info, data)
     if current is not None:

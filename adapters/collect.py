@@ -4,13 +4,13 @@ Orphans are what deploys leave that died, and what deletes leave. First everythi
 objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy writes
 content anew that it meets at half the age, so what is old enough when the run starts and is not listed is not
 wanted by a deploy under way. What a deploy wrote anew since then is young, and is looked at again before it is removed.
-So is all of a function that took a version off its list since: calls of that version may still load it.
+A version that was taken off its function's list since is kept, too: calls of it may still load it. All times are by
+the store's clock.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -46,12 +46,13 @@ def collect(
     now: float | None = None,
     tell: Callable[[ObjectInfo], None] = lambda _: None,
 ) -> Collected:
-    """Remove orphans that are ORPHAN_SECONDS old at `now` (Unix time; default: the clock's); `tell` hears of each.
+    """Remove orphans that are ORPHAN_SECONDS old at `now` (Unix time by the store's clock; default: as it is);
+    `tell` hears of each.
 
     Raises StoreUnavailable, and CorruptArtifact when a listed version has no manifest, so that what it needs is not
     known.
     """
-    before = (time.time() if now is None else now) - ORPHAN_SECONDS
+    before = (store.now() if now is None else now) - ORPHAN_SECONDS
     done = Collected(dry_run)
     with DiskMap() as needed, DiskMap() as manifests:
         for found in all_versions(store):
@@ -68,7 +69,7 @@ def collect(
 
 def _note(found: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
     """What the version needs, or that its manifest is an orphan."""
-    young = found.unlisted >= before or (found.info is not None and found.info.modified >= before)
+    young = found.removed >= before or (found.info is not None and found.info.modified >= before)
     if found.entry is None and found.info is not None and not young:
         manifests.put(found.key, str(found.info.size))
         return

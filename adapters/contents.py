@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,7 +86,7 @@ class Contents:
 
     def _is_young(self, key: str) -> bool:
         info = self.store.head(key)
-        return info is not None and time.time() - info.modified < REWRITE_SECONDS
+        return info is not None and self.store.now() - info.modified < REWRITE_SECONDS
 
     def _put(self, key: str, data: bytes | Path) -> None:
         if self._is_young(key):

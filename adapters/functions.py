@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -9,10 +10,14 @@ from msgspec import Meta
 
 from adapters.aliases import Alias, history_room, moved
 from adapters.errors import Conflict, InvalidRequest, NotFound
+from adapters.slo import SloClass
 
 MAX_VERSIONS = 10_000
 MAX_ALIASES = 1000
 """Function.json is read for each call that is not cached, so it may not grow without end."""
+
+REMOVED_SECONDS = 48 * 3600.0
+"""For which a removal is remembered: longer than anything waits for what it left."""
 
 _Text = Annotated[str, Meta(max_length=1000)]
 
@@ -40,6 +45,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     defaults: Defaults = Defaults()
     max_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     """Generations of the function that one gateway process runs at once; more are answered 429."""
+    slo_class: SloClass | None = None
+    """None: the tenant's. A higher one than the tenant's has the effect of the tenant's."""
 
 
 SUPPORTED_POLICY = Policy.__struct_fields__
@@ -68,8 +75,9 @@ class FunctionRecord(msgspec.Struct, frozen=True):
     """Rises by one with each change of the record."""
     next_version: int = 1
     deleted: bool = False
-    unlisted: float = 0.0
-    """Unix time at which a version was last taken off the list: calls of it may still run, and read its artifact."""
+    removed: dict[str, float] = {}
+    """Versions that were taken off the list a short while ago, with the Unix time by the store's clock: calls of them
+    may still run, and read their artifacts."""
     policy: Policy = Policy()
     versions: tuple[VersionEntry, ...] = ()
     """Ascending by number."""
@@ -171,7 +179,8 @@ def without_version(record: FunctionRecord, version: int, now: float) -> Functio
         more = f" and {len(naming) - 3} more" if len(naming) > 3 else ""
         raise Conflict(f"version {version} is in use by the alias {', '.join(naming[:3])}{more}; move it first")
     left = tuple(entry for entry in record.versions if entry.version != version)
-    return msgspec.structs.replace(record, generation=record.generation + 1, versions=left, unlisted=now)
+    removed = _removed(record, [str(version)], now)
+    return msgspec.structs.replace(record, generation=record.generation + 1, versions=left, removed=removed)
 
 
 def buried(record: FunctionRecord, now: float) -> FunctionRecord:
@@ -182,8 +191,14 @@ def buried(record: FunctionRecord, now: float) -> FunctionRecord:
         generation=record.generation + 1,
         next_version=record.next_version,
         deleted=True,
-        unlisted=now,
+        removed=_removed(record, [str(entry.version) for entry in record.versions], now),
     )
+
+
+def _removed(record: FunctionRecord, versions: Iterable[str], now: float) -> dict[str, float]:
+    """With `versions` added, and without those that no call can want any more."""
+    kept = {version: when for version, when in record.removed.items() if now - when < REMOVED_SECONDS}
+    return dict(list((kept | dict.fromkeys(versions, now)).items())[-MAX_VERSIONS:])
 
 
 def _moved(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> Alias:

@@ -34,6 +34,8 @@ class LocalStore:
     are ever read whole. Large immutable objects are hashed once, while they are written.
     """
 
+    readers = 1
+
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._tmp = self.root / ".tmp"
@@ -42,6 +44,15 @@ class LocalStore:
             for directory in (self.root, self._tmp, self._locks):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._sweep()
+
+    def now(self) -> float:
+        with _translated():
+            fd = os.open(self._locks / "clock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.utime(fd)  # whoever keeps the files sets the time
+                return os.fstat(fd).st_mtime
+            finally:
+                os.close(fd)
 
     def get(self, key: str) -> Object:
         with _translated():

@@ -9,9 +9,7 @@ the bound would refuse a deploy and may be wrong.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -19,7 +17,7 @@ import msgspec
 from adapters.errors import AdapterError, Conflict, PreconditionFailed, StoreUnavailable
 from adapters.functions import FunctionRecord
 from adapters.names import is_name
-from adapters.records import read_record, update_record
+from adapters.records import read_record, read_records, update_record
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.tenants import Held, Hold, Limits, Tenant, tenant_key, unknown
 
@@ -28,15 +26,14 @@ HOLD_SECONDS = 1800.0
 RECOUNT_SECONDS = 3600.0
 """A tenant at its limit is counted again this often though nothing is known to be wrong."""
 RECOUNTS = 10
-READERS = 8
 
 
 class Quota:
-    """Methods block. `clock` is Unix time."""
+    """Methods block. `clock` is Unix time, the same for all gateways: the store's."""
 
-    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] | None = None) -> None:
         self._store = store
-        self._clock = clock
+        self._clock = clock or store.now
 
     @contextmanager
     def deploying(self, tenant: str) -> Iterator[Room]:
@@ -69,12 +66,8 @@ class Quota:
 
         Raises Conflict at the limit, NotFound for a deleted tenant, StoreUnavailable.
         """
-        record = self._read(tenant)
-        if record is None:
-            return None
-        if record.deleted:
-            raise unknown(tenant)
-        if record.held is None:
+        record = self.check(tenant)
+        if record is None or record.held is None:
             return None
         if _must_count(record.held, self._clock()) and not self._count(tenant):
             raise StoreUnavailable(f"the adapters of tenant {tenant} change too often to be counted")
@@ -86,6 +79,13 @@ class Quota:
                 raise
             self._count(tenant)
             return self._reserve(tenant, size)
+
+    def check(self, tenant: str) -> Tenant | None:
+        """The tenant's record; None without one. Raises NotFound for a deleted tenant."""
+        record = self._read(tenant)
+        if record is not None and record.deleted:
+            raise unknown(tenant)
+        return record
 
     def settle(self, tenant: str, hold: str, made: int | None) -> None:
         """A hold's end: `made` bytes are listed now, or (None) nothing is."""
@@ -136,12 +136,10 @@ class Quota:
 
     def _functions(self, tenant: str) -> Iterator[FunctionRecord]:
         folder, after = f"tenants/{tenant}/functions/", ""
-        with ThreadPoolExecutor(READERS, "count") as pool:
-            while names := self._store.folders(folder, after, MAX_LIST):
-                keys = [f"{folder}{name}/function.json" for name in names]
-                found = pool.map(lambda key: read_record(self._store, key, FunctionRecord), keys)
-                yield from (item[0] for item in found if item is not None)
-                after = names[-1]
+        while names := self._store.folders(folder, after, MAX_LIST):
+            keys = [f"{folder}{name}/function.json" for name in names]
+            yield from (record for record in read_records(self._store, keys, FunctionRecord) if record is not None)
+            after = names[-1]
 
     def _read(self, tenant: str) -> Tenant | None:
         if not is_name(tenant):  # nobody's

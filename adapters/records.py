@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -28,6 +29,19 @@ def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | 
         return msgspec.json.decode(found.data, type=kind), found.etag
     except msgspec.DecodeError as error:
         raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+
+
+def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+    """The records, in the order of `keys`; None where there is none. Raises as `read_record`."""
+
+    def read(key: str) -> T | None:
+        found = read_record(store, key, kind)
+        return found[0] if found else None
+
+    if store.readers == 1:
+        return [read(key) for key in keys]
+    with ThreadPoolExecutor(store.readers, "records") as pool:
+        return list(pool.map(read, keys))
 
 
 def update_record(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,12 @@ from adapters.functions import (
 from adapters.names import NAME_RULE, is_name
 from adapters.peft_format import read_peft
 from adapters.quota import Quota, Room
-from adapters.records import read_record, update_record
-from adapters.store import ObjectStore
+from adapters.records import read_record, read_records, update_record
+from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, validate
 
+MAX_PASSED = 1000
+"""Deleted functions that one page of a list passes over, besides as many as it may have."""
 MAX_ORPHANS = 1000
 """Numbers in a row that a deploy skips because deploys that failed, or still run, took them."""
 
@@ -150,6 +153,7 @@ class Registry:
             record = update_record(self.store, function_key(tenant, name), FunctionRecord, commit)
             if deploy.created:
                 room.made()
+        self._end_if_deleted(tenant, name)
         entry = _find_digest(record, layout.digest)
         return _deployment(name, entry.version if entry else None, layout, created=deploy.created)
 
@@ -181,20 +185,27 @@ class Registry:
         return found
 
     def functions(self, tenant: str, after: str = "", limit: int = 100) -> tuple[list[FunctionRecord], str | None]:
-        """A page of the tenant's functions in a fixed order, and the `after` of the next page if there may be one."""
+        """A page of the tenant's functions in a fixed order, and the `after` of the next page if there may be one.
+
+        What is left of deleted functions is passed over, MAX_PASSED at most: then a page ends early, or is empty.
+        """
         _check_tenant(tenant)
-        records: list[FunctionRecord] = []
-        while True:
-            names = self.store.folders(f"tenants/{tenant}/functions/", after, limit)
-            for name in names:
-                after = name
-                found = self._read(tenant, name)
-                if found is not None and not found.deleted:
-                    records.append(found)
-                if len(records) == limit:
-                    return records, after
-            if len(names) < limit:
+        limit, records = min(limit, MAX_LIST), list[FunctionRecord]()
+        for size in (limit, MAX_PASSED):
+            names = self.store.folders(f"tenants/{tenant}/functions/", after, size)
+            first = 0
+            while first < len(names):
+                some = names[first : first + max(limit - len(records), self.store.readers)]
+                found = read_records(self.store, [function_key(tenant, name) for name in some], FunctionRecord)
+                for after, record in zip(some, found, strict=True):
+                    if record is not None and not record.deleted:
+                        records.append(record)
+                    if len(records) == limit:
+                        return records, after
+                first += len(some)
+            if len(names) < size:
                 return records, None
+        return records, after
 
     def manifest(self, tenant: str, name: str, version: int) -> Manifest:
         """One version's manifest. Raises NotFound unless the function lists that version."""
@@ -204,14 +215,16 @@ class Registry:
 
     def versions(self, tenant: str, name: str) -> list[Manifest]:
         """The manifests of all versions, ascending. Raises NotFound."""
-        return [self._manifest(tenant, name, entry.version) for entry in self.function(tenant, name).versions]
+        listed = [entry.version for entry in self.function(tenant, name).versions]
+        found = read_records(self.store, [_manifest_key(tenant, name, version) for version in listed], Manifest)
+        return [_present(name, version, manifest) for version, manifest in zip(listed, found, strict=True)]
 
     def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
         """Make a version that no alias names invisible at once; its objects are left to garbage collection, and its
         number is not used again. Raises NotFound, Conflict, PreconditionFailed (as in FunctionChanges)."""
 
         def remove(record: FunctionRecord) -> FunctionRecord:
-            left = without_version(record, version, time.time())
+            left = without_version(record, version, self.store.now())
             freed.set(1, sum(entry.bytes for entry in record.versions if entry.version == version))
             return left
 
@@ -226,10 +239,20 @@ class Registry:
 
         def bury(record: FunctionRecord) -> FunctionRecord:
             freed.set(len(record.versions), sum(entry.bytes for entry in record.versions))
-            return buried(record, time.time())
+            return buried(record, self.store.now())
 
         with self.quota.removing(tenant) as freed:
             self.changes.change(tenant, name, matches, bury)
+
+    def _end_if_deleted(self, tenant: str, name: str) -> None:
+        """After a deploy. A deletion of the tenant that began before may have listed its functions already, and what
+        it missed would belong to whoever makes a tenant of this name next. Raises NotFound."""
+        try:
+            self.quota.check(tenant)
+        except NotFound:
+            with suppress(NotFound):  # it was not missed
+                self.delete_function(tenant, name)
+            raise
 
     def _choice(self, tenant: str, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
         refused: tuple[Problem, ...] = ()
@@ -276,9 +299,7 @@ class Registry:
 
     def _manifest(self, tenant: str, name: str, version: int) -> Manifest:
         found = read_record(self.store, _manifest_key(tenant, name, version), Manifest)
-        if found is None:
-            raise StoreUnavailable(f"the manifest of version {version} of {name} is missing from the registry")
-        return found[0]
+        return _present(name, version, found[0] if found else None)
 
     def _put_manifest(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
         """Take the next free number by writing its manifest; numbers of orphans are skipped."""
@@ -323,6 +344,12 @@ def pick(choices: Sequence[Choice], point: float) -> Resolved:
     if chosen.refused:
         raise InvalidAdapter(list(chosen.refused))
     return chosen.version
+
+
+def _present(name: str, version: int, manifest: Manifest | None) -> Manifest:
+    if manifest is None:
+        raise StoreUnavailable(f"the manifest of version {version} of {name} is missing from the registry")
+    return manifest
 
 
 def _manifest_key(tenant: str, name: str, version: int) -> str:

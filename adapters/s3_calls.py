@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -83,6 +84,22 @@ class S3Calls:
             self.client = make_client(limits)
         except (BotoCoreError, ValueError) as error:
             raise StoreUnavailable(f"no S3 client can be made ({type(error).__name__}): {error}") from error
+        self._told: tuple[float, float] | None = None
+        """The server's clock, and `time.monotonic()` when it told it."""
+        self.client.meta.events.register("after-call.s3", self._note_time)
+
+    def server_time(self) -> float:
+        """Unix time by the server's clock, which stands in each answer; by this host's if it is in none."""
+        if self._told is None:
+            # Not a HEAD: the answer to one has no room for a reason why not.
+            self.run(lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1), self.deadline(), answers=())
+        told, since = self._told or (time.time(), time.monotonic())
+        return told + time.monotonic() - since
+
+    def _note_time(self, http_response: Any, **_: Any) -> None:
+        date = _unix_time(http_response.headers.get("date", ""))
+        if http_response.status_code < 300 and date is not None:
+            self._told = (date, time.monotonic())
 
     def deadline(self, size: int = 0) -> float:
         """By `time.monotonic()`, for a call that begins now and carries `size` bytes."""
@@ -117,7 +134,8 @@ class S3Calls:
             if code in NOT_DONE or status == 429:
                 return doubt
             if status < 500 or status == 501:
-                raise StoreUnavailable(f"bucket {self.bucket} refuses the request: {describe(error)}") from error
+                hint = "; set this host's clock" if code == "RequestTimeTooSkewed" else ""
+                raise StoreUnavailable(f"bucket {self.bucket} refuses the request: {describe(error)}{hint}") from error
             return True
         if isinstance(error, (aws.EndpointConnectionError, aws.ConnectTimeoutError)):
             return doubt  # nothing was sent
@@ -150,6 +168,14 @@ def make_client(limits: S3Limits) -> Any:
 def _is_aws(endpoint: str) -> bool:
     host = urlsplit(endpoint).hostname or ""
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def _unix_time(date: str) -> float | None:
+    """Of a Date header; None if it is none."""
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
 
 
 def status_and_code(error: ClientError) -> tuple[int, str]:

@@ -37,6 +37,8 @@ class S3Store:
     parts: then writing the same content again may change the etag, and a racing put_if_match fails once for nothing.
     """
 
+    readers = 16
+
     def __init__(self, place: S3Place, limits: S3Limits | None = None) -> None:
         """Raises StoreUnavailable when boto3's configuration can't be used. Sends nothing to the bucket."""
         self.place = place
@@ -47,6 +49,10 @@ class S3Store:
     @property
     def _root(self) -> str:
         return self.place.prefix + "/" if self.place.prefix else ""
+
+    def now(self) -> float:
+        """To the second."""
+        return self.calls.server_time()
 
     def get(self, key: str) -> Object:
         deadline, target = self.calls.deadline(), self.target(key)

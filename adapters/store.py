@@ -48,6 +48,12 @@ class ObjectStore(Protocol):
     the same), InvalidRequest for a malformed key.
     """
 
+    readers: int
+    """Small objects that are best read at once."""
+
+    def now(self) -> float:
+        """Unix time by the store's clock: hosts' own clocks may be hours away from it, and from each other's."""
+
     def get(self, key: str) -> Object:
         """The whole object: for records, not for weights. Raises NotFound."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -13,20 +13,14 @@ from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.keys import KeyRecord, Principal, new_key, opens, parse_key
 from adapters.names import is_name
 from adapters.records import read_record, update_record
+from adapters.slo import Slo, Weight
 from adapters.store import ObjectStore
 
 ADMIN_KEY = "admin.json"
 MAX_KEYS = 1000
-"""Keys of one tenant that are kept, revoked ones included."""
+"""Keys of one tenant that are kept; revoked ones as long as there is room."""
 
 Positive = Annotated[float, Meta(gt=0)]
-
-
-class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"slo_class": "class"}):
-    ttft_ms: Positive | None = None
-    tpot_ms: Positive | None = None
-    attain: Annotated[float, Meta(gt=0, le=1)] = 0.99
-    slo_class: Literal["strict", "standard", "best_effort"] = "standard"
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -72,7 +66,7 @@ class Tenant(msgspec.Struct, frozen=True):
     keys: tuple[KeyRecord, ...] = ()
     slo: Slo = Slo()
     limits: Limits = Limits()
-    weight: Positive = 1.0
+    weight: Weight = 1.0
     declared: bool = False
     """Whether serverless.yml declares it: then only its keys may be changed through the API."""
     held: Held | None = None
@@ -127,8 +121,8 @@ class Tenants:
         fields = {name: value for name, value in given.items() if value is not None}
         return self._change(tenant, lambda record: msgspec.structs.replace(record, **fields), create=True)
 
-    def replace(self, tenant: str, limits: Limits) -> tuple[Tenant, bool]:
-        """Make the tenant, or give it these limits and no others, as an administrator may.
+    def replace(self, tenant: str, limits: Limits, slo: Slo | None = None, weight: float = 1.0) -> tuple[Tenant, bool]:
+        """Make the tenant, or give it these limits, this SLO and weight and no others, as an administrator may.
 
         Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares.
         """
@@ -139,7 +133,7 @@ class Tenants:
             created = record is None or record.deleted
             current = _live(record, tenant, create=True)
             _check_undeclared(current)
-            return _checked(msgspec.structs.replace(current, limits=limits))
+            return self._checked(msgspec.structs.replace(current, limits=limits, slo=slo or Slo(), weight=weight))
 
         return self._update(tenant, change), created
 
@@ -204,7 +198,18 @@ class Tenants:
         return found[0] if found else None
 
     def _change(self, tenant: str, change: Callable[[Tenant], Tenant], create: bool = False) -> Tenant:
-        return self._update(tenant, lambda record: _checked(change(_live(record, tenant, create))))
+        return self._update(tenant, lambda record: self._checked(change(_live(record, tenant, create))))
+
+    def _checked(self, record: Tenant) -> Tenant:
+        """The record as it will be read; constraints hold only when a record is decoded. Raises InvalidRequest."""
+        if record.limits.adapters is None and record.limits.bytes is None:
+            record = msgspec.structs.replace(record, held=None)
+        elif record.held is None:
+            record = msgspec.structs.replace(record, held=Held(since=self.store.now()))
+        try:
+            return msgspec.json.decode(msgspec.json.encode(record), type=Tenant)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest("tenant", f"tenant {record.id}: {error}") from None
 
     def _update(self, tenant: str, change: Callable[[Tenant | None], Tenant]) -> Tenant:
         if not is_name(tenant):
@@ -236,21 +241,14 @@ def _check_undeclared(record: Tenant) -> None:
         raise Conflict(f"tenant {record.id} is declared in serverless.yml: change it there")
 
 
-def _checked(record: Tenant) -> Tenant:
-    """The record as it will be read; constraints hold only when a record is decoded. Raises InvalidRequest."""
-    if record.limits.adapters is None and record.limits.bytes is None:
-        record = msgspec.structs.replace(record, held=None)
-    elif record.held is None:
-        record = msgspec.structs.replace(record, held=Held(since=time.time()))
-    try:
-        return msgspec.json.decode(msgspec.json.encode(record), type=Tenant)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest("tenant", f"tenant {record.id}: {error}") from None
-
-
 def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
+    """Room is made by forgetting the key that was revoked first. Raises Conflict when none is revoked."""
     if len(keys) >= MAX_KEYS:
-        raise Conflict(f"there are {MAX_KEYS} keys already")
+        revoked = [known for known in keys if known.revoked is not None]
+        if not revoked:
+            raise Conflict(f"there are {MAX_KEYS} keys already; revoke some first")
+        first = min(revoked, key=lambda known: known.revoked or 0.0)
+        keys = tuple(known for known in keys if known is not first)
     return (*keys, key)
 
 

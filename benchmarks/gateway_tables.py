@@ -46,6 +46,32 @@ def scale_table(document: dict[str, Any]) -> str:
         f"Resolving a name that is in the cache, among {names}: {figures[f'resolve_us_at_{names}']:.1f} us; one that "
         f"is read: {figures['resolve_read_us'] / 1e3:.2f} ms. {_probe(settings)}",
     ]
+    return "\n".join([*lines, *(_bucket_lines(row) for row in document["rows"] if "s3_functions" in row)])
+
+
+def _bucket_lines(row: dict[str, Any]) -> str:
+    count = row["s3_functions"]
+    return (
+        f"\nOn S3 (moto's server) with {count} functions: a page of 100 takes {row['list_page_requests']} requests, "
+        f"{row['list_page_ms']:.0f} ms; `registry gc` {row['gc_requests']} requests, {row['gc_s']:.0f} s, with "
+        f"{row['gc_removed']} files to remove; `registry verify` {row['verify_requests']} requests, "
+        f"{row['verify_s']:.0f} s."
+    )
+
+
+def placement_table(document: dict[str, Any]) -> str:
+    lines = [
+        f"{document['settings']['requests']} requests, p50 (p99) in us. {origin(document)}",
+        "",
+        "| nodes | policy | the choice alone | placed, with reservation and explanation | a record taken in |",
+        "|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        values = [
+            f"{row[f'{name}_p50_us']:.0f} ({row[f'{name}_p99_us']:.0f})" for name in ("scoring", "place", "publish")
+        ]
+        lines.append(f"| {row['nodes']} | {row['policy']} | {' | '.join(values)} |")
+    lines += ["", _probe(document["settings"])]
     return "\n".join(lines)
 
 

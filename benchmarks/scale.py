@@ -3,7 +3,8 @@
 Functions of tiny adapters are deployed one by one, each another adapter; `deploy_ms_at_*` is the median of the deploys
 around that count. What lies between is written straight into the directory, in the form in which deploys leave it, for
 deploys sync each file to the disk and would take an hour. Resolving is measured as the gateway does it, through its
-cache, with 40,000 names known to it; listing as a page of 100 in the midst of all functions.
+cache, with 40,000 names known to it; listing as a page of 100 in the midst of all functions. On S3
+(`benchmarks.scale_s3`) listing, collecting and verifying are measured with as many functions.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from adapters.base_model import load_base_model
 from adapters.contents import blob_key
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
+from benchmarks import scale_s3
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
@@ -121,8 +123,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
     options = parser.parse_args()
     settings: dict[str, Any] = {"counts": [100, 1000, 10_000], "around": AROUND, "names": 40_000, "lookups": 20_000}
+    settings |= {"s3_functions": 10_000, "s3_orphans": 1000}
     if options.quick:
         settings |= {"counts": [40, 400], "around": 8, "names": 4_000, "lookups": 2_000}
+        settings |= {"s3_functions": 600, "s3_orphans": 20}
     probe = contention_probe()
     adapter = ROOT / "examples" / "adapters" / options.model.name / "pirate"
     with tempfile.TemporaryDirectory() as root:
@@ -130,12 +134,14 @@ def main() -> None:
         many.deploy()
         rows = measure(many, settings["counts"], settings["around"])
         resolved = asyncio.run(resolve(many, settings["names"], settings["lookups"]))
+    bucket = scale_s3.measure(options.model, adapter, settings["s3_functions"], settings["s3_orphans"])
     settings |= {"probe_before_ms": probe, "probe_after_ms": contention_probe(), "store": "directory"}
     figures = {f"deploy_ms_at_{row['functions']}": row["deploy_ms"] for row in rows}
     figures |= {"deploy_last_over_first": rows[-1]["deploy_ms"] / rows[0]["deploy_ms"]}
     figures |= {f"resolve_us_at_{settings['names']}": resolved["cached_us"], "resolve_read_us": resolved["read_us"]}
     figures |= {"list_page_ms": rows[-1]["list_page_ms"], "list_page_first_ms": rows[0]["list_page_ms"]}
-    publish(report("scale", settings, options.seed, [*rows, resolved], figures), options.json)
+    figures |= scale_s3.figures(bucket)
+    publish(report("scale", settings, options.seed, [*rows, resolved, bucket], figures), options.json)
 
 
 if __name__ == "__main__":

@@ -146,6 +146,8 @@ class Timing(msgspec.Struct, frozen=True):
     prefill: float
     total: float
     cold_start: ColdStart
+    preemptions: int = 0
+    """How often the request gave its place in the batch to a strict one and was computed again."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):
@@ -215,6 +217,8 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """On their way to the device."""
     performance: PerformanceModel | None = None
     """None: not measured."""
+    forecast_ratio: float | None = None
+    """Median of observed / forecast over its last passes, by `performance`; None: it has computed none."""
     adapter_bytes_free: int = 0
     adapter_bytes: int = 0
     residents: list[Resident] = []

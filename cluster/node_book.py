@@ -89,9 +89,9 @@ class NodeBook:
         if node is None:
             if len(self._nodes) >= self.max_nodes:
                 raise TooManyNodes(f"{self.max_nodes} nodes are known already; {record.id} was not added")
-            node = self._nodes[record.id] = _Node(self.table.put(record))
+            node = self._nodes[record.id] = _Node(self.table.put(record, heard))
         else:
-            self.table.put(record)
+            self.table.put(record, heard)
             if record.epoch != node.record.epoch:
                 node.ends.clear()
                 _remember(node.past, node.record.epoch)
@@ -137,6 +137,7 @@ class NodeBook:
             node = self._nodes.get(node_id)
             if node is not None and node.ends.get(request_id) == end:
                 self.drop(node_id, request_id)
+        self.table.now = aged
         self.table.live[:] = aged - self._heard < self.expiry
         return self.table
 

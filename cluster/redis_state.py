@@ -14,6 +14,7 @@ import asyncio
 
 import msgspec
 
+from cluster.crowd import room_for_others
 from cluster.messages import RECORD_EXPIRY, NodeRecord, check_version
 from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
@@ -151,7 +152,10 @@ class RedisClusterState:
         payload = msgspec.msgpack.encode(_Held(node_id, request_id, demand))
         expiry = round(min(self._expiry, self._book.forget_seconds) * 1000)  # a node that is forgotten is not there
         known = "" if seen is None else seen
-        args = [request_id, payload, known, expiry, round(self._reservation_seconds * 1000), self._channel]
+        record = self._book.known(node_id)
+        room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
+        args: list[Value] = [request_id, payload, known, expiry]
+        args += [round(self._reservation_seconds * 1000), self._channel, room]
         taken, version, generation = await self._link.run("reserve", self._keys(node_id), args)
         return taken, version, generation
 

@@ -112,7 +112,12 @@ def reserve_in(
 ) -> bool:
     """A place as ClusterState.reserve takes one, in this process's own book. `table` is the book's, as it is now."""
     row = table.row(node_id)
-    if row is None or not table.live[row] or table.full[row] or seen not in (None, int(table.generation[row])):
+    if (
+        row is None
+        or not table.live[row]
+        or not table.takes(row, demand)
+        or seen not in (None, int(table.generation[row]))
+    ):
         return False
     book.hold(node_id, request_id, demand, end)
     return True

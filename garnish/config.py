@@ -89,8 +89,6 @@ BUILT: dict[str, tuple[object, ...]] = {
     "node.runner": ("auto", "transformers"),
     "node.predictor": ("auto", "none"),
     "node.tensor_parallel": (1,),
-    "tenants.*.weight": (1,),
-    "tenants.*.slo": (),
     "functions.*.provisioned": (0,),
     "functions.*.idle_ttl": (),
 }
@@ -175,7 +173,7 @@ def _explained(document: Document, path: FieldPath, kind: type[Any], message: st
     """msgspec's message as a mistake in the file: the field it names, and what was expected."""
     problem, _, where = message.partition(" - at `$")
     inner = path + tuple(part for part in re.split(r"[.\[\]]+", where.rstrip("`")) if part)
-    fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_fields__", ())
+    fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_encode_fields__", ())
     if found := re.match(r"Object contains unknown field `(.*)`$", problem):
         near = difflib.get_close_matches(found[1], fields, 1)
         hint = f"did you mean `{near[0]}`? " if near else ""
@@ -194,7 +192,7 @@ def _type_at(kind: Any, path: FieldPath) -> Any:
         section = next((part for part in (kind, *get_args(kind)) if hasattr(part, "__struct_fields__")), None)
         if section is None:
             return None
-        kind = next((field.type for field in msgspec.structs.fields(section) if field.name == name), None)
+        kind = next((field.type for field in msgspec.structs.fields(section) if field.encode_name == name), None)
     return next((part for part in (kind, *get_args(kind)) if hasattr(part, "__struct_fields__")), kind)
 
 

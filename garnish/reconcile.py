@@ -51,11 +51,23 @@ class FunctionStep(msgspec.Struct, frozen=True):
 
 
 class TenantStep(msgspec.Struct, frozen=True):
+    """`change`: what the file states of it is not so. `later`: nor is it, but the gateway itself takes the tenant from
+    its own service file."""
+
     tenant: str
-    action: Literal["create", "none"]
+    action: Literal["create", "change", "later", "none"]
+    changed: list[str] = []
+    settings: dict[str, Any] = {}
+    """All that is to hold afterwards."""
 
     def __str__(self) -> str:
-        return f"tenant {self.tenant}: {'create' if self.action == 'create' else 'nothing to do'}"
+        told = {
+            "create": "create",
+            "change": f"change {', '.join(self.changed)}",
+            "later": "is taken from the gateway's own serverless.yml at its next start",
+            "none": "nothing to do",
+        }
+        return f"tenant {self.tenant}: {told[self.action]}"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -69,14 +81,14 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def changes(self) -> int:
-        return sum(step.action != "none" for step in self.steps)
+        return sum(step.action not in ("none", "later") for step in self.steps)
 
 
 def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> Plan:
     """Raises GarnishError."""
     tenants: list[TenantStep] = []
     if administers:
-        tenants = [_plan_tenant(connect, name) for name in tenant_names(service)]
+        tenants = [_plan_tenant(service, connect, name) for name in tenant_names(service)]
     new = {step.tenant for step in tenants if step.action == "create"}
     functions = []
     for name, function in service.functions.items():
@@ -85,13 +97,13 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
     return Plan(tenants, functions)
 
 
-def carry_out(plan: Plan, service: ServiceFile, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
+def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
     """One change after another; `tell` hears of each before it begins. Raises GarnishError: what was done stays."""
     for step in plan.tenants:
-        if step.action == "create":
+        if step.action in ("create", "change"):
             tell(str(step))
             with connect(None, admin=True) as client:
-                client.put_tenant(step.tenant, _settings(service, step.tenant))
+                client.put_tenant(step.tenant, step.settings)
     for entry in plan.functions:
         if entry.action != "none":
             tell(str(entry))
@@ -99,15 +111,24 @@ def carry_out(plan: Plan, service: ServiceFile, connect: Connect, tell: Callable
                 yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
 
 
-def _plan_tenant(connect: Connect, name: str) -> TenantStep:
+def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantStep:
+    stated = _settings(service, name)
     with connect(name, admin=True) as client:
         try:
             client.functions(limit=1)
         except GarnishError as error:
             if error.type != "not_found":
                 raise
-            return TenantStep(name, "create")
-    return TenantStep(name, "none")
+            return TenantStep(name, "create", settings=stated)
+    if not stated:
+        return TenantStep(name, "none")
+    with connect(None, admin=True) as client:
+        known = client.tenant(name)
+    now = {field: known[field] for field in ("limits", "slo", "weight")}
+    changed = [field for field in stated if stated[field] != now[field]]
+    if not changed or known["declared"]:
+        return TenantStep(name, "later" if changed else "none", changed)
+    return TenantStep(name, "change", changed, {**now, **stated})
 
 
 def _plan_function(

@@ -7,11 +7,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.slo import Slo, Weight
 from adapters.tenants import Limits
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
+Policy = Literal["rank_aware", "toppings", "first_fit", "most_idle", "random"]
+"""Those of gateway.scheduling.policy."""
 
 
 class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,6 +26,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redis: Text | None = None
     node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
+    policy: Policy = "rank_aware"
 
 
 class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,8 +56,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    weight: Annotated[float, Meta(gt=0)] | None = None
-    slo: dict[str, Any] | None = None
+    weight: Weight | None = None
+    slo: Slo | None = None
     limits: Limits | None = None
 
 

@@ -110,6 +110,7 @@ def gateway_config(
         node_hosts=tuple(service.gateway.node_hosts or ()),
         auth="keys" if service.auth == "keys" else "none",
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
+        policy=service.gateway.policy,
     )
     if shutdown_seconds is not None:
         config = msgspec.structs.replace(config, shutdown_seconds=shutdown_seconds)

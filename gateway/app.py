@@ -22,6 +22,7 @@ from gateway.routes import (
     aliases,
     cluster,
     deploy,
+    explain,
     functions,
     health,
     invoke,
@@ -34,7 +35,7 @@ from gateway.routes import (
 )
 from gateway.services import Services, open_services
 
-GROUPS = (deploy, functions, aliases, invoke, openai, health, metrics, cluster, nodes, tenants, usage, openapi)
+GROUPS = (deploy, functions, aliases, invoke, openai, health, metrics, cluster, nodes, tenants, usage, explain, openapi)
 ROUTES = [route for group in GROUPS for route in group.routes]
 
 

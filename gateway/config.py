@@ -61,7 +61,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_hosts: tuple[str, ...] = ()
     """Hosts that nodes may name in their URLs although they report from another address."""
     auth: Literal["keys", "none"] = "keys"
-    policy: str = "least_loaded"
+    policy: str = "rank_aware"
+    """How requests are placed: one of gateway.scheduling.policy.POLICIES."""
     allowed_sources: tuple[str, ...] = ()
     """`s3://bucket/prefix`es from below which tenants may deploy."""
 

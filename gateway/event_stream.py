@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -16,13 +17,15 @@ from gateway.errors import is_unexpected, to_service_error
 
 KEEPALIVE = b": keep-alive\n\n"
 
+_encode = msgspec.json.Encoder().encode
+
 log = logging.getLogger("gateway")
 
 
 def sse(data: object, event: str | None = None) -> bytes:
     """One event with JSON data."""
-    name = f"event: {event}\n".encode() if event else b""
-    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    name = b"event: " + event.encode() + b"\n" if event else b""
+    return b"".join((name, b"data: ", _encode(data), b"\n\n"))
 
 
 class EventStream:
@@ -51,37 +54,41 @@ class EventStream:
         await while_connected(self._write(send), receive)
 
     async def _write(self, send: Send) -> None:
+        wire = _Wire(send, self._start)
         async with aclosing(self._chunks) as chunks:
-            pending = asyncio.ensure_future(_next(chunks))
+            beating = asyncio.ensure_future(self._beat(wire))
+            last = b""
             try:
-                await asyncio.wait({pending}, timeout=self._header_seconds)
-                if pending.done():
-                    pending.result()  # raises what came instead of a first token
-                await send({"type": "http.response.start", "status": 200, "headers": self._start()})
-                last = b""
-                try:
-                    while True:
-                        await asyncio.wait({pending}, timeout=self._keepalive_seconds)
-                        if not pending.done():
-                            await _send(send, KEEPALIVE)
-                            continue
-                        chunk = pending.result()
-                        if chunk is None:
-                            break
-                        pending = asyncio.ensure_future(_next(chunks))
-                        await _send(send, chunk)
-                except asyncio.CancelledError:
+                async for chunk in chunks:
+                    await wire.put(chunk)
+            except asyncio.CancelledError:
+                if wire.begun:
                     stopping = ServiceError("unavailable", "the gateway is stopping", retry_after=1.0)
-                    await send({"type": "http.response.body", "body": self._failure(stopping)})
+                    await wire.put(self._failure(stopping), more=False)
+                raise
+            except Exception as error:
+                if not wire.begun:
                     raise
-                except Exception as error:
-                    if is_unexpected(error):
-                        log.error("stream failed", exc_info=error)
-                    last = self._failure(to_service_error(error))
-                await send({"type": "http.response.body", "body": last})
+                if is_unexpected(error):
+                    log.error("stream failed", exc_info=error)
+                last = self._failure(to_service_error(error))
             finally:
-                pending.cancel()
-                await asyncio.gather(pending, return_exceptions=True)
+                beating.cancel()
+                await asyncio.gather(beating, return_exceptions=True)
+            await wire.put(last, more=False)
+
+    async def _beat(self, wire: _Wire) -> None:
+        """The headers if the first chunk is late, and comments while none comes."""
+        due = time.monotonic() + self._header_seconds
+        while True:
+            if wire.begun:
+                due = wire.last + self._keepalive_seconds
+            if (left := due - time.monotonic()) > 0:
+                await asyncio.sleep(min(left, self._keepalive_seconds))
+            elif wire.begun:
+                await wire.put(KEEPALIVE)
+            else:
+                await wire.begin()
 
     def _start(self) -> list[tuple[bytes, bytes]]:
         fixed = {
@@ -92,9 +99,30 @@ class EventStream:
         return [(name.encode(), value.encode()) for name, value in (fixed | self._headers()).items()]
 
 
-async def _send(send: Send, chunk: bytes) -> None:
-    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+class _Wire:
+    """The way to the caller, for one at a time: chunks and comments come from different tasks."""
 
+    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._lock = asyncio.Lock()
+        self.begun = False
+        self.last = 0.0
+        """When something was last sent (monotonic)."""
 
-async def _next(chunks: AsyncGenerator[bytes, None]) -> bytes | None:
-    return await anext(chunks, None)
+    async def begin(self) -> None:
+        async with self._lock:
+            await self._begin()
+
+    async def put(self, chunk: bytes, more: bool = True) -> None:
+        async with self._lock:
+            if not self.begun:
+                await self._begin()
+            self.last = time.monotonic()
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    async def _begin(self) -> None:
+        if not self.begun:
+            start = {"type": "http.response.start", "status": 200, "headers": self._headers()}
+            self.begun, self.last = True, time.monotonic()
+            await self._send(start)

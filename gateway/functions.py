@@ -12,7 +12,7 @@ from adapters.errors import NotFound
 from adapters.functions import Defaults
 from adapters.names import is_name
 from adapters.registry import Choice, Registry, Resolved, pick
-from cluster.messages import Adapter
+from cluster.messages import Adapter, SloClass
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
 from gateway.threads import StoreThreads
@@ -31,6 +31,8 @@ class Target(msgspec.Struct, frozen=True):
     timeout: float | None = None
     """The function's own default; seconds."""
     max_concurrency: int | None = None
+    slo_class: SloClass | None = None
+    """None: the tenant's."""
 
     @property
     def digest(self) -> str | None:
@@ -105,4 +107,5 @@ def _target(found: Resolved) -> Target:
         defaults=found.policy.defaults,
         timeout=found.policy.timeout,
         max_concurrency=found.policy.max_concurrency,
+        slo_class=found.policy.slo_class,
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from io import BufferedWriter
 from pathlib import Path
 
@@ -26,6 +27,9 @@ FIELDS = (CONFIG_FILE, WEIGHTS_FILE, "policy", "alias")
 FLUSH_BYTES = 1 << 20
 """Weights are written to disk, off the event loop, in pieces of this size."""
 MAX_HEADER_BYTES = 8 << 10
+RETRY_AFTER = 5.0
+
+log = logging.getLogger("gateway")
 
 
 class Upload(msgspec.Struct, frozen=True):
@@ -46,10 +50,12 @@ async def receive_upload(
     A part is known by its field name, or else by its file name: both `-F adapter_config.json=@FILE` and
     `-F files=@adapter_config.json` do.
     """
-    with tempfile.TemporaryDirectory(dir=folder, prefix=upload_prefix()) as own:
-        weights = Path(own) / WEIGHTS_FILE
-        parts = _Parts(_boundary(request))
-        with weights.open("wb") as out:
+    parts = _Parts(_boundary(request))
+    with disk_needed():
+        own = tempfile.TemporaryDirectory(dir=folder, prefix=upload_prefix())
+    with own:
+        weights = Path(own.name) / WEIGHTS_FILE
+        with disk_needed(), weights.open("wb") as out:
             async with aclosing(stream_body(request, limit, seconds, idle_seconds)) as chunks:
                 async for chunk in chunks:
                     parts.feed(chunk)
@@ -62,6 +68,16 @@ async def receive_upload(
             raise ServiceError("validation_failed", f"the upload lacks {' and '.join(missing)}", param=missing[0])
         small = {name: bytes(data) for name, data in parts.small.items()}
         yield Upload(small[CONFIG_FILE], weights, small.get("policy"), small.get("alias"))
+
+
+@contextmanager
+def disk_needed() -> Iterator[None]:
+    """A full or broken disk is told as what it is, in the log with its reason. Raises ServiceError `unavailable`."""
+    try:
+        yield
+    except OSError as error:
+        log.error("uploads can't be kept on this host's disk", exc_info=error)
+        raise ServiceError("unavailable", "uploads can't be kept now", retry_after=RETRY_AFTER) from error
 
 
 def _flush(parts: _Parts, out: BufferedWriter) -> None:

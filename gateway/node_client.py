@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -25,7 +26,7 @@ T = TypeVar("T")
 TICK = 1.0
 """Seconds between two looks at whether the node still lives."""
 FIRST_TICK = 0.25
-"""The same until its first event, while another node can still take over."""
+"""The same until the first token, while another node can still take over."""
 ANSWER_SECONDS = 5.0
 """Within which a node says that it has the request; it does so before it queues it."""
 EVENT_LIMIT = 4 << 20
@@ -103,27 +104,34 @@ class NodeClient:
     async def _events(
         self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
     ) -> AsyncGenerator[Event, None]:
-        deadline = time.monotonic() + request.timeout + DEADLINE_SLACK
-        watch = _Watch(placed, deadline, revoked)
-        response = await self._watch(watch, self._answered(placed, request))
+        watch = _Watch(placed, time.monotonic() + request.timeout + DEADLINE_SLACK, revoked)
+        given_up = asyncio.ensure_future(self._give_up(watch))
+        response: aiohttp.ClientResponse | None = None
         try:
+            response = await _unless(given_up, self._answered(placed, request))
             if response.status != 200:
                 raise _node_failed(f"node {placed.node_id} answered with status {response.status}")
             self.breakers.undecided(placed.node_id, placed.epoch)
+            # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
+            # all else. Who gives the request up wakes whoever waits for bytes.
+            given_up.add_done_callback(partial(_end_stream, response.content))
             frames = Frames(EVENT_LIMIT)
-            while True:
-                chunk = await self._watch(watch, response.content.readany())
-                if not chunk:
-                    raise _node_failed(f"node {placed.node_id} ended the stream early")
+            while chunk := await response.content.readany():
                 for event in _decode(frames, chunk, placed.node_id):
                     watch.has_token = watch.has_token or isinstance(event, Token)
                     if isinstance(event, Done | Failed):
                         await _read_end(response)
-                    yield event
-                    if isinstance(event, Done | Failed):
+                        yield event
                         return
+                    yield event
+            raise _node_failed(f"node {placed.node_id} ended the stream early")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = type(error).__name__
+            raise _node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
         finally:
-            response.close()  # nothing happens to a connection that was read to its end: it is back in the pool
+            given_up.cancel()
+            if response is not None:
+                response.close()  # nothing happens to a connection that was read to its end: it is back in the pool
 
     async def _answered(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -135,37 +143,42 @@ class NodeClient:
             f"{placed.url}/generate", data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
         )
 
-    async def _watch(self, watch: _Watch, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, unless the node falls silent, the deadline passes or the request is revoked."""
-        placed, revoked = watch.placed, watch.revoked
-        tick = TICK if watch.has_token else FIRST_TICK
-        task = asyncio.ensure_future(work)
-        try:
-            while True:
-                waited: set[asyncio.Future[Any]] = {task, revoked}
-                await asyncio.wait(waited, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
-                if revoked.done():
-                    raise revoked.result()
-                if task.done():
-                    return task.result()
-                if time.monotonic() > watch.deadline:
-                    raise ServiceError("timeout", "the node did not end the request at its deadline")
-                if await self._is_given_up(watch):
-                    raise _node_failed(f"node {placed.node_id} has fallen silent")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = type(error).__name__
-            raise _node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+    async def _give_up(self, watch: _Watch) -> ServiceError | NodeFailure:
+        """Why the request is to end, as soon as it is: revoked, its deadline passed by far, or the node silent."""
+        while True:
+            await asyncio.wait({watch.revoked}, timeout=TICK if watch.has_token else FIRST_TICK)
+            if watch.revoked.done():
+                return watch.revoked.result()
+            if time.monotonic() > watch.deadline:
+                return ServiceError("timeout", "the node did not end the request at its deadline")
+            if await self._is_silent(watch):
+                return _node_failed(f"node {watch.placed.node_id} has fallen silent")
 
-    async def _is_given_up(self, watch: _Watch) -> bool:
+    async def _is_silent(self, watch: _Watch) -> bool:
         silence = await self._state.silence(watch.placed.node_id, watch.placed.epoch)
         if watch.has_token or silence < self._first_silence:
             return silence > self._silence
         nodes = await self._state.table()
         return silence > self._silence or bool((nodes.live & nodes.ready).any())
+
+
+async def _unless(given_up: asyncio.Task[Exception], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises the reason when the request is given up first."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        if given_up.done():
+            raise given_up.result()
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _end_stream(stream: aiohttp.StreamReader, given_up: asyncio.Task[Exception]) -> None:
+    if not given_up.cancelled():
+        stream.set_exception(given_up.exception() or given_up.result())
 
 
 def _node_failed(message: str) -> NodeFailure:
@@ -184,5 +197,5 @@ async def _read_end(response: aiohttp.ClientResponse) -> None:
     try:
         async with asyncio.timeout(EOF_SECONDS):
             await response.content.read()
-    except (TimeoutError, aiohttp.ClientError):
+    except (TimeoutError, aiohttp.ClientError, ServiceError, NodeFailure):
         return  # the caller closes the connection

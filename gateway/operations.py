@@ -90,7 +90,7 @@ OPERATIONS = (
             query_param(
                 "limit", "Functions per page", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}
             ),
-            query_param("after", "`next` of the page before", {"type": "string"}),
+            query_param("after", "`next` of the page before", {"type": "string", "pattern": NAME_PATTERN}),
             TENANT,
         ),
         replies={200: schema.FunctionList},

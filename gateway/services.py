@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 
 import aiohttp
 from starlette.requests import Request
@@ -16,32 +17,42 @@ from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_checked_store
 from adapters.registry import Registry
 from adapters.sources import Sources
+from adapters.store import ObjectStore
 from adapters.tenants import Tenants
 from cluster.errors import ServiceError
 from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.state import ClusterState
 from cluster.text import BaseText
+from gateway.attainment import Attainment
 from gateway.breaker import Breakers
+from gateway.cache import GraceCache
 from gateway.called import CalledDigests
 from gateway.callers import Callers
 from gateway.config import GatewayConfig, share, usage_directory
 from gateway.deploy_slots import DeploySlots
 from gateway.dispatch import Dispatcher
+from gateway.explanations import ExplanationStore, MemoryExplanations
 from gateway.functions import Functions
 from gateway.last_hour import LastHour
 from gateway.metrics import Metrics
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
 from gateway.peers import Called, Changed, Counted, Message, Peers, Revoked, TenantChanged
+from gateway.placing import Placer
 from gateway.running import Running
-from gateway.scheduling.policy import make_policy
 from gateway.shared_state import open_shared
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.usage.ledger import UsageLedger, open_ledger
 
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
+PROBE_KEY = "admin.json"
+"""Whether this object exists does not matter: the store must only answer."""
+CLOCK_SECONDS = 60.0
+"""By which this host's clock may differ from the store's without a word."""
+
+log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class Services:
     text_threads: LeavableThreads
     registry: Registry
     threads: StoreThreads
+    probe: GraceCache[None, object]
+    """Whether the store answers: anyone may ask that without a key, so it is asked once a second at most."""
     tenants: Tenants
     callers: Callers
     usage: UsageLedger
@@ -66,7 +79,9 @@ class Services:
     running: Running
     metrics: Metrics
     last_hour: LastHour
+    attainment: Attainment
     called: CalledDigests
+    explanations: ExplanationStore
     deploys: DeploySlots
     sources: Sources
     source_threads: LeavableThreads
@@ -105,6 +120,13 @@ class Services:
         self.functions.forget_tenant(tenant)
 
 
+def _compare_clocks(store: ObjectStore) -> None:
+    """Raises StoreUnavailable."""
+    ahead = time() - store.now()
+    if abs(ahead) > CLOCK_SECONDS:
+        log.warning("this host's clock is %+.0f s from the registry's: usage is counted in other hours", ahead)
+
+
 def services_of(request: Request) -> Services:
     services = request.state.services
     assert isinstance(services, Services)
@@ -116,11 +138,13 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     """Raises what the parts raise when a file is missing or a setting is wrong: the gateway does not start then."""
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
+    await asyncio.to_thread(_compare_clocks, store)
     registry, tenants = Registry(store, base), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     secret = read_secret(Path(config.secret_file))
-    running, last_hour, callers = Running(), LastHour(monotonic), Callers(config, tenants, threads, monotonic)
+    running, last_hour, attainment = Running(), LastHour(monotonic), Attainment(monotonic)
+    callers = Callers(config, tenants, threads, monotonic)
     # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with (
@@ -140,7 +164,8 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             first_silence=config.record_expiry,
             breakers=breakers,
         )
-        policy = make_policy(config.policy)
+        explanations = MemoryExplanations()
+        placer = Placer(shared.cluster, config.policy, base.fingerprint, metrics, explanations, gateways=config.workers)
         services = Services(
             config=config,
             base=base,
@@ -148,6 +173,9 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             text_threads=LeavableThreads(TEXT_THREADS),
             registry=registry,
             threads=threads,
+            probe=GraceCache(
+                lambda _: threads.read(store.head, PROBE_KEY), clock=monotonic, fresh=config.cache_seconds, grace=0.0
+            ),
             tenants=tenants,
             callers=callers,
             usage=usage,
@@ -159,14 +187,16 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             record_rates=RecordRates(monotonic),
             secret=secret,
             dispatcher=Dispatcher(
-                shared.cluster, policy, client, base.fingerprint, running, metrics, last_hour, called, shared.limits
+                shared.cluster, placer, client, running, metrics, last_hour, attainment, called, shared.limits
             ),
             breakers=breakers,
             node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
             running=running,
             metrics=metrics,
             last_hour=last_hour,
+            attainment=attainment,
             called=called,
+            explanations=explanations,
             deploys=DeploySlots(
                 uploads=share(config.max_uploads, config),
                 tenant_uploads=share(config.max_tenant_uploads, config),

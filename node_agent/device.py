@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,20 @@ def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+def cpu_name() -> str:
+    """The processor's, as the kernel has it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def hardware_name(device: torch.device) -> str:
+    """What computes: the GPU's name, or the processor's and how many threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,6 +1,7 @@
 -- A place on a node is taken, if it lives, has one free, and nobody took one since the caller looked.
 -- KEYS: node, ends, demands, version
--- ARGV: request, payload, generation that was seen (empty: any), expiry of records, length of a reservation, channel
+-- ARGV: request, payload, generation that was seen (empty: any), expiry of records, length of a reservation, channel,
+--       places beyond the queue's limit that it may take
 -- Returns {1 taken | 0 full, silent or changed | -1 unknown node, version, generation}
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -14,7 +15,7 @@ for _, request in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
 local held = redis.call('ZCARD', KEYS[2])
-if now - tonumber(node[1]) >= tonumber(ARGV[4]) or tonumber(node[3]) + held >= tonumber(node[4])
+if now - tonumber(node[1]) >= tonumber(ARGV[4]) or tonumber(node[3]) + held >= tonumber(node[4]) + tonumber(ARGV[7])
   or (ARGV[3] ~= '' and ARGV[3] ~= generation) then
   return {0, version, tonumber(generation)}
 end

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli import functions, invoke, nodes, profile, registry, serve, usage, versions
+from garnish.cli import explain, functions, invoke, nodes, profile, registry, serve, usage, versions
 from garnish.errors import FrontDoorError
 from garnish.text import printable
 
@@ -26,6 +26,7 @@ functions.register(app)
 versions.register(app)
 invoke.register(app)
 nodes.register(app)
+explain.register(app)
 profile.register(app)
 usage.register(app)
 registry.register(app)

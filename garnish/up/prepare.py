@@ -14,6 +14,7 @@ import msgspec
 
 from adapters.errors import AdapterError, NotFound
 from adapters.open_store import open_checked_store
+from adapters.slo import Slo
 from adapters.tenants import Limits, Tenants
 from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
@@ -22,6 +23,7 @@ from garnish.connection import Connection
 from garnish.credentials import FILE_NAME, Credentials, prepare_keys, read_credentials, write_credentials
 from garnish.errors import StartError
 from garnish.protocol import CONFIG_FILE
+from garnish.service_file import Tenant
 from garnish.settings import (
     UP_SHUTDOWN_SECONDS,
     Base,
@@ -143,8 +145,14 @@ def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str
     """Make the tenants what the file says; those of `before` that it no longer names are left to the admin routes."""
     names = {*tenant_names(service), *([OPEN_TENANT] if service.auth == "none" else [])}
     for name in names:
-        written = service.tenants.get(name)
-        tenants.put(name, declared=True, limits=(written.limits if written else None) or Limits())
+        written = service.tenants.get(name) or Tenant()
+        tenants.put(
+            name,
+            declared=True,
+            limits=written.limits or Limits(),
+            slo=written.slo or Slo(),
+            weight=1.0 if written.weight is None else written.weight,
+        )
     for name in set(before) - names:
         with suppress(NotFound):  # another registry than the credentials were made for
             tenants.get(name)

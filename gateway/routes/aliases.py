@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.errors import NotFound
-from adapters.function_changes import check_alias
 from adapters.functions import FunctionRecord
+from adapters.names import NAME_RULE, is_alias
 from cluster.errors import ServiceError
 from gateway.alias_schema import AliasPast, AliasReply, AliasTarget, Rollback
 from gateway.bodies import decode_json, read_call_body
@@ -38,7 +38,8 @@ async def put_alias(request: Request) -> Response:
     wanted = decode_json(await read_call_body(request, services.config), AliasTarget)
     if (wanted.version is None) == (wanted.weights is None):
         raise ServiceError("validation_failed", "send exactly one of version and weights", param="version")
-    check_alias(moved)
+    if not is_alias(moved):
+        raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
     weights = {str(wanted.version): 1.0} if wanted.weights is None else wanted.weights
     with services.functions.changing(tenant, name):
         record = await services.threads.write(

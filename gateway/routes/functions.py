@@ -12,6 +12,8 @@ from starlette.responses import Response
 from adapters.aliases import Alias
 from adapters.errors import NotFound
 from adapters.functions import FunctionRecord, Manifest, VersionEntry
+from adapters.names import is_name
+from cluster.errors import ServiceError
 from cluster.state import NodeView
 from gateway import schema
 from gateway.bodies import decode_json, read_call_body
@@ -29,6 +31,8 @@ async def list_functions(request: Request) -> Response:
     known_only(request, "limit", "after")
     limit = integer(request, "limit", 100, 1, MAX_PAGE)
     after = request.query_params.get("after", "")
+    if after and not is_name(after):
+        raise ServiceError("validation_failed", "after is the `next` of the page before", param="after")
     records, following = await services.threads.read(services.registry.functions, tenant, after, limit)
     nodes = await services.cluster.nodes()
     items = [_item(record, _called(services, tenant, record), nodes) for record in records]

@@ -13,9 +13,6 @@ from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 
-PROBE_KEY = "admin.json"
-"""Whether this object exists does not matter: the store must only answer."""
-
 
 async def healthz(request: Request) -> Response:
     known_only(request)
@@ -35,7 +32,7 @@ async def readyz(request: Request) -> Response:
 
 async def _store(services: Services) -> schema.Check:
     try:
-        await services.threads.read(services.registry.store.head, PROBE_KEY)
+        await services.probe.get(None)
     except StoreUnavailable:
         return schema.Check(ok=False, problem="the registry does not answer")
     return schema.Check(ok=True)

@@ -85,7 +85,10 @@ class ColdPasses:
         assert request.lease is not None and request.cold is not None
         phases = request.cold
         begun = time.monotonic()
-        plan = self.cold_start.plan(request.lease, length)
+        ahead = sum(
+            self.cold_start.warm_seconds(cold.row.length, self.num_layers - cold.run.layer) for cold in self.open
+        )
+        plan = self.cold_start.plan(request.lease, length, ahead)
         row = Row(request, length)
         if not phases.planned:
             phases.planned, phases.load_forecast = begun, sum(plan.load)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from cluster.messages import Adapter, Sampling
+from cluster.messages import Adapter, Sampling, SloClass
 from node_agent.types import Lease
 
 
@@ -41,6 +41,10 @@ class ColdPhases:
     """chunks that were computed again because a worker failed"""
 
 
+USUAL_TTFT = 10.0
+"""Seconds in which a request without a promise is due: finite, so that those with one can't pass it for ever."""
+
+
 @dataclass(eq=False)
 class Request:
     """`tokens` is the prompt and what was generated; the KV cache holds the first `computed` of them."""
@@ -53,6 +57,11 @@ class Request:
     deadline: float
     adapter: Adapter | None
     ignore_eos: bool
+    function: str = ""
+    weight: float = 1.0
+    slo_class: SloClass = "standard"
+    ttft: float | None = None
+    tpot: float | None = None
     found: str = "none"
     """where the adapter was when the request arrived"""
     arrived: float = field(default_factory=time.monotonic)
@@ -71,9 +80,20 @@ class Request:
     """a worker failed it: its chunk waits for the whole adapter"""
     counts: Counter[int] = field(default_factory=Counter)
     """generated tokens, kept only where a penalty needs them"""
+    preemptions: int = 0
+    """how often it gave its place to a strict request; what it has computed since the last one is in `computed`"""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+
+    @property
+    def due(self) -> float:
+        """When its first token is; monotonic seconds."""
+        return self.arrived + (USUAL_TTFT if self.ttft is None else self.ttft)
+
+    @property
+    def rank(self) -> int:
+        return max(self.adapter.ranks, default=0) if self.adapter else 0
 
     @property
     def generated(self) -> int:

@@ -18,7 +18,9 @@ from node_agent.coldstart.setup import cores_to_leave, start_workers, use_profil
 from node_agent.config import EngineConfig
 from node_agent.cores import usable_cores
 from node_agent.device import DTYPES, free_memory, pick_device
-from node_agent.engine.loop import Engine, Limits
+from node_agent.engine.limits import Limits
+from node_agent.engine.loop import Engine
+from node_agent.engine.reserves import Callers
 from node_agent.ipc import Finished, Submit
 from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token, load_model
 
@@ -84,6 +86,7 @@ def warm_up(engine: Engine) -> None:
     last = engine.take_events()[-1]
     if not isinstance(last, Finished) or last.reason != "length":
         raise WarmUpFailed(f"the dummy request ended with {last}")
+    engine.callers = Callers()  # no place is kept for the dummy's tenant
 
 
 def _kv_blocks(config: EngineConfig, model: PreTrainedModel) -> int:

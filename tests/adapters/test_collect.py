@@ -59,7 +59,8 @@ def age(store: LocalStore, seconds: float = ORPHAN_SECONDS + 60, part: str = "")
     for info in all_objects(store, "tenants/"):
         if info.key.endswith("function.json") and part in f"/{info.key}":
             record = msgspec.json.decode(store.get(info.key).data, type=FunctionRecord)
-            store.put(info.key, msgspec.json.encode(msgspec.structs.replace(record, unlisted=when)))
+            removed = dict.fromkeys(record.removed, when)
+            store.put(info.key, msgspec.json.encode(msgspec.structs.replace(record, removed=removed)))
     for path in store.root.rglob("*"):
         if path.is_file() and part in str(path) and not path.relative_to(store.root).parts[0].startswith("."):
             os.utime(path, (when, when))
@@ -134,6 +135,18 @@ def test_what_was_deleted_a_moment_ago_stays(tmp_path: Path, base: BaseModel, go
     assert (collect(store).artifacts, keys(store)) == (0, before)
     age(store)
     assert collect(store).artifacts == 2
+
+
+def test_later_deletions_do_not_keep_what_earlier_ones_left(tmp_path: Path, base: BaseModel, good: Good) -> None:
+    """Else a function that is deployed and tidied up every day would never be collected."""
+    store = LocalStore(tmp_path)
+    registry = Registry(store, base)
+    for alpha in (8, 9, 10):
+        registry.deploy("acme", "f", *variant(good, alpha))
+    registry.delete_version("acme", "f", 1)
+    age(store)
+    registry.delete_version("acme", "f", 2)
+    assert (collect(store).manifests, len(keys(store))) == (1, 1 + 2 + 3 + 2)
 
 
 def test_content_written_anew_since_it_was_listed_stays(tmp_path: Path) -> None:

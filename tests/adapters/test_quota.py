@@ -169,6 +169,24 @@ def test_deploys_into_a_deleted_tenant(store: ObjectStore, base: BaseModel, adap
     assert registry.deploy("acme", "f", *adapters[0]).version == 2  # numbers are never used twice
 
 
+def test_a_deploy_that_a_deletion_of_its_tenant_missed_leaves_nothing(
+    store: ObjectStore, base: BaseModel, adapters: Any
+) -> None:
+    tenants, registry = Tenants(store), Registry(store, base)
+    tenants.put("acme")
+    put = registry.contents.put_files
+
+    def put_files(*arguments: Any) -> None:
+        delete_tenant(tenants, registry, "acme")
+        put(*arguments)
+
+    registry.contents.put_files = put_files  # type: ignore[method-assign]
+    with pytest.raises(NotFound):
+        registry.deploy("acme", "f", *adapters[0])
+    tenants.replace("acme", Limits())
+    assert registry.functions("acme") == ([], None)
+
+
 def test_a_deletion_that_died_is_ended_by_the_next(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
     tenants, registry = Tenants(store), Registry(store, base)
     tenants.put("acme")

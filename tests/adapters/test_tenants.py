@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.errors import InvalidRequest, NotFound
+from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.keys import Principal, new_key, parse_key
 from adapters.names import NAME
+from adapters.slo import Slo
 from adapters.store import ObjectStore
-from adapters.tenants import Limits, Slo, Tenant, Tenants
+from adapters.tenants import Limits, Tenant, Tenants
 
 
 @pytest.fixture
@@ -126,3 +127,19 @@ def test_no_key_is_lost_in_a_race(tenants: Tenants, store: ObjectStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         texts = [text for text, _ in pool.map(lambda _: Tenants(store).add_key("acme"), range(16))]
     assert all(tenants.verify(text) for text in texts)
+
+
+def test_keys_that_were_revoked_first_make_room(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a tenant that changes its keys now and then would one day get none any more."""
+    monkeypatch.setattr("adapters.tenants.MAX_KEYS", 3)
+    tenants.put("acme")
+    made = [tenants.add_key("acme") for _ in range(3)]
+    with pytest.raises(Conflict, match="revoke"):
+        tenants.add_key("acme")
+    for _, record in (made[1], made[0]):
+        tenants.revoke_key("acme", record.key_id)
+    made += [tenants.add_key("acme") for _ in range(2)]
+    assert [tenants.verify(text) is not None for text, _ in made] == [False, False, True, True, True]
+    assert [key.key_id for key in tenants.get("acme").keys] == [record.key_id for _, record in made[2:]]
+    with pytest.raises(NotFound):
+        tenants.revoke_key("acme", made[0][1].key_id)

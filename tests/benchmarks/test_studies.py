@@ -30,8 +30,18 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
         ("gateway", ["--model"], {"rps", "added_p50_ms", "added_p99_ms", "idle_streams_held"}),
-        ("scale", ["--model"], {"deploy_ms_at_40", "deploy_ms_at_400", "resolve_us_at_4000", "list_page_ms"}),
+        (
+            "scale",
+            ["--model"],
+            {"deploy_ms_at_40", "deploy_ms_at_400", "resolve_us_at_4000", "list_page_ms", "s3_gc_s"},
+        ),
         ("exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
+        (
+            "perfmodel",
+            ["--dtype", "float32", "--threads", "1", "--adapter-memory", "16", "--model"],
+            {"r2_decode", "r2_prefill", "r2_paper_form", "heldout_median_error", "eval_us"},
+        ),
+        ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
         ("serve", ["--base"], SERVE),
         (
             "coldstart",

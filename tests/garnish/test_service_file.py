@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from adapters.slo import Slo
 from adapters.tenants import Limits
 from garnish.config import ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.errors import ServiceFileError
@@ -136,8 +137,6 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
         ("node.runner", "node: {runner: lightllm}"),
         ("node.predictor", "node: {predictor: lstm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
-        ("tenants.acme.weight", "tenants: {acme: {weight: 2}}"),
-        ("tenants.acme.slo", "tenants: {acme: {slo: {ttft_ms: 500}}}"),
         ("functions.f.provisioned", "functions: {f: {adapter: a, provisioned: 1}}"),
         ("functions.f.idle_ttl", "functions: {f: {adapter: a, idle_ttl: 15m}}"),
     ],
@@ -175,6 +174,35 @@ def test_workers_share_a_redis(tmp_path: Path) -> None:
             load(tmp_path, HEAD + f"gateway: {text}")
         assert (refused.value.field, refused.value.line) == (field, 3)
         assert "word" not in str(refused.value)
+
+
+def test_weights_and_slos(tmp_path: Path) -> None:
+    slo = "{ttft_ms: 500, tpot_ms: 60, attain: 0.95, class: strict}"
+    service = load(
+        tmp_path, HEAD + f"tenants: {{a: {{weight: 2, slo: {slo}}}, b: {{slo: {{class: best_effort}}}}, c: }}"
+    )
+    assert (service.tenants["a"].weight, service.tenants["a"].slo) == (2.0, Slo(500, 60, 0.95, "strict"))
+    assert service.tenants["b"].slo == Slo(slo_class="best_effort")
+    assert (service.tenants["c"].weight, service.tenants["c"].slo) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weight", "{weight: 0}"),
+        ("weight", "{weight: .inf}"),
+        ("weight", "{weight: .nan}"),
+        ("slo.ttft_ms", "{slo: {ttft_ms: 0}}"),
+        ("slo.ttft_ms", "{slo: {ttft_ms: .inf}}"),
+        ("slo.attain", "{slo: {attain: 1.5}}"),
+        ("slo.class", "{slo: {class: gold}}"),
+        ("slo.clas", "{slo: {clas: strict}}"),
+    ],
+)
+def test_weights_and_slos_that_mean_nothing(tmp_path: Path, field: str, value: str) -> None:
+    with pytest.raises(ServiceFileError) as refused:
+        load(tmp_path, HEAD + f"tenants: {{acme: {value}}}")
+    assert (refused.value.field, refused.value.line) == (f"tenants.acme.{field}", 3)
 
 
 def test_environment_gives_any_kind_of_value(tmp_path: Path) -> None:

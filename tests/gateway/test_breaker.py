@@ -7,12 +7,16 @@ from collections.abc import Callable
 import msgspec
 from running_gateway import Running
 from stub_node import echo
-from test_gateway_parts import RECORD
 
+from cluster.messages import NodeRecord
 from cluster.node_table import NodeTable
 from gateway.breaker import FIRST_PAUSE, LONGEST_PAUSE, THRESHOLD, Breakers
 
 NODE = ("n", "1")
+RECORD = NodeRecord(
+    id="n", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,
+    running=0, queued=0, queue_limit=4, kv_blocks_free=10, kv_blocks=10, block_tokens=16,
+)  # fmt: skip
 
 
 class Clock:

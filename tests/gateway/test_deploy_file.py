@@ -97,11 +97,14 @@ def test_an_adapter_that_is_not_there(folder: Folder) -> None:
 @pytest.fixture
 def tenants() -> Iterator[tuple[str, dict[str, Any]]]:
     """What API.md says of tenants that exist and that do not, over a dict."""
-    known: dict[str, Any] = {"acme": {}}
+    known: dict[str, Any] = {"acme": {}, "initech": {}}
 
-    async def put(request: Request) -> JSONResponse:
-        known[request.path_params["name"]] = await request.json()
-        return JSONResponse({"id": request.path_params["name"]}, 201)
+    async def tenant(request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        if request.method == "PUT":
+            known[name] = await request.json()
+            return JSONResponse({"id": name}, 201)
+        return JSONResponse({"limits": {}, "slo": {}, "weight": 1.0, "declared": name == "initech", **known[name]})
 
     async def functions(request: Request) -> JSONResponse:
         if request.headers["x-garnish-tenant"] in known:
@@ -109,19 +112,24 @@ def tenants() -> Iterator[tuple[str, dict[str, Any]]]:
         content = {"type": "not_found", "message": "there is no such tenant", "param": None, "request_id": "r"}
         return JSONResponse({"error": content}, 404)
 
-    routes = [Route("/tenants/{name}", put, methods=["PUT"]), Route("/functions", functions)]
+    routes = [Route("/tenants/{name}", tenant, methods=["GET", "PUT"]), Route("/functions", functions)]
     with served(Starlette(routes=routes)) as url:
         yield url, known
 
 
-def test_an_administrator_makes_the_missing_tenants(tenants: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_an_administrator_makes_and_changes_tenants(tenants: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     url, known = tenants
     folder = Folder(tmp_path, url, f"gak_{'0' * 12}_{'0' * 64}")
-    (tmp_path / "serverless.yml").write_text("service: s\nbase_model: b\ntenants: {acme: {}, globex: {weight: 1}}\n")
-    assert folder.run("--dry-run").stdout == "tenant acme: nothing to do\ntenant globex: create\n"
+    file = tmp_path / "serverless.yml"
+    file.write_text("service: s\nbase_model: b\ntenants: {acme: {}, globex: {weight: 2}, initech: {weight: 3}}\n")
+    later = "tenant initech: is taken from the gateway's own serverless.yml at its next start\n"
+    assert folder.run("--dry-run").stdout == "tenant acme: nothing to do\ntenant globex: create\n" + later
     folder.deploy()
-    assert known == {"acme": {}, "globex": {"weight": 1}}
-    assert folder.deploy()["plan"]["tenants"] == [
-        {"tenant": "acme", "action": "none"},
-        {"tenant": "globex", "action": "none"},
-    ]
+    assert known == {"acme": {}, "globex": {"weight": 2}, "initech": {}}
+    assert [step["action"] for step in folder.deploy()["plan"]["tenants"]] == ["none", "none", "later"]
+    file.write_text("service: s\nbase_model: b\ntenants: {globex: {slo: {ttft_ms: 500, class: strict}}}\n")
+    assert folder.run("--dry-run").stdout == "tenant globex: change slo\n"
+    folder.deploy()
+    slo = {"ttft_ms": 500, "tpot_ms": None, "attain": 0.99, "class": "strict"}
+    assert known["globex"] == {"limits": {}, "slo": slo, "weight": 2}
+    assert [step["action"] for step in folder.deploy()["plan"]["tenants"]] == ["none"]

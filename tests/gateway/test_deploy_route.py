@@ -261,3 +261,18 @@ def test_a_tenants_open_uploads_hold_up_only_that_tenant(start: Callable[..., Ru
         raw.sendall(data)
         assert raw.recv(100).startswith(b"HTTP/1.1 201")
     assert running.client().post("/deploy/g", files=pirate).status_code == 201
+
+
+def test_uploads_that_no_disk_takes(gateway: Running, pirate: dict) -> None:
+    """An outage that passes, not an error of ours; the registry is untouched and serves on."""
+    client, folder = gateway.client(), Path(gateway.config.tmp_dir)
+    assert client.post("/deploy/f", files=pirate).status_code == 201
+    folder.rmdir()
+    folder.write_text("")  # as on a disk that is full, nothing can be made here
+    reply = client.post("/deploy/f", files=pirate)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "unavailable")
+    assert int(reply.headers["retry-after"]) >= 1 and str(folder) not in reply.text
+    assert client.post("/invoke/f", json={"prompt": "x"}).status_code == 200
+    folder.unlink()
+    folder.mkdir()
+    assert client.post("/deploy/f", files=pirate).status_code == 200

@@ -21,6 +21,8 @@ import pytest
 from stub_node import StubNode, echo, hang_after_first, stub_node
 
 from adapters.base_model import load_base_model
+from adapters.local_store import LocalStore
+from adapters.tenants import Tenants
 from cluster.secret import create_secret
 from gateway.config import GatewayConfig
 
@@ -51,9 +53,9 @@ def config(stories_dir: Path, tmp_path: Path) -> GatewayConfig:
 
 
 @contextmanager
-def process(config: GatewayConfig, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(config: GatewayConfig, log: Path, program: str = PROGRAM) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stderr=out, stdout=out)
+        child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=out, stdout=out)
     try:
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(config))
@@ -165,6 +167,30 @@ def test_usage_survives_a_kill(config: GatewayConfig, tmp_path: Path) -> None:
         "completion_tokens": sum(usage["completion_tokens"] for usage in seen),
         "cold_starts": 11,  # the stub says of every call that it was one
     }
+
+
+def test_a_clock_that_is_hours_ahead(config: GatewayConfig, tmp_path: Path) -> None:
+    """It is told; keys end and usage counts all the same."""
+    url, store = f"http://127.0.0.1:{config.port}", LocalStore(Path(config.registry))
+    tenants = Tenants(store)
+    tenants.put("acme")
+    text, record = tenants.add_key("acme")
+    program = "import time\nreal = time.time\ntime.time = lambda: real() + 6 * 3600\n" + PROGRAM
+    with (
+        process(msgspec.structs.replace(config, auth="keys"), tmp_path / "log", program) as child,
+        stub_node(node_of(config, echo)) as node,
+        httpx.Client(base_url=url, headers={"authorization": f"Bearer {text}"}, timeout=30) as client,
+    ):
+        wait_for(url, "/healthz", child)
+        assert node.publish(url).status_code == 204
+        assert client.post("/invoke/stories260K", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert client.get("/usage").json()["total"]["requests"] == 1
+        tenants.revoke_key("acme", record.key_id)
+        while client.get("/functions").status_code == 200:
+            pass
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 0
+    assert "clock is +21600 s from the registry" in (tmp_path / "log").read_text()
 
 
 def test_does_not_start_without_its_model(config: GatewayConfig, tmp_path: Path) -> None:

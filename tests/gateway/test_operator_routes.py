@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from openapi_spec_validator import validate
 from prometheus_client.parser import text_string_to_metric_families
 from running_gateway import Running, upload
 
+from adapters.local_store import LocalStore
 from cluster.messages import Resident
 from cluster.secret import authorization
 from gateway import schema
@@ -184,3 +186,22 @@ def test_every_public_route_is_in_the_document() -> None:
     hidden = {("/cluster/record", "POST"), ("/openapi.json", "GET")}
     routed = {(route.path.replace(":path", ""), method) for route in ROUTES for method in route.methods - {"HEAD"}}
     assert routed - hidden == listed
+
+
+@pytest.mark.parametrize("after", ["../x", "A", "\0", "a" * 65, "\ud7ff"])
+def test_pages_begin_where_others_ended(gateway: Running, after: str) -> None:
+    reply = gateway.client().get("/functions", params={"after": after})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (422, "after")
+
+
+def test_whoever_asks_for_readiness_costs_the_store_nothing(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(cache_seconds=3600.0)
+    running.node()
+    asked: list[str] = []
+    head = LocalStore.head
+    monkeypatch.setattr(LocalStore, "head", lambda store, key: asked.append(key) or head(store, key))
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: running.client(None).get("/readyz").status_code, range(40)))
+    assert (replies, len(asked)) == ([200] * 40, 1)

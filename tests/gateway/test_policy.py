@@ -38,7 +38,7 @@ def test_stated_fields_change_and_null_takes_one_back(gateway: Running, client: 
 
 def test_what_is_not_enforced_is_refused(client: httpx.Client) -> None:
     for field, value, param in [
-        ("slo_class", "strict", "slo_class"),
+        ("slo_class", "gold", "slo_class"),
         ("provisioned", 1, "provisioned"),
         ("idle_ttl", 60, "idle_ttl"),
         ("odd", 1, "odd"),

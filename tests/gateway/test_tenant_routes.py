@@ -34,6 +34,7 @@ def test_a_tenants_life(gateway: Running, pirate: dict) -> None:
         "weight": 1.0,
         "declared": False,
         "keys": [],
+        "attainment": [],
     }
     key = admin.post("/tenants/new/keys")
     assert (key.status_code, key.headers["cache-control"]) == (201, "no-store")
@@ -85,8 +86,11 @@ def test_only_for_administrators(gateway: Running, method: str, path: str) -> No
     [
         ({"limits": {"rps": 0}}, "limits.rps"),
         ({"limits": {"tokens_per_minute": -5}}, "limits.tokens_per_minute"),
-        ({"slo": {"ttft_ms": 500}}, "slo"),
-        ({"weight": 2}, "weight"),
+        ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
+        ({"slo": {"class": "gold"}}, "slo.class"),
+        ({"slo": {"slo_class": "strict"}}, "slo.slo_class"),
+        ({"weight": 0}, "weight"),
+        ({"weight": 1e9}, "weight"),
         ({"limits": {"adapters": 0}}, "limits.adapters"),
         ({"limits": {"adapters": 1.5}}, "limits.adapters"),
         ({"limits": {"bytes": -1}}, "limits.bytes"),

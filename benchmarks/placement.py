@@ -1,0 +1,146 @@
+"""How long placing a request takes in the gateway, by the number of nodes.
+
+`scoring` is one choice of a policy among all nodes; `place` the whole of it over the cluster state in memory: who is
+able, the choice, the reservation, and what `garnish explain` will tell. Between two placements places are given back
+and nodes publish their records, whose own time is `publish`. Nodes have drawn batches and resident adapters, and
+requests ask for drawn adapters, some of them called often. One process, one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.report import arguments, contention_probe, publish, report
+from cluster.messages import NodeRecord, Resident
+from cluster.node_table import ASSUMED
+from cluster.state import MemoryClusterState
+from gateway.scheduling.placement import Trace, able, place
+from gateway.scheduling.policy import POLICIES, make_policy
+from gateway.scheduling.request import PlacementRequest
+
+RANKS = (8, 16, 32, 64)
+ADAPTERS = 40_000
+RESIDENT = 200
+"""Adapters in a record."""
+OPEN = 500
+"""Reservations that are open at once."""
+
+
+def record(draw: random.Random, index: int, seq: int) -> NodeRecord:
+    running = draw.randrange(24)
+    model = msgspec.structs.replace(ASSUMED, exposed_share=draw.uniform(0.1, 1.0))
+    tiers = ("device", "host", "disk")
+    return NodeRecord(
+        id=f"node-{index:04d}",
+        epoch="1",
+        seq=seq,
+        url="http://127.0.0.1:1",
+        state="ready",
+        base="b",
+        base_id="b",
+        max_context=8192,
+        running=running,
+        queued=draw.randrange(3),
+        queue_limit=4096,
+        kv_blocks_free=4000,
+        kv_blocks=8000,
+        block_tokens=16,
+        max_rows=32,
+        batch_ranks=[draw.choice(RANKS) for _ in range(running)],
+        batch_contexts=[draw.randrange(2000) for _ in range(running)],
+        batch_slots=list(range(running)),
+        tightest_tpot=0.06,
+        performance=model,
+        prompt_tokens_left=draw.randrange(500),
+        residents=[Resident(digest(draw), draw.choice(tiers), 10**7, draw.randrange(2)) for _ in range(RESIDENT)],
+    )
+
+
+def digest(draw: random.Random) -> str:
+    """A few are called much more often than the others."""
+    return f"{int(ADAPTERS * draw.random() ** 4):064x}"
+
+
+def request(draw: random.Random, number: int) -> PlacementRequest:
+    return PlacementRequest(
+        id=f"inv_{number}-0",
+        prompt_tokens=draw.randrange(1, 1000),
+        max_tokens=256,
+        digest=digest(draw),
+        adapter_bytes=10**7,
+        rank=draw.choice(RANKS),
+        expected_tokens=draw.uniform(10, 250),
+        typical_tokens=100.0,
+        ttft=5.0,
+        tpot=0.06,
+    )
+
+
+async def measure(policy: str, nodes: int, count: int, seed: int) -> dict[str, Any]:
+    draw = random.Random(seed)
+    state, chooser = MemoryClusterState(time.monotonic, expiry=1e9), make_policy(policy)
+    for index in range(nodes):
+        await state.publish(record(draw, index, 0))
+    scoring, placing, publishing = [], [], []
+    open_ones: deque[tuple[str, str]] = deque()
+    for number in range(count):
+        wanted = request(draw, number)
+        table = await state.table()
+        candidates = able(table, "b", wanted, frozenset())
+        begin = time.perf_counter()
+        chooser.choose(table, candidates, wanted)
+        scoring.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        placed = await place(state, chooser, "b", wanted, trace=Trace())
+        placing.append(time.perf_counter() - begin)
+        open_ones.append((placed.node_id, wanted.id))
+        while len(open_ones) > OPEN:
+            await state.release(*open_ones.popleft())
+        if number % 4 == 0:
+            fresh = record(draw, draw.randrange(nodes), number + 1)
+            begin = time.perf_counter()
+            await state.publish(fresh)
+            publishing.append(time.perf_counter() - begin)
+    measured = {"scoring": scoring, "place": placing, "publish": publishing}
+    return {"policy": policy, "nodes": nodes} | {
+        f"{name}_{label}_us": value for name, times in measured.items() for label, value in _percentiles(times).items()
+    }
+
+
+def _percentiles(times: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(times[len(times) // 10 :], (50, 99)) * 1e6  # the first ones warm up
+    return {"p50": float(p50), "p99": float(p99)}
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    settings: dict[str, Any] = {"nodes": [60, 1000], "requests": 20_000, "adapters": ADAPTERS, "resident": RESIDENT}
+    if options.quick:
+        settings |= {"requests": 1_000}
+    probe = contention_probe()
+    rows = [
+        asyncio.run(measure(policy, nodes, settings["requests"], options.seed))
+        for nodes in settings["nodes"]
+        for policy in POLICIES
+    ]
+    settings |= {"probe_before_ms": probe, "probe_after_ms": contention_probe()}
+    own = [row for row in rows if row["policy"] == "rank_aware"]
+    figures = {
+        f"{name}_{label}_us_at_{row['nodes']}": row[f"{name}_{label}_us"]
+        for row in own
+        for name in ("scoring", "place", "publish")
+        for label in ("p50", "p99")
+    }
+    publish(report("placement", settings, options.seed, rows, figures), options.json)
+
+
+if __name__ == "__main__":
+    main()

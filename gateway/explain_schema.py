@@ -1,0 +1,27 @@
+"""Messages of GET /explain/{id}."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.scheduling.decision import Decision
+
+
+class ExplainReply(msgspec.Struct, frozen=True):
+    """How the generations of one call were placed."""
+
+    id: str
+    """The call's, as its reply names it."""
+    request_id: str
+    tenant: str
+    function: str
+    placements: list[ExplainedPlacement]
+    """In their order: one per choice of the call, one more for each that was placed again after a node had failed."""
+    left_out: int
+    """So many more were not kept."""
+
+
+class ExplainedPlacement(msgspec.Struct, frozen=True):
+    request: str
+    """The generation's id."""
+    decision: Decision

@@ -1,0 +1,128 @@
+"""Hosts whose clocks are hours away from the store's: ages and deadlines in the registry are by the store's clock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from s3_proxy import Fault, Proxy
+
+from adapters.base_model import BaseModel
+from adapters.collect import ORPHAN_SECONDS
+from adapters.contents import REWRITE_SECONDS
+from adapters.errors import Conflict, StoreUnavailable
+from adapters.local_store import LocalStore
+from adapters.open_store import open_store
+from adapters.quota import HOLD_SECONDS, Quota
+from adapters.registry import Registry
+from adapters.s3_calls import S3Limits
+from adapters.s3_store import S3Store
+from adapters.s3_url import S3Place
+from adapters.store import ObjectStore
+from adapters.tenants import Limits, Tenants
+
+SKEWED = """
+import sys, time
+real = time.time
+time.time = lambda: real() + float(sys.argv[2])
+from adapters.collect import collect
+from adapters.open_store import open_store
+from adapters.quota import Quota
+store = open_store(sys.argv[1])
+"""
+COLLECT = "done = collect(store); print(done.blobs + done.artifacts + done.manifests)"
+HOLD = "print(Quota(store).take('acme', 10))"
+KEY = "blobs/sha256/" + "ab" * 32
+
+
+@pytest.fixture
+def skewed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """skewed(seconds): from now on this process's clock is so much ahead of the others'."""
+    real = time.time
+
+    def set_ahead(seconds: float) -> None:
+        monkeypatch.setattr(time, "time", lambda: real() + seconds)
+
+    return set_ahead
+
+
+def elsewhere(code: str, url: str, ahead: float) -> str:
+    """What the code prints on a host whose clock is so many seconds ahead."""
+    command = [sys.executable, "-c", SKEWED + code, url, str(ahead)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("ahead", [-2 * ORPHAN_SECONDS, 2 * ORPHAN_SECONDS])
+def test_the_stores_clock_is_its_own(
+    new_store: Callable[[], ObjectStore], skewed: Callable[[float], None], ahead: float
+) -> None:
+    store, before = new_store(), time.time()
+    skewed(ahead)
+    store.put("key", b"1")
+    info = store.head("key")
+    assert info is not None
+    assert abs(store.now() - before) < 60 and abs(store.now() - info.modified) < 60
+
+
+def test_collecting_on_a_host_that_is_days_ahead_removes_nothing_young(new_url: Callable[[], str]) -> None:
+    url = new_url()
+    open_store(url).put(KEY, b"of a deploy under way")
+    assert elsewhere(COLLECT, url, 2 * ORPHAN_SECONDS) == "0"
+    assert open_store(url).head(KEY) is not None
+
+
+def test_a_gateway_that_is_hours_behind_writes_old_content_anew(
+    tmp_path: Path, base: BaseModel, good: tuple[bytes, Path], skewed: Callable[[float], None]
+) -> None:
+    """Else it would list what is about to be collected."""
+    store = LocalStore(tmp_path)
+    registry = Registry(store, base)
+    registry.deploy("acme", "f", *good)
+    registry.delete_function("acme", "f")
+    contents = [info.key for prefix in ("blobs/", "artifacts/") for info in store.list(prefix)]
+    then = time.time() - ORPHAN_SECONDS
+    for key in contents:
+        os.utime(tmp_path / key, (then, then))
+    skewed(-ORPHAN_SECONDS)
+    registry.deploy("acme", "g", *good)
+    infos = [store.head(key) for key in contents]
+    assert all(info is not None and info.modified > then + REWRITE_SECONDS for info in infos)
+
+
+@pytest.mark.parametrize("ahead", [-2 * HOLD_SECONDS, 2 * HOLD_SECONDS])
+def test_room_that_a_deploy_holds_is_not_taken_by_one_with_another_clock(tmp_path: Path, ahead: float) -> None:
+    store = LocalStore(tmp_path)
+    Tenants(store).put("acme", limits=Limits(adapters=1))
+    hold = elsewhere(HOLD, str(tmp_path), ahead)
+    with pytest.raises(Conflict):
+        Quota(store).take("acme", 10)
+    Quota(store).settle("acme", hold, None)
+    assert Quota(store).take("acme", 10) is not None
+
+
+def test_removals_are_remembered_by_the_stores_clock(
+    tmp_path: Path, base: BaseModel, good: tuple[bytes, Path], skewed: Callable[[float], None]
+) -> None:
+    registry = Registry(LocalStore(tmp_path), base)
+    registry.deploy("acme", "f", *good)
+    before = time.time()
+    skewed(-2 * ORPHAN_SECONDS)
+    registry.delete_function("acme", "f")
+    record = msgspec.json.decode((tmp_path / "tenants/acme/functions/f/function.json").read_bytes())
+    assert abs(record["removed"]["1"] - before) < 60
+
+
+def test_s3_tells_that_this_hosts_clock_is_wrong(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Proxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        store = S3Store(S3Place("garnish-tests"), S3Limits(connect=2.0, read=1.0, call=6.0, attempts=2))
+        proxy.faults.append(Fault("refuse", status=403, code="RequestTimeTooSkewed", times=100))
+        for call in (lambda: store.get("key"), store.now):
+            with pytest.raises(StoreUnavailable, match="set this host's clock"):
+                call()
