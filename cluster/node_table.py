@@ -202,8 +202,8 @@ class NodeTable:
             self._residents.put(row, record.residents)
         if before is None or before.base != record.base:
             self._rebase(row, before.base if before else None, record.base)
-        if before is None or before.performance != record.performance:
-            self._model(row, record.performance)
+        if before is None or (before.performance, before.base) != (record.performance, record.base):
+            self._model(row, record.performance, record.base)
         self._refresh(row)
         self.heard[row] = heard
         self.live[row] = True
@@ -271,8 +271,8 @@ class NodeTable:
         # A promise that is no positive number is none: NaN would hide the others, 0 could never be kept.
         self.tightest_tpot[row] = min((value for value in promised if value is not None and value > 0), default=np.inf)
 
-    def _model(self, row: int, measured: PerformanceModel | None) -> None:
-        problem = problem_of(measured) if measured is not None else None
+    def _model(self, row: int, measured: PerformanceModel | None, base: str) -> None:
+        problem = problem_of(measured, base) if measured is not None else None
         if problem is None:
             self._problems.pop(row, None)
         elif self._problems.get(row) != problem:

@@ -1,8 +1,8 @@
 """What a gateway believes of a node's record.
 
-The cluster secret says that the sender belongs to the cluster, not that what it says is right: a record from a broken
-node must not put NaN into every placement, and no node may have the gateway send prompts and the secret to a host that
-is not itself.
+The cluster secret says that the sender belongs to the cluster, not that what it says is right: a broken node must not
+make every placement wrong, and no node may have the gateway send prompts and the secret to a host that is not itself.
+Its performance model is another matter (cluster.model_check): one that can't be reckoned with is left out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from urllib.parse import urlsplit
 
-import msgspec
-
 from cluster.limits import Bucket
 from cluster.messages import NodeRecord
-from cluster.performance_model import PerformanceModel
 
 ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)
 STATES = ("warming", "ready", "draining")
@@ -48,22 +45,7 @@ def check_record(record: NodeRecord, peer: str, allowed_hosts: Collection[str]) 
     tpot = record.tightest_tpot
     if tpot is not None and not 0 < tpot < math.inf:
         raise BadRecord(f"tightest_tpot: {tpot} is no time")
-    if record.performance is not None:
-        check_performance(record.performance, record.base)
     _check_url(record.url, peer, allowed_hosts)
-
-
-def check_performance(model: PerformanceModel, base: str) -> None:
-    """Raises BadRecord for a model of another base, or with numbers that no time is made of."""
-    if base and model.key.base != base:
-        raise BadRecord(f"performance.key.base: measured with {model.key.base[:16]}, and the node serves {base[:16]}")
-    for part in ("decode", "prefill", "to_device", "from_store"):
-        for field, value in msgspec.structs.asdict(getattr(model, part)).items():
-            least = math.ulp(0.0) if field == "bandwidth" else 0.0
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                raise BadRecord(f"performance.{part}.{field}: {value} can't be")
-    if not 0 <= model.exposed_share < math.inf:
-        raise BadRecord(f"performance.exposed_share: {model.exposed_share} can't be")
 
 
 def _integers(record: NodeRecord) -> Iterator[tuple[str, int]]:

@@ -154,7 +154,8 @@ class RedisClusterState:
         known = "" if seen is None else seen
         record = self._book.known(node_id)
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
-        args = [request_id, payload, known, expiry, round(self._reservation_seconds * 1000), self._channel, room]
+        args: list[Value] = [request_id, payload, known, expiry]
+        args += [round(self._reservation_seconds * 1000), self._channel, room]
         taken, version, generation = await self._link.run("reserve", self._keys(node_id), args)
         return taken, version, generation
 

@@ -199,12 +199,14 @@ class Generation:
 
     async def _place(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
         """Raises the first attempt's failure when no other node can take the request."""
-        shared, request = self.shared, self.request
         began = time.monotonic()
         try:
-            excluded |= shared.client.breakers.blocked(await shared.state.table())
+            shared, request = self.shared, self.request
             displaces = shared.waiting.gives_way(request.tenant, request.weight) is not None
-            return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)
+            blocked = shared.client.breakers.blocked(await shared.state.table())
+            return await shared.placer.place(
+                self._whose, request, self.received, excluded | blocked, displaces=displaces
+            )
         except ServiceError as error:
             raise failure or error from None
         finally:

@@ -87,18 +87,18 @@ class Metrics:
             registry=own,
         )
         self._retries = Counter("garnish_retries", "Invocations sent to a second node", registry=own)
+        self._refusals = Counter(
+            "garnish_limited", "Calls refused by a limit of their tenant or function", ("tenant", "limit"), registry=own
+        )
+        self._opened = Counter(
+            "garnish_circuits_opened", "Nodes given up for a while, by a worker each", ("node",), registry=own
+        )
         self._promises = Counter(
             "garnish_slo_calls", "Calls to which a TTFT, a TPOT or any was promised", ("tenant", "slo"), registry=own
         )
         self._held = Counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"), registry=own)
         self._preemptions = Counter(
             "garnish_preemptions", "Places given up to strict requests", ("tenant",), registry=own
-        )
-        self._refusals = Counter(
-            "garnish_limited", "Calls refused by a limit of their tenant or function", ("tenant", "limit"), registry=own
-        )
-        self._opened = Counter(
-            "garnish_circuits_opened", "Nodes given up for a while, by a worker each", ("node",), registry=own
         )
         self._open = Gauge(
             "garnish_open_invocations", "Invocations in progress", registry=own, multiprocess_mode="livesum"
@@ -166,7 +166,7 @@ class Metrics:
         self, nodes: Iterable[NodeRecord], attained: Iterable[Attained] = (), stale: float | None = None
     ) -> bytes:
         """Prometheus text format, of all workers, of the nodes as they are known now, and of what this process knows of
-        promises; `stale`: since how many seconds this worker knows no better of the nodes."""
+        promises; `stale`: since how many seconds it knows no better."""
         asked = CollectorRegistry()
         if MULTIPROCESS in os.environ:
             MultiProcessCollector(asked)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ T = TypeVar("T")
 TICK = 1.0
 """Seconds between two looks at whether the node still lives."""
 FIRST_TICK = 0.25
-"""The same until its first event, while another node can still take over."""
+"""The same until the first token, while another node can still take over."""
 ANSWER_SECONDS = 5.0
 """Within which a node says that it has the request; it does so before it queues it."""
 EVENT_LIMIT = 4 << 20
@@ -104,8 +104,7 @@ class NodeClient:
     async def _events(
         self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
     ) -> AsyncGenerator[Event, None]:
-        deadline = time.monotonic() + request.timeout + DEADLINE_SLACK
-        watch = _Watch(placed, deadline, revoked)
+        watch = _Watch(placed, time.monotonic() + request.timeout + DEADLINE_SLACK, revoked)
         given_up = asyncio.ensure_future(self._give_up(watch))
         response: aiohttp.ClientResponse | None = None
         try:
@@ -152,10 +151,10 @@ class NodeClient:
                 return watch.revoked.result()
             if time.monotonic() > watch.deadline:
                 return ServiceError("timeout", "the node did not end the request at its deadline")
-            if await self._is_given_up(watch):
+            if await self._is_silent(watch):
                 return _node_failed(f"node {watch.placed.node_id} has fallen silent")
 
-    async def _is_given_up(self, watch: _Watch) -> bool:
+    async def _is_silent(self, watch: _Watch) -> bool:
         silence = await self._state.silence(watch.placed.node_id, watch.placed.epoch)
         if watch.has_token or silence < self._first_silence:
             return silence > self._silence

@@ -143,8 +143,8 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     secret = read_secret(Path(config.secret_file))
-    running, last_hour, callers = Running(), LastHour(monotonic), Callers(config, tenants, threads, monotonic)
-    attainment = Attainment(monotonic)
+    running, last_hour, attainment = Running(), LastHour(monotonic), Attainment(monotonic)
+    callers = Callers(config, tenants, threads, monotonic)
     # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with (

@@ -1,7 +1,7 @@
 -- A place on a node is taken, if it lives, has one free, and nobody took one since the caller looked.
 -- KEYS: node, ends, demands, version
 -- ARGV: request, payload, generation that was seen (empty: any), expiry of records, length of a reservation, channel,
---   places beyond the queue's limit that the request may take
+--       places beyond the queue's limit that it may take
 -- Returns {1 taken | 0 full, silent or changed | -1 unknown node, version, generation}
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)

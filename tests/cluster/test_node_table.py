@@ -163,3 +163,14 @@ def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pyte
     assert (table.model_problem(row), table.modelled[row], table.exposed_share[row]) == (None, True, 0.5)
     table.remove("a")
     assert table.model_problem(row) is None
+
+
+def test_a_model_of_another_base_is_not_used() -> None:
+    table = NodeTable(1)
+    own = msgspec.structs.replace(ASSUMED, key=msgspec.structs.replace(ASSUMED.key, base="b"))
+    row = table.put(msgspec.structs.replace(RECORD, performance=own, base=""))
+    assert table.model_problem(row) is None, "its base is not known yet"
+    table.put(msgspec.structs.replace(RECORD, performance=own, base="c"))
+    assert table.model_problem(row) == "key.base is b, and the node serves c"
+    table.put(msgspec.structs.replace(RECORD, performance=own))
+    assert (table.model_problem(row), bool(table.modelled[row])) == (None, True)

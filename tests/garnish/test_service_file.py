@@ -156,6 +156,26 @@ def test_limits_that_are_enforced(tmp_path: Path) -> None:
     assert service.tenants["b"].limits is None
 
 
+def test_workers_share_a_redis(tmp_path: Path) -> None:
+    shared = "redis://:word@127.0.0.1:6379/0"
+    service = load(tmp_path, HEAD + f"gateway: {{workers: 2, redis: '{shared}', node_hosts: [nodes.example]}}")
+    assert (service.gateway.workers, service.gateway.redis, service.gateway.node_hosts) == (
+        2,
+        shared,
+        ["nodes.example"],
+    )
+    for text, field in [
+        ("{workers: 2}", "gateway.workers"),
+        ("{workers: 2, redis: 'http://:word@h'}", "gateway.redis"),
+        ("{redis: 'redis://:word@h:port'}", "gateway.redis"),
+        ("{workers: 33, redis: 'redis://h'}", "gateway.workers"),
+    ]:
+        with pytest.raises(ServiceFileError) as refused:
+            load(tmp_path, HEAD + f"gateway: {text}")
+        assert (refused.value.field, refused.value.line) == (field, 3)
+        assert "word" not in str(refused.value)
+
+
 def test_weights_and_slos(tmp_path: Path) -> None:
     slo = "{ttft_ms: 500, tpot_ms: 60, attain: 0.95, class: strict}"
     service = load(
@@ -183,26 +203,6 @@ def test_weights_and_slos_that_mean_nothing(tmp_path: Path, field: str, value: s
     with pytest.raises(ServiceFileError) as refused:
         load(tmp_path, HEAD + f"tenants: {{acme: {value}}}")
     assert (refused.value.field, refused.value.line) == (f"tenants.acme.{field}", 3)
-
-
-def test_workers_share_a_redis(tmp_path: Path) -> None:
-    shared = "redis://:word@127.0.0.1:6379/0"
-    service = load(tmp_path, HEAD + f"gateway: {{workers: 2, redis: '{shared}', node_hosts: [nodes.example]}}")
-    assert (service.gateway.workers, service.gateway.redis, service.gateway.node_hosts) == (
-        2,
-        shared,
-        ["nodes.example"],
-    )
-    for text, field in [
-        ("{workers: 2}", "gateway.workers"),
-        ("{workers: 2, redis: 'http://:word@h'}", "gateway.redis"),
-        ("{redis: 'redis://:word@h:port'}", "gateway.redis"),
-        ("{workers: 33, redis: 'redis://h'}", "gateway.workers"),
-    ]:
-        with pytest.raises(ServiceFileError) as refused:
-            load(tmp_path, HEAD + f"gateway: {text}")
-        assert (refused.value.field, refused.value.line) == (field, 3)
-        assert "word" not in str(refused.value)
 
 
 def test_environment_gives_any_kind_of_value(tmp_path: Path) -> None:
