@@ -1,9 +1,11 @@
 """The default policy: the node on which the request costs least, among those on which it breaks no promise.
 
-    total = cost * (running + waiting + reserved + 1)
+    total = cost * (running + waiting + reserved + 1) + wait / expected tokens
 
-The 1 is the request itself. Algorithm 1 leaves it out, so that every idle node is free, whether it has the adapter or
-not, and an idle node that breaks a promise costs infinity * 0, which is NaN (gateway.scheduling.toppings).
+What a request adds is felt by all who are there, its wait by itself alone. Without the wait, requests of like ranks
+would pile up where their rank fits, behind nodes whose rows are all taken. The 1 is the request itself. Algorithm 1
+leaves it out, so that every idle node is free, whether it has the adapter or not, and an idle node that breaks a
+promise costs infinity * 0, which is NaN (gateway.scheduling.toppings).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class RankAware(ScoringPolicy):
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
         made = terms(nodes, candidates, request)
-        plain = made.cost * made.requests
+        plain = made.cost * made.requests + made.wait / made.answer
         # Comparisons with NaN are false: what can't be forecast never wins.
         totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
         spreading = self._charge(nodes, made, request, totals)
@@ -106,10 +108,10 @@ def _best(nodes: NodeTable, scores: Scores) -> int | None:
 
 def _least_bad(scores: Scores) -> int:
     """The index of the node where promises are broken by the smallest part."""
-    strain, cost = scores.terms.strain, scores.terms.cost * scores.terms.requests
-    strain = np.where(strain >= 0.0, strain, np.inf)
-    cost = np.where(cost >= 0.0, cost, np.inf)
-    return int(np.lexsort((cost, strain))[0])
+    made = scores.terms
+    cost = made.cost * made.requests + made.wait / made.answer
+    finite = [np.where(values >= 0.0, values, np.inf) for values in (cost, made.strain)]
+    return int(np.lexsort(finite)[0])
 
 
 def _relief(made: Terms) -> float:
