@@ -199,7 +199,7 @@ class Engine:
         if not self.queue:
             return
         running = list(self.running.values())
-        reserves = Reserves(self.callers, running, self.limits.max_rows, self.blocks.total)
+        reserves = Reserves(self.callers, self.queue, running, self.limits.max_rows, self.blocks.total)
         admission = Admission(running, self.limits.max_rows, self.blocks, self.store, reserves, self._preempt)
         admission.look_at(self.queue)
         for request in admission.admitted:
