@@ -168,7 +168,8 @@ def measure(model_dir: Path, settings: dict[str, Any], seed: int) -> tuple[list[
         profile = msgspec.structs.replace(profile, overhead=overhead, bytes_per_rank=per_rank)
         rows = []
         for load in settings["loads"]:
-            requests = draw(load * NODES * capacity(profile), settings["requests"], adapters, rng)
+            rate = settings.get("rate", load * NODES * capacity(profile))
+            requests = draw(rate, settings["requests"], adapters, rng)
             rows.append({"overhead_ms": overhead * 1e3, **compare(found, profile, requests, words, load)})
         return rows, profile
 
@@ -189,7 +190,7 @@ def main() -> None:
     options = parser.parse_args()
     settings: dict[str, Any] = {"loads": LOADS, "requests": 300, "profiled": True}
     if options.quick:
-        settings = {"loads": LOADS[-1:], "requests": 20, "profiled": False}
+        settings = {"loads": LOADS[-1:], "requests": 12, "profiled": False, "rate": 6.0}
         if options.profile is not None:
             parser.error("--quick profiles nothing: --profile would write assumed numbers")
     settings |= {"nodes": NODES, "dtype": options.dtype, "model": options.model.name, "policy": default_policy()}
