@@ -29,7 +29,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     rps: Positive | None = None
     tokens_per_minute: Positive | None = None
     concurrent: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    """Choices being generated at once, on each gateway."""
+    """Choices being generated at once."""
     adapters: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
     """Versions of functions."""
     bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None

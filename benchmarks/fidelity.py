@@ -156,7 +156,8 @@ def measure(model_dir: Path, settings: dict[str, Any], seed: int) -> tuple[list[
     rng, words = np.random.default_rng(seed), 100 / len(BaseText(model_dir).encode_prompt("the " * 100))
     paths = sorted((ROOT / "examples" / "adapters" / model_dir.name).iterdir())[:ADAPTERS]
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
-        service = HttpService(model_dir, paths, Path(root) / "service", settings["dtype"], 1, nodes=NODES)
+        options = ("--nodes", str(NODES))
+        service = HttpService(model_dir, paths, Path(root) / "service", settings["dtype"], 1, options=options)
         if settings["profiled"]:
             measure_host(service)
         stack.enter_context(service)

@@ -1,4 +1,5 @@
-"""A gateway process before a stub node process, and a client that reads streams from either."""
+"""A gateway (whose workers share a Redis, if there are several) before a stub node process, and a client that reads
+streams from either."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Rig:
 
 
 @contextmanager
-def rig(model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float) -> Iterator[Rig]:
+def rig(
+    model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float, workers: int = 1, redis: str | None = None
+) -> Iterator[Rig]:
     """Both processes, and `adapter` deployed as `pirate`."""
     base = load_base_model(model_dir, model_dir.name)
     tenants = Tenants(LocalStore(root / "registry"))
@@ -59,7 +62,7 @@ def rig(model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float) 
         port = probe.getsockname()[1]
     config = GatewayConfig(
         model_dir=str(model_dir), base_id=base.id, registry=str(root / "registry"), secret_file=str(root / "secret"),
-        tmp_dir=str(root / "uploads"), port=port, shutdown_seconds=1.0,
+        tmp_dir=str(root / "uploads"), port=port, shutdown_seconds=1.0, workers=workers, redis=redis,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:

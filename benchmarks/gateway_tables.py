@@ -10,7 +10,8 @@ from benchmarks.report import origin
 def gateway_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
     lines = [
-        f"{settings['streams']} streams of {settings['rate']:.0f} tokens/s, {settings['workers']} gateway worker, "
+        f"{settings['streams']} streams of {settings['rate']:.0f} tokens/s, {settings['workers']} gateway "
+        f"{'workers that share a Redis' if settings['workers'] > 1 else 'worker'}, "
         f"median of {settings['rounds']} alternated rounds; client, gateway and stub node share the "
         f"cores. {origin(document)}",
         "",

@@ -12,9 +12,12 @@ MIN_BANDWIDTH = 1.0
 """Bytes per second."""
 
 
-def problem_of(model: PerformanceModel) -> str | None:
-    """What is wrong with it, naming the field; None: nothing. A NaN would make every comparison false, a negative
-    coefficient would make a crowded node look the cheapest, and a bandwidth of 0 a load infinite."""
+def problem_of(model: PerformanceModel, base: str = "") -> str | None:
+    """What is wrong with it, naming the field; None: nothing. `base`: what its node serves; empty: not known yet.
+
+    A NaN would make every comparison false, a negative coefficient would make a crowded node look the cheapest, and a
+    bandwidth of 0 a load infinite.
+    """
     named = {
         "decode.base": model.decode.base,
         "decode.per_row": model.decode.per_row,
@@ -36,4 +39,6 @@ def problem_of(model: PerformanceModel) -> str | None:
             return f"{name}.bandwidth is {bandwidth}, not a finite number of {MIN_BANDWIDTH:g} byte/s or more"
     if model.decode.base + model.decode.per_row <= 0.0:
         return "decode.base and decode.per_row are 0: a step would take no time"
+    if base and model.key.base not in ("", base):
+        return f"key.base is {model.key.base[:16]}, and the node serves {base[:16]}"
     return None

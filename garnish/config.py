@@ -13,6 +13,7 @@ import msgspec
 from adapters.errors import InvalidRequest
 from adapters.names import is_alias, is_name
 from adapters.s3_url import parse_s3_url
+from cluster.redis_url import url_problem
 from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
@@ -84,14 +85,10 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
 }
 
 BUILT: dict[str, tuple[object, ...]] = {
-    "gateway.workers": (1,),
-    "gateway.redis": (),
     "gateway.webhook_hosts": (),
     "node.runner": ("auto", "transformers"),
     "node.predictor": ("auto", "none"),
     "node.tensor_parallel": (1,),
-    "tenants.*.limits.rps": (),
-    "tenants.*.limits.tokens_per_minute": (),
     "functions.*.provisioned": (0,),
     "functions.*.idle_ttl": (),
 }
@@ -124,6 +121,8 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
             parse_s3_url(source)
         except InvalidRequest as error:
             raise document.error(("gateway", "allowed_sources"), str(error)) from None
+    if loaded.gateway.redis is not None and (problem := url_problem(loaded.gateway.redis)):
+        raise document.error(("gateway", "redis"), problem)
     registry = loaded.registry or ""
     if registry.startswith("s3://"):
         try:
@@ -199,6 +198,10 @@ def _type_at(kind: Any, path: FieldPath) -> Any:
 
 def _check_together(document: Document, loaded: ServiceFile) -> None:
     """What no single field can say."""
+    if loaded.gateway.workers > 1 and loaded.gateway.redis is None:
+        raise document.error(
+            ("gateway", "workers"), "more than one worker needs gateway.redis, which holds what they share"
+        )
     if loaded.node.device == "cuda" and loaded.node.simulate != Simulate():
         raise document.error(("node", "simulate"), "a simulated link is for a node without a GPU, and device is cuda")
     for name, pool in loaded.node_pools.items():

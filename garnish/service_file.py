@@ -20,10 +20,11 @@ Policy = Literal["rank_aware", "toppings", "first_fit", "most_idle", "random"]
 class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Text = "127.0.0.1"
     port: Port = 8080
-    workers: Annotated[int, Meta(ge=1)] = 1
+    workers: Annotated[int, Meta(ge=1, le=32)] = 1
     webhook_hosts: list[Text] | None = None
     secret_file: Text | None = None
     redis: Text | None = None
+    node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
     policy: Policy = "rank_aware"
 
@@ -77,8 +78,26 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale_to_zero_after: float | None = None
 
 
+class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    region: Text
+    vpc_id: Text
+    subnet_ids: Annotated[list[Text], Meta(min_length=1)]
+    gateway_security_group_id: Text
+    secret_parameter: Text
+    secret_kms_key_arn: Text | None = None
+    package: Text
+    image_parameter: Text
+    model_source: Text
+    registry_bucket: Literal["existing", "managed"] = "existing"
+    volume_gib: Annotated[int, Meta(ge=30, le=16_384)] = 100
+    target_group_arns: list[Text] = []
+    tags: dict[str, Text] = {}
+
+
 class Infra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: Text | None = None
+    gateway_url: Text | None = None
+    aws: Aws | None = None
 
 
 class Top(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

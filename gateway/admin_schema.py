@@ -9,8 +9,7 @@ from adapters.tenants import Limits
 
 
 class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole of what is to hold; what is absent is not limited or promised. `limits.rps` and
-    `limits.tokens_per_minute` are refused: nothing enforces them yet."""
+    """The whole of what is to hold; what is absent is not limited or promised."""
 
     slo: Slo | None = None
     limits: Limits | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn, TypedDict
@@ -15,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 
 from gateway.boundary import Boundary, OpenRequests
-from gateway.config import GatewayConfig, check_config
+from gateway.config import GatewayConfig, check_config, share
 from gateway.metrics import Metrics
 from gateway.routes import (
     aliases,
@@ -48,8 +49,9 @@ class State(TypedDict):
     services: Services
 
 
-def create_app(config: GatewayConfig) -> Starlette:
-    """Raises ConfigError. Files are read, and clients made, only once the server starts."""
+def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:
+    """Files are read, and clients made, only once the server starts; then, before the first request, it calls
+    `started`. Raises ConfigError."""
     check_config(config)
     counted, requests = Metrics(), OpenRequests()
 
@@ -57,6 +59,7 @@ def create_app(config: GatewayConfig) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[State]:
         _empty_folder(Path(config.tmp_dir))
         async with open_services(config, counted) as services:
+            started()
             yield {"services": services}
             # Cancelled by the server, they still have to say so.
             await requests.wait_for_none(STOP_SECONDS)
@@ -65,7 +68,11 @@ def create_app(config: GatewayConfig) -> Starlette:
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=[Middleware(Boundary, max_concurrent=config.max_concurrent, metrics=counted, requests=requests)],
+        middleware=[
+            Middleware(
+                Boundary, max_concurrent=share(config.max_concurrent, config), metrics=counted, requests=requests
+            )
+        ],
         exception_handlers={HTTPException: _pass_on},
     )
     app.router.redirect_slashes = False
@@ -77,7 +84,9 @@ async def _pass_on(_: Request, error: Exception) -> NoReturn:
 
 
 def _empty_folder(folder: Path) -> None:
-    """What a killed gateway left of its uploads."""
+    """What killed gateway workers left of their uploads; those of others that live are under way."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in folder.glob("upload-*"):
-        shutil.rmtree(left)
+        pid = left.name.split("-")[1]
+        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)

@@ -13,11 +13,11 @@ import msgspec
 
 from cluster.crowd import Crowd
 from cluster.errors import ServiceError
+from cluster.limits import LimitState
 from cluster.messages import Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
 from gateway.attainment import Attainment, judge
 from gateway.called import CalledDigests
-from gateway.concurrency import TenantPlaces
 from gateway.explanations import PlacedCall
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
@@ -53,7 +53,7 @@ class Dispatcher:
         last_hour: LastHour,
         attainment: Attainment,
         called: CalledDigests,
-        places: TenantPlaces,
+        limits: LimitState,
     ) -> None:
         self.state = state
         self.placer = placer
@@ -63,7 +63,7 @@ class Dispatcher:
         self.last_hour = last_hour
         self.attainment = attainment
         self.called = called
-        self.places = places
+        self.limits = limits
         self.waiting = Crowd()
         """placed, and not begun on its node yet"""
         self._began = time.monotonic()
@@ -84,10 +84,9 @@ class Generation:
     """One request to the nodes; what became known of it on the way is in its attributes (times: monotonic seconds)."""
 
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, request: GenerateRequest) -> None:
-        self._dispatcher = dispatcher
+        self.shared = dispatcher
         self._meter = invocation.meter
-        self._limits = invocation.limits
-        self._limit = invocation.target.max_concurrency
+        self.call = invocation.call
         self.request = request
         self.function = invocation.target.function
         self._whose = PlacedCall(invocation.id, invocation.request_id, request.tenant, self.function)
@@ -107,14 +106,11 @@ class Generation:
 
     async def events(self) -> AsyncGenerator[Token | Done, None]:
         """Tokens, then Done. Raises ServiceError. Must be closed (`aclosing`): that cancels the request on the node."""
-        shared = self._dispatcher
+        shared = self.shared
         outcome = "cancelled"
         shared.metrics.change_open(1)
         try:
-            with (
-                shared.places.place(self.request.tenant, self._limits.concurrent),
-                shared.running.track(self.request.tenant, self.function, self.received, self._limit) as revoked,
-            ):
+            with shared.running.track(self.request.tenant, self.function, self.received) as revoked:
                 async with aclosing(self._attempts(revoked)) as events:
                     async for event in events:
                         self._note(event)
@@ -145,12 +141,18 @@ class Generation:
         return (self.last_at - self.first_at) / (self.tokens - 1)
 
     @property
+    def used_tokens(self) -> int:
+        """Of those that the call may use, as far as is known now."""
+        prompt = self._prompt_tokens if self.started_at is not None else 0
+        return prompt + (self.tokens if self.done is None else self.done.completion_tokens)
+
+    @property
     def _prompt_tokens(self) -> int:
         """To be metered: a prompt counts with its first choice only."""
         return 0 if self.request.sampling.choice else len(self.request.token_ids)
 
     async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
-        shared = self._dispatcher
+        shared = self.shared
         deadline = time.monotonic() + self.request.timeout
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
@@ -182,13 +184,13 @@ class Generation:
         request = msgspec.structs.replace(self.request, timeout=left, ttft=self._ttft_left())
         self.node, self.sent_at, self.started_at = placed.node_id, time.monotonic(), None
         self.forecast = placed.forecast
-        async with aclosing(self._dispatcher.client.stream(placed, request, revoked)) as events:
+        async with aclosing(self.shared.client.stream(placed, request, revoked)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     self.cold_start, self.started_at = event.cold_start, time.monotonic()
                     self._wait(False)
                     if request.adapter is not None:
-                        self._dispatcher.called.note(request.tenant, request.adapter.digest)
+                        self.shared.called.run(request.tenant, request.adapter.digest)
                 elif isinstance(event, Failed):
                     error = ServiceError(event.type, event.message, retry_after=event.retry_after)
                     raise NodeFailure(error, retryable=event.retryable)
@@ -199,9 +201,12 @@ class Generation:
         """Raises the first attempt's failure when no other node can take the request."""
         began = time.monotonic()
         try:
-            shared, request = self._dispatcher, self.request
+            shared, request = self.shared, self.request
             displaces = shared.waiting.gives_way(request.tenant, request.weight) is not None
-            return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)
+            blocked = shared.client.breakers.blocked(await shared.state.table())
+            return await shared.placer.place(
+                self._whose, request, self.received, excluded | blocked, displaces=displaces
+            )
         except ServiceError as error:
             raise failure or error from None
         finally:
@@ -216,9 +221,9 @@ class Generation:
     def _wait(self, waits: bool) -> None:
         """Note whether it is in a node's queue now."""
         if waits and not self._waiting:
-            self._dispatcher.waiting.join(self.request.tenant, self.request.weight)
+            self.shared.waiting.join(self.request.tenant, self.request.weight)
         elif self._waiting and not waits:
-            self._dispatcher.waiting.leave(self.request.tenant)
+            self.shared.waiting.leave(self.request.tenant)
         self._waiting = waits
 
     def _note(self, event: Token | Done) -> None:
@@ -236,16 +241,16 @@ class Generation:
                 raise ServiceError("unavailable", "the timeout passed in the node's queue", retry_after=RETRY_AFTER)
             raise ServiceError("timeout", "the timeout passed before the first token")
         if event.finish_reason in ("stop", "length"):
-            self._dispatcher.placer.lengths.note(self.request.tenant, self.function, event.completion_tokens)
+            self.shared.placer.lengths.note(self.request.tenant, self.function, event.completion_tokens)
         cold = event.timing.cold_start.state != "none"
         self._meter.done(0 if self.request.sampling.choice else event.prompt_tokens, event.completion_tokens, cold)
 
     def _compare_forecast(self, now: float) -> None:
         if self.forecast is not None and self.sent_at is not None:
-            self._dispatcher.metrics.observe_forecast(self.forecast, now - self.sent_at)
+            self.shared.metrics.observe_forecast(self.forecast, now - self.sent_at)
 
     def _count(self, outcome: str) -> None:
-        shared, tenant, done = self._dispatcher, self.request.tenant, self.done
+        shared, tenant, done = self.shared, self.request.tenant, self.done
         ended = "ok" if done is not None and outcome == "cancelled" else outcome
         shared.metrics.count_invocation(tenant, self.function, ended)
         if ended in JUDGED:

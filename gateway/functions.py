@@ -41,8 +41,15 @@ class Target(msgspec.Struct, frozen=True):
 
 class Functions:
     def __init__(
-        self, config: GatewayConfig, registry: Registry, threads: StoreThreads, clock: Callable[[], float]
+        self,
+        config: GatewayConfig,
+        registry: Registry,
+        threads: StoreThreads,
+        clock: Callable[[], float],
+        changed: Callable[[str, str], None] | None = None,
     ) -> None:
+        """`changed` is told of each function that this process has changed."""
+        self._changed = changed
         self._registry = registry
         self._threads = threads
         self._cache: GraceCache[Key, Sequence[Choice]] = GraceCache(
@@ -75,7 +82,13 @@ class Functions:
         try:
             yield
         finally:
-            self._cache.forget_where(lambda key: key[:2] == (tenant, name))
+            self.forget(tenant, name)
+            if self._changed is not None:
+                self._changed(tenant, name)
+
+    def forget(self, tenant: str, name: str) -> None:
+        """After a change by anyone."""
+        self._cache.forget_where(lambda key: key[:2] == (tenant, name))
 
     def forget_tenant(self, tenant: str) -> None:
         """After the tenant was deleted."""

@@ -12,9 +12,10 @@ from starlette.types import Receive
 
 from adapters.functions import Defaults
 from adapters.slo import lower_class
-from adapters.tenants import Limits
 from cluster.errors import ServiceError
+from cluster.limits import Call
 from cluster.messages import GenerateRequest, Sampling
+from gateway.admission import call_of
 from gateway.functions import Target
 from gateway.prompts import Source, tokens_of
 from gateway.services import Services
@@ -57,8 +58,8 @@ class Invocation(msgspec.Struct, frozen=True):
     """Monotonic seconds at which the request's headers were there."""
     steps: dict[str, float]
     """Seconds of the steps before placement, for Server-Timing."""
-    limits: Limits
-    """The tenant's."""
+    call: Call
+    """What it takes of the tenant's and the function's limits."""
     meter: Meter
     request_id: str = ""
     """As in `x-request-id`."""
@@ -81,7 +82,7 @@ async def prepare(
     request_id: str = "",
 ) -> Invocation:
     """`receive` must have given the whole body. Raises ServiceError (`validation_failed` when prompt and `max_tokens`
-    don't fit the context, `rate_limited` when the tenant has too many generations under way), ClientGone."""
+    don't fit the context, or when it has more choices than may run at once), ClientGone."""
     invocation_id = new_id()
     merged = merge(options, target.defaults)
     context = await _context(services)
@@ -112,13 +113,12 @@ async def prepare(
         for index, tokens in enumerate(prompts)
         for choice in range(choices)
     ]
-    limits = account.limits
-    services.places.check(tenant, len(requests), limits.concurrent)
+    call = call_of(tenant, account.limits, target.function, target.max_concurrency, requests)
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
     meter = Meter(len(requests), partial(services.usage.add, tenant, target.function, version))
     steps = dict(watch.steps)
-    return Invocation(invocation_id, tenant, target, requests, watch.received, steps, limits, meter, request_id)
+    return Invocation(invocation_id, tenant, target, requests, watch.received, steps, call, meter, request_id)
 
 
 def merge(options: Options, defaults: Defaults) -> Options:

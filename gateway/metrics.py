@@ -48,6 +48,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._tenant = LabelCap()
         self._function = LabelCap()
+        self._node = LabelCap()
         own = self.registry
         owner = ("tenant", "function")
         self._requests = Counter("garnish_requests", "Replies by route and status", ("route", "status"), registry=own)
@@ -59,6 +60,12 @@ class Metrics:
             "garnish_cold_starts", "Invocations by where the adapter was", ("tier", "plan"), registry=own
         )
         self._exposed = Counter("garnish_exposed_load_seconds", "Computation waiting for adapter bytes", registry=own)
+        self._loads = Counter(
+            "garnish_cold_load_seconds",
+            "Loads of invocations' adapters: in all, and of that from the store or the disk",
+            ("part",),
+            registry=own,
+        )
         self._forecast_error = Histogram(
             "garnish_exposed_forecast_error_seconds",
             "Exposed load, planned and real, apart",
@@ -80,6 +87,12 @@ class Metrics:
             registry=own,
         )
         self._retries = Counter("garnish_retries", "Invocations sent to a second node", registry=own)
+        self._refusals = Counter(
+            "garnish_limited", "Calls refused by a limit of their tenant or function", ("tenant", "limit"), registry=own
+        )
+        self._opened = Counter(
+            "garnish_circuits_opened", "Nodes given up for a while, by a worker each", ("node",), registry=own
+        )
         self._promises = Counter(
             "garnish_slo_calls", "Calls to which a TTFT, a TPOT or any was promised", ("tenant", "slo"), registry=own
         )
@@ -111,6 +124,8 @@ class Metrics:
     def count_cold_start(self, cold: ColdStart) -> None:
         self._cold.labels(cold.state, cold.plan).inc()
         self._exposed.inc(cold.exposed)
+        self._loads.labels("load").inc(cold.load)
+        self._loads.labels("fetch").inc(cold.fetch)
         self._layers.labels("cpu").inc(cold.layers_cpu)
         self._layers.labels("device").inc(cold.layers_device)
         self._replays.inc(cold.replays)
@@ -138,18 +153,26 @@ class Metrics:
     def count_retry(self) -> None:
         self._retries.inc()
 
+    def count_refusal(self, tenant: str, why: str) -> None:
+        self._refusals.labels(self._tenant(tenant), why).inc()
+
+    def count_opened_circuit(self, node_id: str) -> None:
+        self._opened.labels(self._node(node_id)).inc()
+
     def change_open(self, by: int) -> None:
         self._open.inc(by)
 
-    def render(self, nodes: Iterable[NodeRecord], attained: Iterable[Attained] = ()) -> bytes:
+    def render(
+        self, nodes: Iterable[NodeRecord], attained: Iterable[Attained] = (), stale: float | None = None
+    ) -> bytes:
         """Prometheus text format, of all workers, of the nodes as they are known now, and of what this process knows of
-        promises."""
+        promises; `stale`: since how many seconds it knows no better."""
         asked = CollectorRegistry()
         if MULTIPROCESS in os.environ:
             MultiProcessCollector(asked)  # type: ignore[no-untyped-call]
         else:
             asked.register(_Again(self.registry))
-        asked.register(_Nodes(list(nodes)))
+        asked.register(_Nodes(list(nodes), stale or 0.0))
         asked.register(_Promises(list(attained), self._tenant))
         return generate_latest(asked)
 
@@ -165,10 +188,12 @@ class _Again(Collector):
 
 
 class _Nodes(Collector):
-    def __init__(self, nodes: list[NodeRecord]) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: list[NodeRecord], stale: float) -> None:
+        self._nodes, self._stale = nodes, stale
 
     def collect(self) -> Iterator[Metric]:
+        told = "Since when the worker that answers has been without Redis"
+        yield GaugeMetricFamily("garnish_cluster_stale_seconds", told, value=self._stale)
         states = GaugeMetricFamily("garnish_nodes", "Nodes by state", labels=("state",))
         for state, count in sorted(Tally(node.state for node in self._nodes).items()):
             states.add_metric((state,), count)

@@ -1,4 +1,4 @@
-"""The application under gunicorn: one worker, restarted by the arbiter when it dies, stopped within a bound."""
+"""The application under gunicorn: workers, restarted by the arbiter when they die, stopped within a bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
 from cluster.lifeline import die_with_parent
-from gateway.config import GatewayConfig, check_config
+from cluster.redis_link import RedisAway, check_redis
+from gateway.config import ConfigError, GatewayConfig, check_config
 from gateway.http_protocol import BoundedHttp
 from gateway.logs import JsonFormatter, configure_logs
 
@@ -25,6 +26,8 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 """Where workers share their metrics; read by prometheus_client when it is imported, so not before a worker runs."""
 HEARTBEAT_SECONDS = 120
 """A worker whose event loop stood still for this long is killed and replaced."""
+COLLECT = (5_000, 20, 100)
+"""Thresholds of Python's garbage collector; what a request leaves is mostly freed without it."""
 KILL_SLACK = 10
 """Seconds between the end of the grace for open requests and the killing of the worker."""
 
@@ -33,6 +36,11 @@ def run(config: GatewayConfig) -> None:
     """Serve until TERM or INT; exits the process. Raises ConfigError before anything is bound."""
     check_config(config)
     configure_logs()
+    if config.redis is not None:
+        try:
+            check_redis(config.redis)
+        except RedisAway as error:
+            raise ConfigError(f"redis: {error}") from None
     if config.workers > 1:
         os.environ[MULTIPROCESS] = _fresh_folder(Path(config.tmp_dir) / "metrics")
     _Server(config).run()
@@ -43,6 +51,14 @@ def _fresh_folder(folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     return str(folder)
+
+
+def _collect_less() -> None:
+    """What is there now stays for ever: looked through again and again, it would hold up every stream. So would what
+    belongs to the streams themselves, which is looked through every few minutes instead of every few seconds."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT)
 
 
 def _forget_metrics(_: Arbiter, worker: UvicornWorker) -> None:
@@ -82,11 +98,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
         # Imported in the worker: prometheus_client looks at the environment then, and a reload brings new code.
         from gateway.app import create_app
 
-        app = create_app(self._config)
-        # What was imported stays for ever; looked through again and again, it would hold up every stream.
-        gc.collect()
-        gc.freeze()
-        return app
+        return create_app(self._config, started=_collect_less)
 
 
 class _JsonLogger(Logger):  # type: ignore[misc]

@@ -16,6 +16,7 @@ from adapters.errors import AdapterError, NotFound
 from adapters.open_store import open_checked_store
 from adapters.slo import Slo
 from adapters.tenants import Limits, Tenants
+from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.connection import Connection
@@ -98,6 +99,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     url = local_url(gateway.host, gateway.port)
     _check_adapters(service)
     check_port(gateway.host, gateway.port)
+    check_shared(gateway)
     credentials, new_keys = make_keys(service, state, url)
     # Nodes that share this host share its cores; a node alone decides for itself.
     threads = max(1, usable_cores() // options.nodes) if options.nodes > 1 else None
@@ -155,6 +157,17 @@ def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str
         with suppress(NotFound):  # another registry than the credentials were made for
             tenants.get(name)
             tenants.put(name, declared=False)
+
+
+def check_shared(config: GatewayConfig) -> None:
+    """Raises StartError when the gateway's workers are to share a Redis that does not answer."""
+    if config.redis is not None:
+        try:
+            check_redis(config.redis)
+        except RedisAway as error:
+            raise StartError(
+                f"gateway.redis: {error}; start it, or leave the key out to serve with one worker"
+            ) from None
 
 
 def check_secret(file: Path) -> None:

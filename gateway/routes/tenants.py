@@ -9,16 +9,12 @@ from adapters.errors import NotFound
 from adapters.names import NAME_RULE, is_name
 from adapters.tenant_removal import delete_tenant
 from adapters.tenants import Limits, Tenant
-from cluster.errors import ServiceError
 from gateway import admin_schema as schema
 from gateway.bodies import decode_json, read_body, require_json
 from gateway.params import known_only
 from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
-
-UNBUILT = ("rps", "tokens_per_minute")
-"""Limits that nothing enforces yet: accepting them would be a promise."""
 
 
 async def tenant(request: Request) -> Response:
@@ -41,13 +37,12 @@ async def _put(services: Services, request: Request, name: str) -> Response:
     config = services.config
     data = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
     asked = decode_json(data, schema.TenantRequest)
-    _refuse_unbuilt(asked)
     try:
         made, created = await services.threads.write(
             services.tenants.replace, name, asked.limits or Limits(), asked.slo, asked.weight
         )
     finally:
-        services.callers.forget(name)
+        services.tenant_changed(name)
     return json_response(_reply(services, made), 201 if created else 200)
 
 
@@ -55,8 +50,7 @@ async def _delete(services: Services, name: str) -> Response:
     try:
         await services.threads.write(delete_tenant, services.tenants, services.registry, name)
     finally:
-        services.callers.forget(name)
-        services.functions.forget_tenant(name)
+        services.tenant_changed(name)
     return Response(status_code=204)
 
 
@@ -78,17 +72,8 @@ async def revoke_key(request: Request) -> Response:
     try:
         await services.threads.write(services.tenants.revoke_key, name, request.path_params["key_id"])
     finally:
-        services.callers.forget(name)
+        services.tenant_changed(name)
     return Response(status_code=204)
-
-
-def _refuse_unbuilt(asked: schema.TenantRequest) -> None:
-    limits = asked.limits or Limits()
-    refused = [f"limits.{field}" for field in UNBUILT if getattr(limits, field) is not None]
-    if refused:
-        raise ServiceError(
-            "validation_failed", f"{refused[0]} is not built yet in this version: leave it out", param=refused[0]
-        )
 
 
 def _reply(services: Services, tenant: Tenant) -> schema.TenantReply:

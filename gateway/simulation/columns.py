@@ -7,10 +7,9 @@ number, and of the adapters only those whose tier or use changed are looked at; 
 
 from __future__ import annotations
 
-from cluster.resident_index import ResidentIndex
-
 from cluster.messages import NodeRecord, Resident
 from cluster.node_table import ABSENT, DEVICE, HOST, NodeTable
+from cluster.resident_index import ResidentIndex
 from gateway.simulation.node import SimulatedNode
 
 BASE = "base"

@@ -213,8 +213,8 @@ class Engine:
     def _begin(self, request: Request) -> None:
         """The request has its place."""
         now = time.monotonic()
-        if request.lease is not None and not self.store.loaded(request.lease):
-            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else 0.0)
+        if request.lease is not None and (request.held or not self.store.loaded(request.lease)):
+            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held)
             if not request.admitted and request.found == "none":
                 request.found = self.store.source(request.lease)
         self.running[request.id] = request
@@ -249,7 +249,7 @@ class Engine:
             return loaded
         now = time.monotonic()
         if not loaded:
-            if request.decoding:  # its prompt is computed, and its next token waits for the rest
+            if request.decoding or request.wants_whole:  # no cold pass can be opened for its next step
                 cold.waits_since = cold.waits_since or now
             return False
         cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
@@ -353,6 +353,7 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, error_type: str = "", error: str = "") -> None:
         """Free all that the request holds, then say how it ended."""
+        self._is_loaded(request)  # what came since the last look belongs to what is said
         after = self.cold.drop(request)
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import Adapter
@@ -75,6 +75,7 @@ class Admission:
 
     def look_at(self, queue: WaitingQueue) -> None:
         """Takes out of `queue` what it admits or refuses."""
+        _note_held(queue)
         if self.free_rows <= 0 and not queue.strict:
             return
         for request in queue.in_order():
@@ -170,12 +171,22 @@ class Admission:
         return not self._loading_blocks or self._loading_blocks + need <= self.blocks.total // 2
 
     def _wait(self, request: Request, for_room: bool) -> None:
-        if not for_room:
-            return
         now = time.monotonic()
+        if not for_room:
+            request.held_at = now
+            return
         request.short_since = request.short_since or now
         self._room_is_short = True
         self._starved = self._starved or now - request.short_since >= STARVED_AFTER
+
+
+def _note_held(queue: Iterable[Request]) -> None:
+    """Book what passed since the last look at those whose adapter's bytes were all that they waited for then."""
+    now = time.monotonic()
+    for request in queue:
+        if request.held_at:
+            request.held += now - request.held_at
+            request.held_at = 0.0
 
 
 def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:

@@ -111,6 +111,14 @@ def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str,
         assert table.base[row] == table.base_number(record.base) > 0
         kinds = [(len(ranks) * max([0, *ranks])), sum(ranks), table.adapter_ranks[row]]
         assert table.decode_ranks[row] == kinds[table.rank_term[row]]
+        assert table.requests[row] == len(record.batch_ranks) + record.queued + len(held)
+        assert table.decode_there[row] == pytest.approx(
+            ASSUMED.decode.seconds(
+                int(table.requests[row]),
+                int(table.contexts[row] + table.prompt_tokens[row]),
+                int(table.decode_ranks[row]),
+            )
+        )
         assert table.prompt_tokens[row] == sum(demand.prompt_tokens for demand in held)
         promised = [value for value in (record.tightest_tpot, *(d.tpot for d in held)) if value is not None]
         assert table.tightest_tpot[row] == min(promised, default=math.inf)
@@ -155,3 +163,14 @@ def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pyte
     assert (table.model_problem(row), table.modelled[row], table.exposed_share[row]) == (None, True, 0.5)
     table.remove("a")
     assert table.model_problem(row) is None
+
+
+def test_a_model_of_another_base_is_not_used() -> None:
+    table = NodeTable(1)
+    own = msgspec.structs.replace(ASSUMED, key=msgspec.structs.replace(ASSUMED.key, base="b"))
+    row = table.put(msgspec.structs.replace(RECORD, performance=own, base=""))
+    assert table.model_problem(row) is None, "its base is not known yet"
+    table.put(msgspec.structs.replace(RECORD, performance=own, base="c"))
+    assert table.model_problem(row) == "key.base is b, and the node serves c"
+    table.put(msgspec.structs.replace(RECORD, performance=own))
+    assert (table.model_problem(row), bool(table.modelled[row])) == (None, True)

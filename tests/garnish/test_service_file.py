@@ -133,14 +133,10 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("gateway.redis", "gateway: {redis: 'redis://127.0.0.1:6379/0'}"),
-        ("gateway.workers", "gateway: {workers: 2}"),
         ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
         ("node.runner", "node: {runner: lightllm}"),
         ("node.predictor", "node: {predictor: lstm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
-        ("tenants.acme.limits.rps", "tenants: {acme: {limits: {adapters: 5, rps: 50}}}"),
-        ("tenants.acme.limits.tokens_per_minute", "tenants: {acme: {limits: {tokens_per_minute: 50}}}"),
         ("functions.f.provisioned", "functions: {f: {adapter: a, provisioned: 1}}"),
         ("functions.f.idle_ttl", "functions: {f: {adapter: a, idle_ttl: 15m}}"),
     ],
@@ -153,9 +149,31 @@ def test_what_is_not_built_is_refused(tmp_path: Path, field: str, text: str) -> 
 
 
 def test_limits_that_are_enforced(tmp_path: Path) -> None:
-    service = load(tmp_path, HEAD + "tenants: {a: {limits: {adapters: 5, bytes: 2GiB, concurrent: 8}}, b: }")
-    assert service.tenants["a"].limits == Limits(adapters=5, bytes=2 << 30, concurrent=8)
+    written = "{adapters: 5, bytes: 2GiB, concurrent: 8, rps: 0.5, tokens_per_minute: 5000}"
+    service = load(tmp_path, HEAD + f"tenants: {{a: {{limits: {written}}}, b: }}")
+    limits = Limits(adapters=5, bytes=2 << 30, concurrent=8, rps=0.5, tokens_per_minute=5000)
+    assert service.tenants["a"].limits == limits
     assert service.tenants["b"].limits is None
+
+
+def test_workers_share_a_redis(tmp_path: Path) -> None:
+    shared = "redis://:word@127.0.0.1:6379/0"
+    service = load(tmp_path, HEAD + f"gateway: {{workers: 2, redis: '{shared}', node_hosts: [nodes.example]}}")
+    assert (service.gateway.workers, service.gateway.redis, service.gateway.node_hosts) == (
+        2,
+        shared,
+        ["nodes.example"],
+    )
+    for text, field in [
+        ("{workers: 2}", "gateway.workers"),
+        ("{workers: 2, redis: 'http://:word@h'}", "gateway.redis"),
+        ("{redis: 'redis://:word@h:port'}", "gateway.redis"),
+        ("{workers: 33, redis: 'redis://h'}", "gateway.workers"),
+    ]:
+        with pytest.raises(ServiceFileError) as refused:
+            load(tmp_path, HEAD + f"gateway: {text}")
+        assert (refused.value.field, refused.value.line) == (field, 3)
+        assert "word" not in str(refused.value)
 
 
 def test_weights_and_slos(tmp_path: Path) -> None:

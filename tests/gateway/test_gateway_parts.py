@@ -71,21 +71,6 @@ def test_calls_received_before_a_revocation_are_ended_when_they_come_to_run() ->
     asyncio.run(main())
 
 
-def test_a_function_runs_no_more_at_once_than_it_may() -> None:
-    async def main() -> None:
-        running = Running()
-        for _ in range(2):
-            with running.track("t", "f", 0.0, limit=2), running.track("t", "f", 0.0, limit=2):
-                with pytest.raises(ServiceError) as caught, running.track("t", "f", 0.0, limit=2):
-                    pass
-                assert (caught.value.type, caught.value.retry_after) == ("rate_limited", 1.0)
-                with running.track("t", "g", 0.0, limit=1), running.track("u", "f", 0.0, limit=1):
-                    assert running.count() == 4
-        assert running.count() == 0
-
-    asyncio.run(main())
-
-
 def test_a_store_that_does_not_answer_is_given_up() -> None:
     async def main() -> None:
         answer = threading.Event()

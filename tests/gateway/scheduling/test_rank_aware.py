@@ -85,9 +85,10 @@ def test_equals_keep_the_adapter_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "column", ["decode_base", "prefill_per_token", "device_bandwidth", "store_latency", "exposed_share"]
+    "column",
+    ["decode_there", "prefill_per_token", "device_wait", "device_per_byte", "store_latency", "exposed_share"],
 )
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
 def test_no_odd_number_makes_a_node_win(column: str, value: float) -> None:
     """Records with such numbers are refused when they come in; this is what would come of one that was not."""
     nodes = table_of(node("odd"), node("sane", 16, 16, 16))
@@ -96,7 +97,7 @@ def test_no_odd_number_makes_a_node_win(column: str, value: float) -> None:
     found = chosen(policy, nodes, ask(ttft=10.0, tpot=1.0))
     assert policy.last is not None
     assert not np.isnan(policy.last.totals).any()
-    if np.isnan(value) or (np.isinf(value) and column != "device_bandwidth"):
+    if not np.isfinite(value):
         assert found == "sane"
     chosen(Toppings(), nodes, ask(tpot=1.0))
     table = table_of(node("odd"))

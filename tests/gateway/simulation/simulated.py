@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import msgspec
-from gateway.scheduling.baselines import MostIdle
 
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, RankTerm, Transfer
+from gateway.scheduling.baselines import MostIdle
 from gateway.simulation.job import Job
 from gateway.simulation.profile import NodeProfile
 from gateway.simulation.simulator import Simulator

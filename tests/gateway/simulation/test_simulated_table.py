@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gateway.scheduling.baselines import MostIdle
 from hypothesis import given, settings
 from simulated import CACHED, PROFILE
 from test_simulated_node import JOBS, jobs_of
 
 from cluster.node_table import COLUMNS, Demand, NodeTable
+from gateway.scheduling.baselines import MostIdle
 from gateway.simulation.columns import SimulatedTable, record_of
 from gateway.simulation.node import SimulatedNode
 from gateway.simulation.profile import NodeProfile
