@@ -1,6 +1,7 @@
 """How near the simulator comes to real nodes: two of one core each, at loads of up to 0.3, against their simulation.
 
-The service is started with two nodes of one thread. Its own nodes tell their performance models; what HTTP, the gateway
+The host is profiled by `garnish profile` on one core, and the service started with two nodes of one thread, which tell
+that performance model of themselves. What HTTP, the gateway
 and the nodes' processes add before a first token is taken from calls of one token beforehand, and is the profile's
 `overhead`. Then the same trace is sent to the service, in an open loop, and simulated with the same policy.
 
@@ -11,8 +12,12 @@ and the nodes' processes add before a first token is taken from calls of one tok
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -26,6 +31,7 @@ from benchmarks.latency import Sample
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.testbed import Bed, play
 from cluster.messages import NodeRecord
+from cluster.node_table import ASSUMED
 from cluster.text import BaseText
 from gateway.simulation.job import TraceRequest
 from gateway.simulation.outcome import values
@@ -44,16 +50,28 @@ CALIBRATING = 12
 """Calls of one token."""
 
 
-def node_profile(record: NodeRecord, overhead: float) -> NodeProfile:
-    """A node as it tells of itself."""
-    if record.performance is None:
-        raise RuntimeError(f"{record.id} has no performance model; `garnish profile` measures one")
-    key = record.performance.key
+def measure_host(service: HttpService) -> None:
+    """The profiles of the nodes that the service will have, measured on one core: a node has as many threads."""
+    garnish = Path(sys.executable).parent / "garnish"
+    command = ["taskset", "-c", "0", str(garnish), "profile", "--node-id", "node-1"]
+    subprocess.run(command, cwd=service.root, check=True, timeout=1800)
+    folder = service.root / ".garnish" / "profiles"
+    for file in list(folder.glob("node-1.*")):
+        for number in range(2, NODES + 1):
+            shutil.copyfile(file, folder / file.name.replace("node-1", f"node-{number}"))
+
+
+def node_profile(record: NodeRecord, assume: bool) -> NodeProfile:
+    """A node as it tells of itself. `assume`: it need not have measured itself, and figures mean nothing."""
+    performance = record.performance or (ASSUMED if assume else None)
+    if performance is None:
+        raise RuntimeError(f"{record.id} tells no performance model of itself")
+    key = performance.key
     return NodeProfile(
         title=f"{record.base_id} on {key.hardware}",
         source="measured",
         notes=f"As a node of Garnish {key.garnish} told of itself; kernel {key.kernel}, {key.dtype}.",
-        performance=record.performance,
+        performance=performance,
         max_rows=record.max_rows,
         queue_limit=record.queue_limit,
         max_context=record.max_context,
@@ -62,7 +80,6 @@ def node_profile(record: NodeRecord, overhead: float) -> NodeProfile:
         adapter_memory=record.adapter_bytes,
         host_memory=HOST_MEMORY,
         bytes_per_rank=1,
-        overhead=overhead,
     )
 
 
@@ -138,22 +155,22 @@ def measure(model_dir: Path, settings: dict[str, Any], seed: int) -> tuple[list[
     """Rows, and what the nodes told of themselves."""
     rng, words = np.random.default_rng(seed), 100 / len(BaseText(model_dir).encode_prompt("the " * 100))
     paths = sorted((ROOT / "examples" / "adapters" / model_dir.name).iterdir())[:ADAPTERS]
-    with (
-        tempfile.TemporaryDirectory() as root,
-        HttpService(
-            model_dir, paths, Path(root) / "service", settings["dtype"], 1, options=("--nodes", str(NODES))
-        ) as service,
-    ):
+    with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
+        options = ("--nodes", str(NODES))
+        service = HttpService(model_dir, paths, Path(root) / "service", settings["dtype"], 1, options=options)
+        if settings["profiled"]:
+            measure_host(service)
+        stack.enter_context(service)
         found = Bed(service.url, service.key, 1)
-        record = records(service)[0]
-        profile = node_profile(record, 0.0)
+        profile = node_profile(records(service)[0], assume=not settings["profiled"])
         overhead = overhead_of(found, profile, "a0", words)
         adapters = functions_of(service, [f"a{i}" for i in range(len(paths))])
         per_rank = round(median(size / rank for _, rank, size in adapters))
         profile = msgspec.structs.replace(profile, overhead=overhead, bytes_per_rank=per_rank)
         rows = []
         for load in settings["loads"]:
-            requests = draw(load * NODES * capacity(profile), settings["requests"], adapters, rng)
+            rate = settings.get("rate", load * NODES * capacity(profile))
+            requests = draw(rate, settings["requests"], adapters, rng)
             rows.append({"overhead_ms": overhead * 1e3, **compare(found, profile, requests, words, load)})
         return rows, profile
 
@@ -172,12 +189,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--profile", type=Path, help="write what the nodes told here, as a profile for simulations")
     options = parser.parse_args()
-    settings: dict[str, Any] = {"loads": LOADS, "requests": 300}
+    settings: dict[str, Any] = {"loads": LOADS, "requests": 300, "profiled": True}
     if options.quick:
-        settings = {"loads": LOADS[-1:], "requests": 20}
+        settings = {"loads": LOADS[-1:], "requests": 12, "profiled": False, "rate": 6.0}
+        if options.profile is not None:
+            parser.error("--quick profiles nothing: --profile would write assumed numbers")
     settings |= {"nodes": NODES, "dtype": options.dtype, "model": options.model.name, "policy": default_policy()}
     probe = contention_probe()
-    rows, profile = measure(options.model, settings, options.seed)
+    rows, profile = measure(options.model.absolute(), settings, options.seed)
     if options.profile is not None:
         options.profile.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
     figures = {
