@@ -21,7 +21,7 @@ from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.stream import BrokenHandoff, StreamPool
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
-from node_agent.cores import spare_cores
+from node_agent.cores import move_threads, spare_cores
 from node_agent.device import device_name
 from node_agent.engine.loop import Engine
 from node_agent.types import GROUPS
@@ -75,6 +75,8 @@ def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, th
         log.warning("CPU workers are slowed: each repeats its work", extra={"repeats": config.worker_repeats})
     workers.start()
     os.sched_setaffinity(0, workers.other_cores)  # an armed worker gives nothing of its core
+    if threads > 1:  # a team, which has come into being with the model
+        move_threads(workers.all_cores, workers.other_cores)
     ready = workers.wait_ready(START_LIMIT_S)
     if ready < count:
         log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": count})
@@ -138,7 +140,7 @@ def use_profile(engine: Engine, config: EngineConfig, base: BaseModel, workers: 
     if workers is not None and profile.cpu is None:
         log.warning("cold starts go without CPU workers: none answered while they were measured")
         workers.close()
-        os.sched_setaffinity(0, workers.all_cores)
+        move_threads(workers.other_cores, workers.all_cores)
         workers = None
     assist = None if workers is None else Assist(engine.store, base, profile, workers)
     engine.plan_cold_starts(ColdStarts(engine.store, base, way, profile, workers), assist)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
+from node_agent.cores import move_threads
 from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
@@ -68,8 +68,9 @@ class Engine:
     def close(self) -> None:
         """Nothing runs any more."""
         if self.assist is not None:
-            self.assist.workers.close()
-            os.sched_setaffinity(0, self.assist.workers.all_cores)
+            workers = self.assist.workers
+            workers.close()
+            move_threads(workers.other_cores, workers.all_cores)
         self.store.close()
 
     # --- what the process around it calls

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
-from node_agent.coldstart import measure
+from node_agent.coldstart import measure, setup
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey, read_profile
 from node_agent.coldstart.profile import check as check_profile
@@ -77,6 +79,36 @@ def test_workers_that_did_not_answer_once_are_asked_again_at_the_next_start(
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(found, cpu=None)))
     with pytest.raises(ProfileError, match="none answered"):
         read_profile(file, found.key)
+
+
+@needs_core
+def test_all_threads_of_the_engine_keep_off_the_workers_cores(
+    stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that torch computes with too, which are there before the workers are."""
+    cores, before = os.sched_getaffinity(0), torch.get_num_threads()
+    monkeypatch.setattr(setup, "spare_cores", lambda threads: [max(cores)])
+    try:
+        engine = LocalEngine(
+            stories_dir, tmp_path / "registry", dtype="float32", threads=2, cpu_workers=1,
+            adapter_memory=1 << 20, host_memory=4 << 20, kv_memory=4 << 20,
+        )  # fmt: skip
+        assert torch.get_num_threads() == 2
+        assert engine.engine.assist is not None
+        assert not [found for found in affinities() if max(cores) in found]
+        engine.close()
+        assert all(found == cores for found in affinities())
+    finally:
+        torch.set_num_threads(before)
+
+
+def affinities() -> list[set[int]]:
+    """Of this process's threads."""
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            found.append(os.sched_getaffinity(int(task)))
+    return found
 
 
 def test_a_profile_is_of_this_processor(make_engine: MakeEngine) -> None:
