@@ -16,6 +16,7 @@ from garnish.connection import find_connection
 from garnish.drain import drain, known_nodes
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import check_memory, infra_directory, stack_of
+from garnish.pool_node import STOP_SECONDS
 from infra.changes import Change
 from infra.errors import InfraError
 from infra.local.processes import NodeKey, running_nodes, stop
@@ -136,7 +137,7 @@ class Provision:
         for key in self._running({}):
             if key.node not in kept:
                 tell(f"{key.node}: ending a process that no state holds")
-                stop(key, DRAIN_SECONDS)
+                stop(key, STOP_SECONDS)
 
     def _drain_what_goes(self, note: PlanNote, tell: Tell) -> None:
         going = [change.resource for change in note.changes if change.action in ("destroy", "replace")]
@@ -219,7 +220,8 @@ def _progress(event: dict[str, Any], tell: Tell) -> None:
     hook = event.get("hook") or {}
     resource = hook.get("resource") or {}
     name = resource.get("resource_key") or resource.get("addr", "")
-    action, seconds = hook.get("action", ""), hook.get("elapsed_seconds", 0)
+    action = hook.get("action", "").replace("delete", "destroy")  # one word for it everywhere
+    seconds = hook.get("elapsed_seconds", 0)
     match event.get("type"):
         case "apply_start":
             tell(f"{name}: {action}")

@@ -123,6 +123,8 @@ def _check_pool(pool: Pool) -> None:
     where = f"node_pools.{pool.name}"
     if not pool.min <= pool.desired <= pool.max:
         raise InfraError(f"{where}: expected min <= desired <= max, found {pool.min}, {pool.desired}, {pool.max}")
+    if pool.scale_to_zero_after is not None:
+        raise InfraError(f"{where}.scale_to_zero_after: it is not built yet in this version; leave the key out")
     if pool.name == UP_POOL:
         raise InfraError(f"{where}: `garnish up` names its nodes {UP_POOL}-1, ...; give the pool another name")
     if pool.backend == "aws" and pool.instance_type is None:

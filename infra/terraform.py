@@ -133,13 +133,12 @@ class Terraform:
             process_group=0,
             umask=0o077,
         )
-        try:
-            with process:
+        with process:
+            try:
                 yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.wait()
+            except BaseException:
+                process.send_signal(signal.SIGINT)  # nothing, if it has ended; leaving `with` waits for it
+                raise
 
 
 def _follow(stream: Any, on_event: Callable[[Event], None]) -> tuple[list[str], list[Event]]:

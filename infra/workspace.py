@@ -49,14 +49,18 @@ class Workspace:
         except OSError as error:
             raise InfraError(f"{self.directory} can't be used: {error.strerror}") from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(lock)
             yield
+        finally:
+            os.close(lock)
+
+    def _lock(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StateLocked(
                 f"another `garnish infra` command works in {self.directory}; wait until it has ended"
             ) from None
-        finally:
-            os.close(lock)
 
     def open(self, stack: Stack) -> None:
         """Write the root module and let terraform get ready for it."""

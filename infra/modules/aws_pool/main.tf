@@ -34,6 +34,14 @@ data "aws_ssm_parameter" "image" {
   name = var.image_parameter
 }
 
+# Which device is the root volume differs between images; another one's mapping would leave the root as it is.
+data "aws_ami" "image" {
+  filter {
+    name   = "image-id"
+    values = [data.aws_ssm_parameter.image.insecure_value]
+  }
+}
+
 resource "aws_security_group" "node" {
   name_prefix = "${local.name}-"
   description = "Garnish nodes of ${local.name}: reached by the gateway alone."
@@ -164,7 +172,7 @@ resource "aws_launch_template" "node" {
   }
 
   block_device_mappings {
-    device_name = "/dev/sda1"
+    device_name = data.aws_ami.image.root_device_name
 
     ebs {
       volume_size           = var.volume_gib
@@ -217,8 +225,6 @@ resource "aws_autoscaling_group" "nodes" {
   health_check_grace_period = 600
   # Terraform need not wait for GPUs that AWS may not have right now: `garnish infra show` tells what there is.
   wait_for_capacity_timeout = "0"
-  # Only what the autoscaler chooses is ended by scaling in, after its drain.
-  protect_from_scale_in = false
 
   launch_template {
     id      = aws_launch_template.node.id

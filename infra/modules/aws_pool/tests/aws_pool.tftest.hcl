@@ -11,6 +11,9 @@ mock_provider "aws" {
   mock_data "aws_ssm_parameter" {
     defaults = { insecure_value = "ami-0123456789abcdef0" }
   }
+  mock_data "aws_ami" {
+    defaults = { root_device_name = "/dev/sda1" }
+  }
   mock_resource "aws_iam_instance_profile" {
     defaults = { arn = "arn:aws:iam::123456789012:instance-profile/node" }
   }
