@@ -27,7 +27,7 @@ from starlette.routing import Route
 from benchmarks.stub_node import TIMING
 from cluster.messages import RECORD_INTERVAL, Done, GenerateRequest, NodeRecord, Started, Token, encode_event
 from cluster.secret import authorization
-from gateway.simulation.columns import record_of
+from gateway.simulation.columns import as_served, record_of
 from gateway.simulation.job import Job
 from gateway.simulation.node import SimulatedNode
 from gateway.simulation.profile import NodeProfile
@@ -146,8 +146,10 @@ class ModelNode:
     def _record(self) -> NodeRecord:
         self._seq += 1
         config = self._config
+        record = record_of(self._node, time.monotonic(), self._seq)
         return msgspec.structs.replace(
-            record_of(self._node, time.monotonic(), self._seq),
+            record,
+            performance=as_served(self._node.profile.performance, config.base),
             id=self._name, url=self._url, base=config.base, base_id=config.base_id, max_context=config.max_context,
         )  # fmt: skip
 

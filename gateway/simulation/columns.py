@@ -7,8 +7,13 @@ number, and of the adapters only those whose tier or use changed are looked at; 
 
 from __future__ import annotations
 
+from functools import cache
+
+import msgspec
+
 from cluster.messages import NodeRecord, Resident
 from cluster.node_table import ABSENT, DEVICE, HOST, NodeTable
+from cluster.performance_model import PerformanceModel
 from cluster.resident_index import ResidentIndex
 from gateway.simulation.node import SimulatedNode
 
@@ -52,12 +57,18 @@ def _record(node: SimulatedNode, contexts: list[int], seq: int, residents: list[
         prompt_tokens_left=node.prompt_left(),
         tightest_tpot=node.tightest_tpot(),
         loading_bytes=node.loads.loading_bytes,
-        performance=profile.performance,
+        performance=as_served(profile.performance, BASE),
         adapter_bytes_free=node.loads.memory.free if profile.adapter_memory is not None else 0,
         adapter_bytes=profile.adapter_memory or 0,
         residents=residents,
         acknowledged=list(node.acknowledged),
     )
+
+
+@cache
+def as_served(model: PerformanceModel, base: str) -> PerformanceModel:
+    """As a node of this base tells it: whatever it was measured on, that is what is simulated."""
+    return msgspec.structs.replace(model, key=msgspec.structs.replace(model.key, base=base))
 
 
 class _Index(ResidentIndex):

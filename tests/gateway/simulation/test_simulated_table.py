@@ -12,7 +12,7 @@ from cluster.node_table import COLUMNS, Demand, NodeTable
 from gateway.scheduling.baselines import MostIdle
 from gateway.simulation.columns import SimulatedTable, record_of
 from gateway.simulation.node import SimulatedNode
-from gateway.simulation.profile import NodeProfile
+from gateway.simulation.profile import NodeProfile, load_profile, profile_names
 from gateway.simulation.simulator import Simulator
 
 
@@ -65,3 +65,14 @@ def test_short_and_whole_records_say_the_same(profile: NodeProfile, drawn: list)
 def test_adapters_that_are_everywhere() -> None:
     simulator = Simulator(CACHED, 3, lambda _: MostIdle(), [])
     assert simulator.table.tiers("any") == {0: 0, 1: 0, 2: 0}
+
+
+def test_committed_profiles_are_reckoned_with() -> None:
+    """And not the model that is assumed of nodes which were never measured."""
+    names = profile_names()
+    assert "papers" in names
+    for name in names:
+        profile = load_profile(name)
+        table = SimulatedTable([SimulatedNode(0, profile, lambda _: None)])
+        assert table.modelled[0]
+        assert table.decode_base[0] == profile.performance.decode.base
