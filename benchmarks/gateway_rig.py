@@ -67,18 +67,18 @@ def rig(
     url = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
         log = root / "gateway.log"
-        gateway = stack.enter_context(_process(["-c", GATEWAY], msgspec.json.encode(config), log))
+        gateway = stack.enter_context(process(["-c", GATEWAY], msgspec.json.encode(config), log))
         told = msgspec.json.encode(StubConfig(url, secret, base.fingerprint, base.id, gap, prefill)) + b"\n"
-        node = stack.enter_context(_process(["-m", "benchmarks.stub_node"], told, root / "stub.log"))
+        node = stack.enter_context(process(["-m", "benchmarks.stub_node"], told, root / "stub.log"))
         assert node.stdout is not None
         found = Rig(url, node.stdout.readline().decode().strip(), key, gateway.pid)
-        _wait_until_ready(found.gateway, gateway, log)
+        wait_until_ready(found.gateway, gateway, log)
         _deploy(found, adapter)
         yield found
 
 
 @contextmanager
-def _process(arguments: list[str], told: bytes, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(arguments: list[str], told: bytes, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as errors:
         command = [sys.executable, *arguments]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
@@ -96,7 +96,7 @@ def _process(arguments: list[str], told: bytes, log: Path) -> Iterator[subproces
         process.stdout.close()
 
 
-def _wait_until_ready(url: str, gateway: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_ready(url: str, gateway: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and gateway.poll() is None:
         with contextlib.suppress(httpx.TransportError):

@@ -1,8 +1,8 @@
 """How well the performance model describes passes of the real runner, and the paper's two-parameter form beside it.
 
-Every configuration is measured once a round, in another order each time; fits see medians over rounds. The paper's grid
-(batches of 4, 8, 16 and 32, ranks 8 to 64) is measured apart, so that the whole model is judged on it, too, without
-having seen it.
+Every configuration is measured once a round, in another order each time; fits see medians over all rounds but the
+first. The paper's grid (batches of 4, 8, 16 and 32, ranks 8 to 64) is measured apart, so that the whole model is judged
+on it, too, without having seen it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--adapter-memory", type=int, default=1400, metavar="MIB")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:

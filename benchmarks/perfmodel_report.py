@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from benchmarks.report import origin
 
@@ -23,7 +24,7 @@ def perfmodel_table(document: dict[str, Any]) -> str:
         next(row for row in _rows(document, "paper") if row["kernel"] == kernel) for kernel in ("bgmv", "mbgmv")
     )
     lines = [
-        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads, median of {settings['rounds']} "
+        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads, median of {settings['rounds'] - 1} "
         f"rounds, adapters on q, k, v. {origin(document)}",
         "",
         "| | R^2 | held-out error, median | configurations (set aside) |",
@@ -63,6 +64,9 @@ def perfmodel_plot(document: dict[str, Any]) -> Figure:
         axis.scatter(measured, [100 * (row["forecast_ms"] / row["measured_ms"] - 1) for row in rows], s=6)
         axis.axhline(0, color="black", linewidth=0.5)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(f"{title}: R² {document['figures'][f'r2_{kind}']:.3f}", fontsize=9)
         axis.set_xlabel("measured, ms")
         axis.set_ylabel("forecast - measured, %")

@@ -37,18 +37,25 @@ RANKS = (8, 16, 32, 64)
 ADAPTERS = 40_000
 RESIDENT = 200
 """Adapters in a record."""
+CHANGED = 3
+"""Of them, since the node's record before."""
 OPEN = 500
 """Reservations that are open at once."""
 
 
-def record(draw: random.Random, index: int, seq: int) -> NodeRecord:
-    running = draw.randrange(24)
-    model = msgspec.structs.replace(ASSUMED, exposed_share=draw.uniform(0.1, 1.0))
+def record(draw: random.Random, index: int, before: NodeRecord | None = None) -> NodeRecord:
+    """A node's next record: another batch, and a few adapters that came or went."""
     tiers = ("device", "host", "disk")
+    residents = list(before.residents) if before else []
+    residents = residents[CHANGED:] if len(residents) >= RESIDENT else residents
+    while len(residents) < RESIDENT:
+        residents.append(Resident(digest(draw), draw.choice(tiers), 10**7, draw.randrange(2)))
+    running = draw.randrange(24)
+    drawn = msgspec.structs.replace(ASSUMED, exposed_share=draw.uniform(0.1, 1.0))
     return NodeRecord(
         id=f"node-{index:04d}",
         epoch="1",
-        seq=seq,
+        seq=before.seq + 1 if before else 1,
         url="http://127.0.0.1:1",
         state="ready",
         base="b",
@@ -65,9 +72,9 @@ def record(draw: random.Random, index: int, seq: int) -> NodeRecord:
         batch_contexts=[draw.randrange(2000) for _ in range(running)],
         batch_slots=list(range(running)),
         tightest_tpot=0.06,
-        performance=model,
+        performance=before.performance if before else drawn,
         prompt_tokens_left=draw.randrange(500),
-        residents=[Resident(digest(draw), draw.choice(tiers), 10**7, draw.randrange(2)) for _ in range(RESIDENT)],
+        residents=residents,
     )
 
 
@@ -104,8 +111,9 @@ async def measure_shared(policy: str, nodes: int, count: int, seed: int) -> dict
 async def measure(policy: str, nodes: int, count: int, seed: int, state: ClusterState | None = None) -> dict[str, Any]:
     draw = random.Random(seed)
     state, chooser = state or MemoryClusterState(time.monotonic, expiry=1e9), make_policy(policy)
-    for index in range(nodes):
-        await state.publish(record(draw, index, 0))
+    records = [record(draw, index) for index in range(nodes)]
+    for known in records:
+        await state.publish(known)
     scoring, placing, publishing = [], [], []
     open_ones: deque[tuple[str, str]] = deque()
     for number in range(count):
@@ -122,9 +130,10 @@ async def measure(policy: str, nodes: int, count: int, seed: int, state: Cluster
         while len(open_ones) > OPEN:
             await state.release(*open_ones.popleft())
         if number % 4 == 0:
-            fresh = record(draw, draw.randrange(nodes), number + 1)
+            index = draw.randrange(nodes)
+            records[index] = record(draw, index, records[index])
             begin = time.perf_counter()
-            await state.publish(fresh)
+            await state.publish(records[index])
             publishing.append(time.perf_counter() - begin)
     measured = {"scoring": scoring, "place": placing, "publish": publishing}
     return {"policy": policy, "nodes": nodes} | {

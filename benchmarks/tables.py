@@ -12,6 +12,7 @@ from benchmarks.gateway_tables import gateway_table, placement_table, scale_tabl
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
 from benchmarks.perfmodel_report import perfmodel_table
 from benchmarks.report import RESULTS, ROOT, load, origin
+from benchmarks.scheduling_tables import fidelity_table, scheduling_table
 from benchmarks.step_profile import KINDS
 
 
@@ -176,6 +177,10 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "planning": ("coldstart", planning_table),
         "streaming": ("coldstart", streaming_table),
         "handoff": ("handoff", handoff_table),
+    },
+    ROOT / "docs" / "simulate.md": {
+        "fidelity": ("fidelity", fidelity_table),
+        "scheduling": ("scheduling", scheduling_table),
     },
     ROOT / "docs" / "performance-model.md": {"perfmodel": ("perfmodel", perfmodel_table)},
 }

@@ -21,6 +21,9 @@ class Crowd:
     def tenants(self) -> Collection[str]:
         return self._waiting.keys()
 
+    def count(self, tenant: str) -> int:
+        return self._waiting.get(tenant, (0, 0.0))[0]
+
     def join(self, tenant: str, weight: float) -> None:
         count, _ = self._waiting.get(tenant, (0, weight))
         self._waiting[tenant] = count + 1, weight

@@ -45,11 +45,16 @@ class Counters:
     def __getitem__(self, owner: str) -> float:
         return self._values.get(owner, self._floor)
 
+    @property
+    def floor(self) -> float:
+        """The least counter of those who wait: nobody who comes to wait is below it."""
+        self._raise_floor()
+        return self._floor
+
     def join(self, owner: str) -> None:
         """One more request of the owner waits."""
         if owner not in self._waiting:
-            self._raise_floor()
-            self._values[owner] = max(self[owner], self._floor)
+            self._values[owner] = max(self[owner], self.floor)
         self._waiting[owner] = self._waiting.get(owner, 0) + 1
 
     def leave(self, owner: str) -> None:
@@ -117,6 +122,11 @@ class FairShares:
     def tenant(self, tenant: str) -> float:
         """Its counter."""
         return self._tenants[tenant]
+
+    @property
+    def floor(self) -> float:
+        """The least counter of the tenants that wait."""
+        return self._tenants.floor
 
     def function(self, tenant: str, function: str) -> float:
         """The function's counter among those of its tenant."""

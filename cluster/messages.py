@@ -127,6 +127,7 @@ class ColdStart(msgspec.Struct, frozen=True):
     plan: str
     """none, wait, pipeline or assist"""
     load: float
+    """0: not at its end when the request ended; so is `fetch`"""
     exposed: float
     fetch: float = 0.0
     """of `load`, until the adapter was in the node's host memory"""
@@ -140,7 +141,8 @@ class ColdStart(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds on the node: in the queue, from admission to the first token, and in all."""
+    """Seconds on the node: in the queue (while more than its adapter's bytes kept it there), from then to the first
+    token, and in all."""
 
     queue: float
     prefill: float

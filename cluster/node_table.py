@@ -86,6 +86,15 @@ COLUMNS: dict[str, type] = {
     "store_latency": np.float64,
     "store_bandwidth": np.float64,
     "exposed_share": np.float64,
+    # What follows from the columns above, so that no request reckons it anew: seconds, but for the first three.
+    "requests": np.float64,  # running, queued and reserved
+    "capacity": np.float64,  # rows; infinite where the node does not tell
+    "kv_room": np.float64,  # tokens free beyond what reserved places will hold; infinite where it does not tell
+    "decode_there": np.float64,  # a step of all its requests, whatever their number
+    "prompt_wait": np.float64,  # for the prompts that are not computed yet
+    "device_wait": np.float64,  # until another load's first byte
+    "device_per_byte": np.float64,
+    "store_per_byte": np.float64,
 }
 
 ASSUMED = PerformanceModel(
@@ -134,6 +143,7 @@ class NodeTable:
         self._problems: dict[int, str] = {}
         self._demands: list[dict[str, Demand]] = [{} for _ in range(capacity)]
         self._records: list[NodeRecord | None] = [None] * capacity
+        self._models = [ASSUMED] * capacity
         self.now = math.nan
         """By the clock of `heard`, when the table was last asked for; NaN where nobody keeps it."""
         vars(self).update(self._data)
@@ -257,6 +267,7 @@ class NodeTable:
         waiting, limit = record.queued + len(demands), record.queue_limit
         self.full[row], self.crammed[row] = waiting >= limit, waiting >= limit + room_for_others(limit)
         promised = [record.tightest_tpot, *(demand.tpot for demand in demands)]
+        self._derive(row)
         # A promise that is no positive number is none: NaN would hide the others, 0 could never be kept.
         self.tightest_tpot[row] = min((value for value in promised if value is not None and value > 0), default=np.inf)
 
@@ -267,7 +278,7 @@ class NodeTable:
         elif self._problems.get(row) != problem:
             self._problems[row] = problem
             log.warning("the performance model of node %s is not used: %s", self.ids[row], problem)
-        model = measured if measured is not None and problem is None else ASSUMED
+        model = self._models[row] = measured if measured is not None and problem is None else ASSUMED
         self.modelled[row] = model is not ASSUMED
         for field in ("base", "per_row", "per_context", "per_rank"):
             self._data[f"decode_{field}"][row] = getattr(model.decode, field)
@@ -277,7 +288,23 @@ class NodeTable:
         for link, transfer in (("device", model.to_device), ("store", model.from_store)):
             self._data[f"{link}_latency"][row] = transfer.latency
             self._data[f"{link}_bandwidth"][row] = transfer.bandwidth
+            self._data[f"{link}_per_byte"][row] = 1.0 / transfer.bandwidth
         self.exposed_share[row] = model.exposed_share
+
+    def _derive(self, row: int) -> None:
+        model, data = self._models[row], self._data
+        running, queued, reserved, rows = (
+            int(data[name][row]) for name in ("running", "queued", "reserved", "max_rows")
+        )
+        contexts, waiting, ranks = (int(data[name][row]) for name in ("contexts", "prompt_tokens", "decode_ranks"))
+        requests = running + queued + reserved
+        self.requests[row] = requests
+        self.capacity[row] = rows or np.inf
+        self.kv_room[row] = self.kv_tokens_free[row] - self.kv_promised[row] if self.kv_tokens[row] else np.inf
+        self.decode_there[row] = model.decode.seconds(requests, contexts + waiting, ranks)
+        token_ranks = int(self.token_ranks[row])
+        self.prompt_wait[row] = model.prefill.seconds(waiting, 0, token_ranks) if waiting else 0.0
+        self.device_wait[row] = model.to_device.seconds(int(self.loading_bytes[row]))
 
     def _rebase(self, row: int, before: str | None, after: str | None) -> None:
         if after is not None:

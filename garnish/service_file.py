@@ -78,8 +78,26 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale_to_zero_after: float | None = None
 
 
+class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    region: Text
+    vpc_id: Text
+    subnet_ids: Annotated[list[Text], Meta(min_length=1)]
+    gateway_security_group_id: Text
+    secret_parameter: Text
+    secret_kms_key_arn: Text | None = None
+    package: Text
+    image_parameter: Text
+    model_source: Text
+    registry_bucket: Literal["existing", "managed"] = "existing"
+    volume_gib: Annotated[int, Meta(ge=30, le=16_384)] = 100
+    target_group_arns: list[Text] = []
+    tags: dict[str, Text] = {}
+
+
 class Infra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: Text | None = None
+    gateway_url: Text | None = None
+    aws: Aws | None = None
 
 
 class Top(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -129,6 +129,7 @@ def node_config(
     node_id: str,
     gateway_url: str,
     secret_file: Path | None = None,
+    host: str = "127.0.0.1",
     port: int = 0,
     threads: int | None = None,
     stop_seconds: float = UP_SHUTDOWN_SECONDS,
@@ -136,6 +137,7 @@ def node_config(
     """`threads` None: as many as the node finds right for its host."""
     return NodeConfig(
         node_id=node_id,
+        host=host,
         port=port,
         gateway_url=gateway_url,
         secret_file=str(secret_file or secret_file_of(service, state)),

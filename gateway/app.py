@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn, TypedDict
@@ -49,8 +49,9 @@ class State(TypedDict):
     services: Services
 
 
-def create_app(config: GatewayConfig) -> Starlette:
-    """Raises ConfigError. Files are read, and clients made, only once the server starts."""
+def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:
+    """Files are read, and clients made, only once the server starts; then, before the first request, it calls
+    `started`. Raises ConfigError."""
     check_config(config)
     counted, requests = Metrics(), OpenRequests()
 
@@ -58,6 +59,7 @@ def create_app(config: GatewayConfig) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[State]:
         _empty_folder(Path(config.tmp_dir))
         async with open_services(config, counted) as services:
+            started()
             yield {"services": services}
             # Cancelled by the server, they still have to say so.
             await requests.wait_for_none(STOP_SECONDS)

@@ -21,7 +21,7 @@ DISCARD_BYTES = 8 << 20
 DISCARD_SECONDS = 1.0
 """A body over its limit is read and dropped this far, so that its sender gets to read the answer."""
 
-_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")
 
 

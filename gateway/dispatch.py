@@ -25,6 +25,7 @@ from gateway.node_client import NodeClient, NodeFailure
 from gateway.placing import Placer
 from gateway.running import Running
 from gateway.scheduling.placement import RETRY_AFTER, Placed
+from gateway.trace_log import log_call
 
 if TYPE_CHECKING:
     from gateway.invocation import Invocation
@@ -263,6 +264,7 @@ class Generation:
             shared.metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
             cold = done.timing.cold_start
             shared.metrics.count_cold_start(cold)
+            log_call(self.request, done, self.received)
             shared.metrics.count_preemptions(tenant, done.timing.preemptions)
         if self.ttft is not None:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft

@@ -60,6 +60,12 @@ class Metrics:
             "garnish_cold_starts", "Invocations by where the adapter was", ("tier", "plan"), registry=own
         )
         self._exposed = Counter("garnish_exposed_load_seconds", "Computation waiting for adapter bytes", registry=own)
+        self._loads = Counter(
+            "garnish_cold_load_seconds",
+            "Loads of invocations' adapters: in all, and of that from the store or the disk",
+            ("part",),
+            registry=own,
+        )
         self._forecast_error = Histogram(
             "garnish_exposed_forecast_error_seconds",
             "Exposed load, planned and real, apart",
@@ -118,6 +124,8 @@ class Metrics:
     def count_cold_start(self, cold: ColdStart) -> None:
         self._cold.labels(cold.state, cold.plan).inc()
         self._exposed.inc(cold.exposed)
+        self._loads.labels("load").inc(cold.load)
+        self._loads.labels("fetch").inc(cold.fetch)
         self._layers.labels("cpu").inc(cold.layers_cpu)
         self._layers.labels("device").inc(cold.layers_device)
         self._replays.inc(cold.replays)

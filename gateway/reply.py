@@ -136,6 +136,7 @@ def server_timing(invocation: Invocation, generation: Generation) -> str:
         cold = done.timing.cold_start
         steps |= {
             "queue": done.timing.queue,
+            "fetch": cold.fetch,
             "load": cold.load,
             "exposed": cold.exposed,
             "prefill": done.timing.prefill,
@@ -146,7 +147,12 @@ def server_timing(invocation: Invocation, generation: Generation) -> str:
             steps["queue"] = started - sent
         if started is not None and first is not None:
             steps["prefill"] = first - started
-    return ", ".join(f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items())
+    told = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items()]
+    if done is not None and done.timing.cold_start.plan != "none":
+        cold = done.timing.cold_start
+        layers = f"{cold.layers_cpu} layers on CPU workers and {cold.layers_device} on the device"
+        told.append(f'cold;desc="{cold.plan}: {layers}; {cold.replays} replays"')
+    return ", ".join(told)
 
 
 def _ms(seconds: float) -> float:

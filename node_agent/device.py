@@ -49,6 +49,17 @@ def record_event(device: torch.device) -> Event:
     return event
 
 
+def device_name(device: torch.device) -> str:
+    """Of the hardware: the GPU's, or the processor's, as its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return device.type
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), device.type)
+
+
 def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """How long the work takes on the device: by events on its stream, on a CPU by the clock. Returns when it has
     ended."""

@@ -48,6 +48,7 @@ def main() -> int:
         report.write(msgspec.json.encode(message) + b"\n")
 
     from node_agent.coldstart.measure import LONG, measure
+    from node_agent.coldstart.profile import ProfileError, check
     from node_agent.coldstart.setup import profile_key
     from node_agent.engine.setup import build_engine
     from node_agent.performance.setup import measure_performance, performance_file
@@ -65,15 +66,19 @@ def main() -> int:
     cold = measure(
         key, engine.runner, engine.blocks, engine.store, workers, LONG, lambda text: tell(Step(f"measuring {text}"))
     )
-    write_profile(cold, Path(config.profile))
     try:
+        check(cold)
+        write_profile(cold, Path(config.profile))
         performance = measure_performance(engine, config, base, lambda text, share: tell(Step(text, share)))
+        write_performance(performance, performance_file(config.profile))
+    except (OSError, ProfileError) as error:
+        tell(Failed(str(error)))
+        return 1
     except (BadFit, BadSample, SweepTooSlow, StoreUnavailable) as error:
-        tell(Failed(f"its performance model: {error}"))
+        tell(Failed(f"its performance model: {error} (Its cold-start profile is written.)"))
         return 1
     finally:
         engine.close()
-    write_performance(performance, performance_file(config.profile))
     tell(Measured(cold, performance))
     return 0
 

@@ -145,11 +145,21 @@ def _move(
     if (function is None) == (digest is None):
         raise typer.BadParameter("expected a function, or --digest")
     screen = Screen(as_json)
-    with _client(url, state, tenant) as client:
+    with _client(url, state, tenant or _first_tenant(function, url, state)) as client:
         moved = client.ask(move_call(node, action, function, digest), MovedReply)
     where = f"now {moved.tier}" if moved.tier is not None else "still loading"
     screen.line(f"{moved.digest} on {moved.node}: {where}")
     screen.result(moved)
+
+
+def _first_tenant(function: str | None, url: str | None, state: Path) -> str | None:
+    """Whose function is meant where none is named, as in other commands: the state's first tenant's."""
+    from garnish.credentials import FILE_NAME, read_credentials
+
+    if function is None or url is not None or "GARNISH_URL" in os.environ:
+        return None
+    known = read_credentials(state / FILE_NAME)
+    return known.tenant if known is not None else None
 
 
 def drain(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:

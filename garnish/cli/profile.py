@@ -37,10 +37,10 @@ def profile(
         found = run_measurement(config, screen.progress)
         screen.end_progress()
         screen.result(found)
-        _show(found, Path(config.profile or ""), screen)
+        show(found, Path(config.profile or ""), screen)
 
 
-def _show(found: dict[str, Any], file: Path, screen: Any) -> None:
+def show(found: dict[str, Any], file: Path, screen: Any) -> None:
     _show_cold_start(found["cold_start"], screen)
     _show_performance(found["performance"], screen)
     screen.line(f"written to {file} and {file.with_suffix('.performance.json').name}")

@@ -61,6 +61,7 @@ def node(
     state: State = DEFAULT_STATE,
     secret_file: Annotated[Path | None, typer.Option("--secret-file", help="The cluster secret's file.")] = None,
     node_id: Annotated[str | None, typer.Option("--node-id", help="Its name (default: the host's name).")] = None,
+    host: Annotated[str, typer.Option("--host", help="Listen here; the gateway must reach it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 0,
 ) -> None:
     """Serve one node, which reports to a gateway."""
@@ -77,6 +78,7 @@ def node(
         node_id=node_id or socket.gethostname(),
         gateway_url=gateway_url,
         secret_file=secret_file,
+        host=host,
         port=port,
         stop_seconds=SERVICE_STOP_SECONDS,
     )

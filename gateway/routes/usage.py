@@ -97,7 +97,7 @@ def _groups(request: Request) -> list[Group]:
 def _span(request: Request, now: float) -> tuple[int, int]:
     """Whole hours that hold the time asked for, as Unix time."""
     end = -(-_time(request, "to", now) // HOUR) * HOUR
-    start = _time(request, "from", end - DEFAULT_HOURS * HOUR) // HOUR * HOUR
+    start = _time(request, "from", max(0, end - DEFAULT_HOURS * HOUR)) // HOUR * HOUR
     if not 0 < end - start <= MAX_HOURS * HOUR:
         raise ServiceError("validation_failed", f"from must be before to, by {MAX_HOURS} hours at most", param="from")
     return int(start), int(end)

@@ -20,7 +20,7 @@ class MostIdle:
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         tiers = nodes.tiers(request.digest) if request.digest else {}
         tier = np.array([tiers.get(row, ABSENT) for row in candidates.tolist()])
-        order = np.lexsort((-nodes.kv_tokens_free[candidates], tier, _requests(nodes, candidates)))
+        order = np.lexsort((-nodes.kv_tokens_free[candidates], tier, nodes.requests[candidates]))
         return int(candidates[order[0]])
 
 
@@ -29,10 +29,9 @@ class FirstFit:
     the first by id. When none has, the one with the fewest requests."""
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
-        requests, rows = _requests(nodes, candidates), nodes.max_rows[candidates]
-        free = nodes.kv_tokens_free[candidates] - nodes.kv_promised[candidates]
+        requests, rows = nodes.requests[candidates], nodes.max_rows[candidates]
         fits = requests < np.where(rows > 0, rows, ASSUMED_ROWS)
-        fits &= free >= request.prompt_tokens + request.max_tokens
+        fits &= nodes.kv_room[candidates] >= request.prompt_tokens + request.max_tokens
         wanted = np.where(fits, requests, -1) if fits.any() else -requests
         equal: list[int] = candidates[wanted == wanted.max()].tolist()
         return min(equal, key=lambda row: nodes.ids[row] or "")
@@ -44,8 +43,3 @@ class Random:
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:  # noqa: ARG002
         return int(candidates[self._random.randrange(candidates.size)])
-
-
-def _requests(nodes: NodeTable, candidates: np.ndarray) -> np.ndarray:
-    requests: np.ndarray = (nodes.running + nodes.queued + nodes.reserved)[candidates]
-    return requests

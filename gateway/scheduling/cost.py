@@ -32,11 +32,13 @@ class Terms(msgspec.Struct, dict=True):
     candidates: np.ndarray
     """i64[C]: rows of the table"""
     requests: np.ndarray
-    """running, waiting and reserved, without this one"""
+    """running, waiting and reserved, and this one"""
     tier: np.ndarray
     """i64[C]: DEVICE, HOST, DISK or ABSENT; DEVICE for the base alone"""
     prefill: np.ndarray
     """d_prefill: what the prompt adds to the prompts that wait"""
+    transfer: np.ndarray
+    """of the adapter from host memory to the device, behind what is on the link"""
     exposed: np.ndarray
     """what the first token waits for the adapter's bytes"""
     decode: np.ndarray
@@ -66,11 +68,10 @@ class Terms(msgspec.Struct, dict=True):
 
 
 def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
-    """`candidates` i64[C], ascending, C >= 1."""
+    """`candidates` i64[C], ascending, C >= 1. Odd numbers in `nodes` make odd terms, and numpy's warnings."""
     # Slices cost nothing and picking rows does: everything is computed for all rows up to the last candidate.
     n = int(candidates[-1]) + 1
-    with np.errstate(all="ignore"):  # rows without a node
-        made = _terms(nodes, candidates, n, request)
+    made = _terms(nodes, candidates, n, request)
     if n == candidates.size:
         return made
     for name in Terms.__struct_fields__[1:]:
@@ -81,24 +82,27 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
 
 
 def _terms(nodes: NodeTable, candidates: np.ndarray, n: int, request: PlacementRequest) -> Terms:
-    tokens, rank, answer = request.prompt_tokens, request.rank, request.answer_tokens
-    requests = nodes.running[:n] + nodes.queued[:n] + nodes.reserved[:n]
-    after = requests + 1.0
-    # Rows beyond what the node computes at once wait: a step has no more than that.
-    capacity = np.where(nodes.max_rows[:n] > 0, nodes.max_rows[:n], np.inf)
-    decode, step = _decode(nodes, n, request, requests, after, np.minimum(1.0, capacity / after))
-    tier, load = _load(nodes, n, request)
-    exposed = load * nodes.exposed_share[:n]
-    prefill = tokens * (
-        nodes.prefill_per_token[:n] + tokens * nodes.prefill_per_token2[:n] + rank * nodes.prefill_per_token_rank[:n]
+    tokens, answer, after = float(request.prompt_tokens), request.answer_tokens, nodes.requests[:n] + 1.0
+    tier, transfer, exposed = _load(nodes, n, request)
+    prefill = (
+        tokens * nodes.prefill_per_token[:n]
+        + tokens * tokens * nodes.prefill_per_token2[:n]
+        + tokens * request.rank * nodes.prefill_per_token_rank[:n]
     )
-    wait = _wait(nodes, n, request, after, capacity, step)
+    context = tokens + answer / 2  # on average over its answer
+    decode = (
+        nodes.decode_per_row[:n]
+        + context * nodes.decode_per_context[:n]
+        + _ranks_added(nodes, n, request, after) * nodes.decode_per_rank[:n]
+    )
+    step, wait = _step_and_wait(nodes, n, request, after, decode)
     promised = nodes.tightest_tpot[:n]
     return Terms(
         candidates=candidates,
-        requests=requests,
+        requests=after,
         tier=tier,
         prefill=prefill,
+        transfer=transfer,
         exposed=exposed,
         decode=decode,
         step=step,
@@ -110,30 +114,11 @@ def _terms(nodes: NodeTable, candidates: np.ndarray, n: int, request: PlacementR
     )
 
 
-def _decode(
-    nodes: NodeTable,
-    n: int,
-    request: PlacementRequest,
-    requests: np.ndarray,
-    after: np.ndarray,
-    share: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """d_decode, and a step of the `share` of all requests that the node computes at once."""
-    ranks = _ranks_added(nodes, n, request, requests, after)
-    per_row, per_context, per_rank = nodes.decode_per_row[:n], nodes.decode_per_context[:n], nodes.decode_per_rank[:n]
-    context = request.prompt_tokens + request.answer_tokens / 2  # on average over its answer
-    contexts = nodes.contexts[:n] + nodes.prompt_tokens[:n] + context
-    whole = after * per_row + contexts * per_context + (nodes.decode_ranks[:n] + ranks) * per_rank
-    return per_row + context * per_context + ranks * per_rank, nodes.decode_base[:n] + share * whole
-
-
-def _ranks_added(
-    nodes: NodeTable, n: int, request: PlacementRequest, requests: np.ndarray, after: np.ndarray
-) -> np.ndarray:
+def _ranks_added(nodes: NodeTable, n: int, request: PlacementRequest, after: np.ndarray) -> np.ndarray:
     """R(there + request) - R(there), by each node's rank term (cluster.performance_model)."""
-    kind, largest, rank = nodes.rank_term[:n], nodes.max_rank[:n], request.rank
-    padded = after * np.maximum(largest, rank) - requests * largest
-    added = np.where(kind == MAX_RANK, padded, float(rank))
+    kind, rank = nodes.rank_term[:n], float(request.rank)
+    padded = after * np.maximum(nodes.max_rank[:n], rank) - nodes.decode_ranks[:n]
+    added = np.where(kind == MAX_RANK, padded, rank)
     users = nodes.users(request.digest) if request.digest else ()
     if users:  # their batches have the adapter's rank already
         there = np.zeros(nodes.live.size, np.bool_)
@@ -142,38 +127,40 @@ def _ranks_added(
     return added
 
 
-def _load(nodes: NodeTable, n: int, request: PlacementRequest) -> tuple[np.ndarray, np.ndarray]:
-    """Tiers i64[n], and f64[n] seconds until the adapter would be on the device, behind what is on its link already."""
+def _load(nodes: NodeTable, n: int, request: PlacementRequest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tiers i64[n]; f64[n] seconds of the transfer to the device; f64[n] what the first token waits for it, and for
+    what must come before it."""
     if request.digest is None:
-        return np.full(n, DEVICE), np.zeros(n)
-    tier, held = np.full(n, ABSENT), nodes.tiers(request.digest)
+        return np.full(n, DEVICE), np.zeros(n), np.zeros(n)
+    size, held = float(request.adapter_bytes), nodes.tiers(request.digest)
+    transfer = nodes.device_wait[:n] + size * nodes.device_per_byte[:n]
+    load = transfer + nodes.store_latency[:n] + size * nodes.store_per_byte[:n]
+    tiers = np.full(nodes.live.size, ABSENT)
     if held:
         rows, levels = (np.fromiter(values, np.int64, len(held)) for values in (held.keys(), held.values()))
-        known = rows < n
-        tier[rows[known]] = levels[known]
-    to_device = (
-        nodes.device_latency[:n] + (nodes.loading_bytes[:n] + request.adapter_bytes) / nodes.device_bandwidth[:n]
-    )
-    from_store = nodes.store_latency[:n] + request.adapter_bytes / nodes.store_bandwidth[:n]
-    # Chosen, not multiplied by 0: that would make NaN of a link without bandwidth.
-    return tier, np.where(tier >= HOST, to_device + np.where(tier >= DISK, from_store, 0.0), 0.0)
+        tiers[rows] = levels
+        # Chosen, not multiplied by 0: that would make NaN of an infinite load.
+        load = np.where(tiers[:n] >= DISK, load, np.where(tiers[:n] == HOST, transfer, 0.0))
+    return tiers[:n], transfer, load * nodes.exposed_share[:n]
 
 
-def _wait(
-    nodes: NodeTable, n: int, request: PlacementRequest, after: np.ndarray, capacity: np.ndarray, step: np.ndarray
-) -> np.ndarray:
-    """Until the prompt is begun: the prompts before it, and then whichever takes longer, a row or KV memory."""
-    waiting = nodes.prompt_tokens[:n]
-    busy = waiting * nodes.prefill_per_token[:n] + nodes.token_ranks[:n] * nodes.prefill_per_token_rank[:n]
-    prompts = np.where(waiting > 0, nodes.prefill_base[:n] + busy, 0.0)
-    over = after - capacity
-    need = nodes.kv_promised[:n] + request.prompt_tokens + request.max_tokens
-    short = need - nodes.kv_tokens_free[:n]
-    if over.max() <= 0 and short.max() <= 0:
-        return prompts
-    # A row, and its memory, come free whenever one of those that run has its answer.
-    answer = (request.typical_tokens or request.answer_tokens) * step
-    row = np.where(over > 0, over * answer / capacity, 0.0)
-    held = np.maximum(nodes.kv_tokens[:n] - nodes.kv_tokens_free[:n], 1)
-    memory = np.where((short > 0) & (nodes.kv_tokens[:n] > 0), answer * short / held, 0.0)
-    return prompts + np.maximum(row, memory)
+def _step_and_wait(
+    nodes: NodeTable, n: int, request: PlacementRequest, after: np.ndarray, decode: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A step with the request, and the time until its prompt is begun: the prompts before it, and then whichever takes
+    longer, a row or KV memory."""
+    step, wait = nodes.decode_there[:n] + decode, nodes.prompt_wait[:n]
+    capacity = nodes.capacity[:n]
+    over, short = after - capacity, request.prompt_tokens + request.max_tokens - nodes.kv_room[:n]
+    crowded, tight = over.max() > 0, short.max() > 0
+    if crowded:  # rows beyond what the node computes at once wait: a step has no more than that
+        base = nodes.decode_base[:n]
+        step = base + np.minimum(1.0, capacity / after) * (step - base)
+    if crowded or tight:
+        # A row, and its memory, come free whenever one of those that run has its answer.
+        answer = (request.typical_tokens or request.answer_tokens) * step
+        row = np.where(over > 0, over * answer / capacity, 0.0)
+        held = np.maximum(nodes.kv_tokens[:n] - nodes.kv_tokens_free[:n], 1)
+        memory = np.where(short > 0, answer * short / held, 0.0)
+        wait = wait + np.maximum(row, memory)
+    return step, wait

@@ -164,7 +164,7 @@ def picture(
 
 def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Scores | None) -> np.ndarray:
     """Indices of those to be told, the best first."""
-    order = scores.totals if scores is not None else (nodes.running + nodes.queued + nodes.reserved)[candidates]
+    order = scores.totals if scores is not None else nodes.requests[candidates]
     if candidates.size > MOST_CANDIDATES:
         shown = np.argpartition(order, MOST_CANDIDATES - 1)[:MOST_CANDIDATES]
     else:

@@ -1,9 +1,11 @@
 """The default policy: the node on which the request costs least, among those on which it breaks no promise.
 
-    total = cost * (running + waiting + reserved + 1)
+    total = cost * (running + waiting + reserved + 1) + wait / expected tokens
 
-The 1 is the request itself. Algorithm 1 leaves it out, so that every idle node is free, whether it has the adapter or
-not, and an idle node that breaks a promise costs infinity * 0, which is NaN (gateway.scheduling.toppings).
+What a request adds is felt by all who are there, its wait by itself alone. Without the wait, requests of like ranks
+would pile up where their rank fits, behind nodes whose rows are all taken. The 1 is the request itself. Algorithm 1
+leaves it out, so that every idle node is free, whether it has the adapter or not, and an idle node that breaks a
+promise costs infinity * 0, which is NaN (gateway.scheduling.toppings).
 """
 
 from __future__ import annotations
@@ -46,38 +48,39 @@ class RankAware(ScoringPolicy):
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
         made = terms(nodes, candidates, request)
-        after = made.requests + 1.0
-        plain = made.cost * after
+        plain = made.cost * made.requests + made.wait / made.answer
         # Comparisons with NaN are false: what can't be forecast never wins.
-        fits = (made.strain <= 1.0) & (made.step >= 0.0) & (plain >= 0.0) & (plain < np.inf)
-        totals = np.where(fits, plain, np.inf)
+        totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
         spreading = self._charge(nodes, made, request, totals)
         if spreading is not None:
-            totals = totals + spreading / made.answer * after
+            totals = totals + spreading / made.answer * made.requests
         return Scores(made, totals, spreading)
 
     def _charge(
         self, nodes: NodeTable, made: Terms, request: PlacementRequest, totals: np.ndarray
     ) -> np.ndarray | None:
-        """What one more copy of the adapter displaces, and must be loaded again: as much as it loads."""
+        """What one more copy of the adapter displaces, and must be loaded again: as long as its own transfer."""
         if request.digest is None:
             return None
-        homes = self._spreading.homes(request.digest)
-        if not homes:
+        inside = self._at_home(nodes, made.candidates, request.digest)
+        if not any(totals[index] < np.inf for index in inside):  # nobody at home, or no room there
             return None
-        at_home = np.zeros(nodes.live.size, np.bool_)
-        for node_id in list(homes):
+        charge = made.transfer.copy()
+        charge[inside] = 0.0
+        return charge
+
+    def _at_home(self, nodes: NodeTable, candidates: np.ndarray, digest: str) -> list[int]:
+        """Indices of candidates."""
+        found = []
+        for node_id in list(self._spreading.homes(digest)):
             row = nodes.row(node_id)
             if row is None:
-                self._spreading.forget(request.digest, node_id)
-            else:
-                at_home[row] = True
-        inside = at_home[made.candidates]
-        if not np.isfinite(totals[inside]).any():  # nobody at home, or no room there
-            return None
-        rows = made.candidates
-        copy = nodes.device_latency[rows] + request.adapter_bytes / nodes.device_bandwidth[rows]
-        return np.where(inside, 0.0, copy)
+                self._spreading.forget(digest, node_id)
+                continue
+            index = int(candidates.searchsorted(row))
+            if index < candidates.size and candidates[index] == row:
+                found.append(index)
+        return found
 
     def _note(self, nodes: NodeTable, row: int, best: int, request: PlacementRequest, made: Terms) -> None:
         node_id = nodes.ids[row]
@@ -105,16 +108,16 @@ def _best(nodes: NodeTable, scores: Scores) -> int | None:
 
 def _least_bad(scores: Scores) -> int:
     """The index of the node where promises are broken by the smallest part."""
-    strain, cost = scores.terms.strain, scores.terms.cost * (scores.terms.requests + 1.0)
-    strain = np.where(strain >= 0.0, strain, np.inf)
-    cost = np.where(cost >= 0.0, cost, np.inf)
-    return int(np.lexsort((cost, strain))[0])
+    made = scores.terms
+    cost = made.cost * made.requests + made.wait / made.answer
+    finite = [np.where(values >= 0.0, values, np.inf) for values in (cost, made.strain)]
+    return int(np.lexsort(finite)[0])
 
 
 def _relief(made: Terms) -> float:
     """Seconds until some node could keep the promises: its wait is shorter then, or one of its requests has ended."""
     late = np.maximum(made.ttft - made.ttft_limit, 0.0)
-    crowded = np.where(made.step > made.tpot_limit, made.answer * made.step / np.maximum(made.requests, 1), 0.0)
+    crowded = np.where(made.step > made.tpot_limit, made.answer * made.step / np.maximum(made.requests - 1.0, 1.0), 0.0)
     until = np.maximum(late, crowded)
     low, high = RETRY_BOUNDS
     soonest = float(np.where(until >= 0.0, until, np.inf).min())

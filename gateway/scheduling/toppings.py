@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from cluster.node_table import NodeTable
-from gateway.scheduling.cost import Terms, terms
+from gateway.scheduling.cost import terms
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.scores import Scores, ScoringPolicy
 
@@ -25,22 +25,10 @@ class Toppings(ScoringPolicy):
         with np.errstate(all="ignore"):
             made = terms(nodes, candidates, request)
             cost = made.prefill / (request.typical_tokens or made.answer) + made.decode
-            if request.tpot is not None:
-                cost = cost + np.where(_decode(nodes, made) > request.tpot, PENALTY, 0.0)
-            totals = cost * made.requests
+            if request.tpot is not None:  # by decode(there + request), all of whom the algorithm takes for running
+                broken = nodes.decode_there[candidates] + made.decode > request.tpot
+                cost = cost + np.where(broken, PENALTY, 0.0)
+            totals = cost * (made.requests - 1.0)
             totals = np.where(totals >= 0.0, totals, np.inf)
         self.last = Scores(made, totals)
         return int(candidates[totals.argmin()])
-
-
-def _decode(nodes: NodeTable, made: Terms) -> np.ndarray:
-    """f64[C]: decode(there + request), all of whom the algorithm takes for running."""
-    rows = made.candidates
-    there = (
-        nodes.decode_base[rows]
-        + made.requests * nodes.decode_per_row[rows]
-        + (nodes.contexts[rows] + nodes.prompt_tokens[rows]) * nodes.decode_per_context[rows]
-        + nodes.decode_ranks[rows] * nodes.decode_per_rank[rows]
-    )
-    step: np.ndarray = there + made.decode
-    return step

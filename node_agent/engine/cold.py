@@ -93,7 +93,7 @@ class ColdPasses:
         if not phases.planned:
             phases.planned, phases.load_forecast = begun, sum(plan.load)
         if plan.name != "wait" and phases.plan == "wait":
-            phases.plan, phases.forecast = plan.name, plan.exposed
+            phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed
             if row.wants_logits and request.max_tokens > 1:
                 phases.forecast += plan.rest
         run, lora = self._start(row, plan)

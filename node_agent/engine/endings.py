@@ -11,11 +11,12 @@ from node_agent.ipc import Finished
 
 def finished(request: Request, reason: str, error_type: str, error: str) -> Finished:
     now = time.monotonic()
+    held = request.held if request.admitted else 0.0
     return Finished(
         id=request.id,
         reason=reason,
-        queue=(request.admitted or now) - request.arrived,
-        prefill=(request.first_token or now) - request.admitted if request.admitted else 0.0,
+        queue=(request.admitted or now) - request.arrived - held,
+        prefill=(request.first_token or now) - request.admitted + held if request.admitted else 0.0,
         cold_start=_cold_start(request, now),
         error_type=error_type,
         error=error,
@@ -27,8 +28,10 @@ def _cold_start(request: Request, now: float) -> ColdStart:
     cold = request.cold
     if cold is None:
         return ColdStart(request.found, "none", 0.0, 0.0)
-    # a request that ended before its adapter came, and never began, was exposed until now
-    exposed = cold.exposed if cold.load or cold.opened else now - cold.begun
+    exposed = cold.exposed
+    if not cold.load:  # it ended before its adapter came, and waited until now if it had not begun, or could not go on
+        since = cold.waits_since if cold.opened else cold.begun
+        exposed += now - since if since else 0.0
     return ColdStart(
         request.found,
         cold.plan,

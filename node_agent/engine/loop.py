@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
+from node_agent.cores import move_threads
 from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
@@ -68,8 +68,9 @@ class Engine:
     def close(self) -> None:
         """Nothing runs any more."""
         if self.assist is not None:
-            self.assist.workers.close()
-            os.sched_setaffinity(0, self.assist.workers.all_cores)
+            workers = self.assist.workers
+            workers.close()
+            move_threads(workers.other_cores, workers.all_cores)
         self.store.close()
 
     # --- what the process around it calls
@@ -199,7 +200,7 @@ class Engine:
         if not self.queue:
             return
         running = list(self.running.values())
-        reserves = Reserves(self.callers, running, self.limits.max_rows, self.blocks.total)
+        reserves = Reserves(self.callers, self.queue, running, self.limits.max_rows, self.blocks.total)
         admission = Admission(running, self.limits.max_rows, self.blocks, self.store, reserves, self._preempt)
         admission.look_at(self.queue)
         for request in admission.admitted:
@@ -213,8 +214,8 @@ class Engine:
     def _begin(self, request: Request) -> None:
         """The request has its place."""
         now = time.monotonic()
-        if request.lease is not None and not self.store.loaded(request.lease):
-            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else 0.0)
+        if request.lease is not None and (request.held or not self.store.loaded(request.lease)):
+            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held)
             if not request.admitted and request.found == "none":
                 request.found = self.store.source(request.lease)
         self.running[request.id] = request
@@ -249,7 +250,7 @@ class Engine:
             return loaded
         now = time.monotonic()
         if not loaded:
-            if request.decoding:  # its prompt is computed, and its next token waits for the rest
+            if request.decoding or request.wants_whole:  # no cold pass can be opened for its next step
                 cold.waits_since = cold.waits_since or now
             return False
         cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
@@ -353,6 +354,7 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, error_type: str = "", error: str = "") -> None:
         """Free all that the request holds, then say how it ended."""
+        self._is_loaded(request)  # what came since the last look belongs to what is said
         after = self.cold.drop(request)
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))

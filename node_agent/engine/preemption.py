@@ -12,11 +12,11 @@ MOST_PREEMPTIONS = 3
 
 
 def choose_victims(running: Iterable[Request], short: Room) -> list[Request] | None:
-    """Those that free the rows and KV blocks of which the batch is short, the latest admitted first: they have the
-    least to compute again. None: all together would not free enough."""
+    """Those that free the rows and KV blocks of which the batch is short: of the least often preempted the latest
+    admitted first, for they have the least to compute again. None: all together would not free enough."""
     victims: list[Request] = []
     rows, blocks = short.rows, short.blocks
-    for request in sorted(filter(_may_go, running), key=lambda request: -request.admitted):
+    for request in sorted(filter(_may_go, running), key=lambda request: (request.preemptions, -request.admitted)):
         if rows <= 0 and blocks <= 0:
             break
         if rows > 0 or request.blocks:

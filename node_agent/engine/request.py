@@ -25,7 +25,7 @@ class ColdPhases:
     planned: float = 0.0
     """when this was; monotonic, 0: never"""
     exposed: float = 0.0
-    """seconds in which its computation waited for adapter bytes"""
+    """seconds in which its computation waited for adapter bytes, before its admission too"""
     load: float = 0.0
     """seconds that the adapter's load took; 0 while it goes on"""
     fetch: float = 0.0
@@ -34,7 +34,7 @@ class ColdPhases:
     layers_device: int = 0
     """layers of cold chunks, by where the adapter's part was computed"""
     waits_since: float = 0.0
-    """when its prompt was computed, but not its whole adapter there; monotonic"""
+    """when its next step could be computed, but for adapter bytes that no cold pass can do without; monotonic"""
     opened: bool = False
     """a chunk began before the whole adapter was there"""
     replays: int = 0
@@ -71,6 +71,10 @@ class Request:
     lease: Lease | None = None
     short_since: float = 0.0
     """when it first found too little adapter memory"""
+    held_at: float = 0.0
+    """when it was last kept out of the batch by its adapter's bytes alone; monotonic, 0: by something else"""
+    held: float = 0.0
+    """seconds in which it was"""
     admitted: float = 0.0
     first_token: float = 0.0
     cold: ColdPhases | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import Adapter
@@ -37,6 +37,7 @@ class Admission:
     kept for others (`reserves`).
 
     A request reserves the blocks of its whole length, so an admitted one always ends. Exceptions to the order:
+    - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
     - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
       them) half of the KV blocks: the others are passed over and go on loading. Strict ones may hold what is kept for
       them besides.
@@ -45,7 +46,7 @@ class Admission:
       steady use could.
     - Behind one that waits for rows or KV blocks only strict ones pass: with what is kept for them and what best-effort
       requests give up to them (`preempt`, which frees what each holds), so that they keep no other out for ever. And
-      if its tenant has rows already, the first request of a tenant that has none: with what is kept for these.
+      behind one of a tenant with much to do, those of light tenants (`Reserves.light`): with what is kept for these.
     """
 
     def __init__(
@@ -68,30 +69,40 @@ class Admission:
         self._starved = False
         self._passed = False
         """one waits for rows or blocks: others may pass it with what is kept for them only"""
-        self._by_newcomers = False
-        """the first request of a tenant, too, and not only strict ones"""
+        self._by_light = False
+        """requests of light tenants, too, and not only strict ones"""
         self.admitted: list[Request] = []
         self.refused: list[Refused] = []
 
     def look_at(self, queue: WaitingQueue) -> None:
         """Takes out of `queue` what it admits or refuses."""
-        if self.free_rows <= 0 and not queue.strict:
+        _note_held(queue)
+        if queue.strict and not self._walk(queue, best_effort=False):
             return
+        if self.free_rows > 0:
+            self._walk(queue, best_effort=True)
+
+    def _walk(self, queue: WaitingQueue, best_effort: bool) -> bool:
+        """One walk through the queue, or through all of it but for best effort. False: a strict request waits for rows
+        or blocks; then no other may pass it."""
         for request in queue.in_order():
             if request.slo_class == "strict":
                 if not self._try_strict(request, queue):
-                    return  # nor may any other pass it
+                    return False
+            elif request.slo_class == "best_effort" and not best_effort:
+                continue
             elif not self._passed:
                 need = self._need(request)
                 if self._fits(need, self.reserves.kept_from(request)):
                     self._enter(request, need, queue)
                 else:
                     self._passed = True
-                    self._by_newcomers = self.reserves.rows_of(request.tenant) > 0 and self._newcomers_wait(queue)
-            elif self._by_newcomers and not self.reserves.rows_of(request.tenant):
-                self._try_newcomer(request, queue)
-            if self._passed and not queue.strict and not self._by_newcomers:
-                return
+                    self._by_light = not self.reserves.light(request.tenant) and self._light_wait(queue)
+            elif self._by_light and self.reserves.light(request.tenant):
+                self._try_light(request, queue)
+            if self._passed and not queue.strict and not self._by_light:
+                break
+        return True
 
     def _try_strict(self, request: Request, queue: WaitingQueue) -> bool:
         """False: it waits for rows or blocks."""
@@ -105,11 +116,11 @@ class Admission:
         self._enter(request, need, queue, victims)
         return True
 
-    def _newcomers_wait(self, queue: WaitingQueue) -> bool:
-        """Whether a tenant waits that has nothing in the batch."""
-        return self.free_rows > 0 and any(not self.reserves.rows_of(tenant) for tenant in queue.tenants)
+    def _light_wait(self, queue: WaitingQueue) -> bool:
+        """Whether there may be room for a tenant for which some is kept."""
+        return self.free_rows > 0 and any(map(self.reserves.light, queue.tenants))
 
-    def _try_newcomer(self, request: Request, queue: WaitingQueue) -> None:
+    def _try_light(self, request: Request, queue: WaitingQueue) -> None:
         """Admit it if what is kept for the likes of it does."""
         need = self._need(request)
         if need <= self.reserves.most_blocks and self._fits(need, self.reserves.kept_from(request)):
@@ -170,12 +181,22 @@ class Admission:
         return not self._loading_blocks or self._loading_blocks + need <= self.blocks.total // 2
 
     def _wait(self, request: Request, for_room: bool) -> None:
-        if not for_room:
-            return
         now = time.monotonic()
+        if not for_room:
+            request.held_at = now
+            return
         request.short_since = request.short_since or now
         self._room_is_short = True
         self._starved = self._starved or now - request.short_since >= STARVED_AFTER
+
+
+def _note_held(queue: Iterable[Request]) -> None:
+    """Book what passed since the last look at those whose adapter's bytes were all that they waited for then."""
+    now = time.monotonic()
+    for request in queue:
+        if request.held_at:
+            request.held += now - request.held_at
+            request.held_at = 0.0
 
 
 def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:

@@ -39,6 +39,10 @@ class WaitingQueue:
         """Those that wait."""
         return self._crowd.tenants
 
+    def waiting_of(self, tenant: str) -> int:
+        """Its requests."""
+        return self._crowd.count(tenant)
+
     def in_order(self) -> Iterator[Request]:
         """As their turns come; whom the caller takes out meanwhile it has been given."""
         return in_fair_order(self._requests.values(), self.shares)

@@ -37,12 +37,13 @@ class Effort:
     """of contexts, for each number of rows and mix of ranks"""
     tokens: tuple[int, ...]
     rounds: int
+    """of which the first is dropped"""
     cache: int
     """tokens in the cache, over all rows"""
 
 
 SHORT = Effort((1, 4, 8), (8, 64), 1, (16, 48, 128), 3, 1024)
-LONG = Effort((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), RANKS, 2, (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512), 5, 16384)
+LONG = Effort((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), RANKS, 2, (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512), 6, 16384)
 
 
 @dataclass(frozen=True)

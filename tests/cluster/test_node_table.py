@@ -111,6 +111,14 @@ def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str,
         assert table.base[row] == table.base_number(record.base) > 0
         kinds = [(len(ranks) * max([0, *ranks])), sum(ranks), table.adapter_ranks[row]]
         assert table.decode_ranks[row] == kinds[table.rank_term[row]]
+        assert table.requests[row] == len(record.batch_ranks) + record.queued + len(held)
+        assert table.decode_there[row] == pytest.approx(
+            ASSUMED.decode.seconds(
+                int(table.requests[row]),
+                int(table.contexts[row] + table.prompt_tokens[row]),
+                int(table.decode_ranks[row]),
+            )
+        )
         assert table.prompt_tokens[row] == sum(demand.prompt_tokens for demand in held)
         promised = [value for value in (record.tightest_tpot, *(d.tpot for d in held)) if value is not None]
         assert table.tightest_tpot[row] == min(promised, default=math.inf)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -18,6 +21,7 @@ from stub_node import StubNode, echo, hang_after_first, stub_node
 
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.secret import is_authorized
+from garnish.credentials import FILE_NAME, Credentials, write_credentials
 from gateway import node_calls, node_schema, schema
 
 DIGEST = "d" * 64
@@ -115,6 +119,21 @@ def test_a_function_is_prefetched_by_the_version_that_it_names(
     node.answer("/adapters/prefetch", Moved(deployed["digest"], None), 202)
     reply = admin.post("/nodes/n1/prefetch", json={"function": "f"})
     assert (reply.status_code, reply.json()["tier"]) == (202, None)
+
+
+def test_the_command_line_means_the_first_tenants_function(running: Running, pirate: dict, tmp_path: Path) -> None:
+    node = operated(running)
+    deployed = running.client().post("/deploy/f", files=pirate).json()
+    node.answer("/adapters/prefetch", Moved(deployed["digest"], "device"))
+    keys = {name: running.keys[name] for name in ("acme", "other")}
+    known = Credentials(
+        url=running.url, admin_key=running.keys["admin"], tenant="acme", api_key=keys["acme"], keys=keys
+    )
+    write_credentials(tmp_path / FILE_NAME, known)
+    for arguments, code in (([], 0), (["--tenant", "acme"], 0), (["--tenant", "other"], 1)):
+        command = [sys.executable, "-m", "garnish.cli.main", "nodes", "prefetch", "n1", "f", "--state", str(tmp_path)]
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, done.stderr
 
 
 def test_an_adapter_in_use_is_not_evicted(running: Running, pirate: dict) -> None:

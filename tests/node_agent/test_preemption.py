@@ -177,3 +177,17 @@ def test_standard_is_not_kept_out_by_strict(make_engine: MakeEngine) -> None:
     engine.run(until=keep_calling)
     assert len(calls) < 30
     engine.run()
+
+
+def test_no_best_effort_enters_while_strict_waits(make_engine: MakeEngine) -> None:
+    """Whoever came first: it would have to give its place up at once."""
+    engine = make_engine(max_rows=2)
+    running = [engine.submit(STORY, length, tenant="other", ignore_eos=True) for length in (6, 60)]
+    engine.run(until=lambda: len(engine.engine.running) == 2)
+    (earlier,) = flood(engine, 1, 4)
+    call = engine.submit(STORY, 4, tenant="dear", slo_class="strict", ignore_eos=True)
+    engine.run(until=lambda: bool(engine.outcomes[call].admitted))
+    assert not engine.outcomes[earlier].admitted
+    assert engine.outcomes[running[0]].finished is not None
+    engine.run()
+    assert ended(engine, earlier).preemptions == 0

@@ -109,10 +109,10 @@ def reference(record: NodeRecord, demands: list[Demand], request: PlacementReque
             exposed += model.from_store.seconds(request.adapter_bytes)
         exposed *= model.exposed_share
     total = ((d_prefill + exposed) / answer + d_decode) * (len(ranks) + 1)
-
     if record.max_rows and len(ranks) + 1 > record.max_rows:
         step = model.decode.base + (step - model.decode.base) * record.max_rows / (len(ranks) + 1)
     queue = _queue(record, demands, request, model, step, answer)
+    total += queue / answer
     promises = [record.tightest_tpot, request.tpot, *(demand.tpot for demand in demands)]
     ratios = [step / promise for promise in promises if promise is not None]
     if request.ttft is not None:

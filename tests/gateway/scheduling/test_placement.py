@@ -176,4 +176,4 @@ def test_rows_are_chosen_from_what_is_free() -> None:
     policy = make_policy("rank_aware")
     assert policy.choose(table, np.array([1, 3, 4]), ask(digest=None, rank=0)) == 4
     last = policy.last  # type: ignore[attr-defined]
-    assert last.terms.requests.tolist() == [5, 3, 2]
+    assert last.terms.requests.tolist() == [6, 4, 3]

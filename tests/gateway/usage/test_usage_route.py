@@ -164,6 +164,7 @@ def test_who_may_ask_for_whom(deployed: Running) -> None:
         ({"to": "-1"}, "to"),
         ({"from": "2026-02-30"}, "from"),
         ({"from": "0"}, "from"),
+        ({"to": "0"}, "from"),
         ({"from": "2026-11-02", "to": "2026-11-01"}, "from"),
         ({"group_by": "day"}, "group_by"),
         ({"other": "1"}, "other"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.local_engine import MakeEngine
+from cluster.performance_fit import DecodeSample
 from node_agent.performance.cases import (
     LONG,
     SHORT,
@@ -19,7 +20,6 @@ from node_agent.performance.cases import (
     row_contexts,
 )
 from node_agent.performance.sweep import SweepTooSlow, all_cases, bench
-from node_agent.performance.terms import decode_sample
 
 FEW = Effort((1, 3), (8, 16), 1, (8, 16), 2, 192)
 
@@ -39,7 +39,7 @@ def test_a_sweep_leaves_the_engine_as_it_was(make_engine: MakeEngine, stories_ad
         assert len({lease.slot for lease in made.leases}) == 6
         cases = all_cases(FEW, made.bounds)
         found = made.measure(cases, FEW.rounds, lambda _, share: steps.append(share))
-    assert len(found.decode) + len(found.prefill) == FEW.rounds * len(cases)
+    assert len(found.decode) + len(found.prefill) == (FEW.rounds - 1) * len(cases), "the first passes do not count"
     assert all(sample.seconds > 0 for sample in [*found.decode, *found.prefill])
     assert {sample.rows for sample in found.decode} == {1, 3}
     assert steps == sorted(steps) and steps[0] == 0 and steps[-1] < 1
@@ -58,6 +58,9 @@ def test_a_sweep_that_has_no_time_is_given_up(make_engine: MakeEngine) -> None:
         made.deadline = 0.0
         with pytest.raises(SweepTooSlow, match="0 of"):
             made.measure(all_cases(FEW, made.bounds), 1)
+        made.deadline = float("inf")
+        alone = made.measure(all_cases(FEW, made.bounds), 1)
+        assert len(alone.decode) + len(alone.prefill) == len(all_cases(FEW, made.bounds)), "there are no others"
     assert engine.engine.blocks.free == blocks
 
 
@@ -67,8 +70,8 @@ def test_measured_terms_are_those_of_the_case(make_engine: MakeEngine) -> None:
         ranks = {case: [made.bounds.ranks[r.adapter] if r.adapter >= 0 else 0 for r in case.rows]
                  for case in decode_cases(FEW, made.bounds, 0)}  # fmt: skip
         for case, of_rows in ranks.items():
-            rows, seconds = made.run(case)
-            sample = decode_sample(rows, seconds)
+            sample = made.run(case)
+            assert isinstance(sample, DecodeSample)
             adapters = {row.adapter for row in case.rows if row.adapter >= 0}
             assert sample.contexts == sum(row.context for row in case.rows)
             assert sample.request_ranks == sum(of_rows)
