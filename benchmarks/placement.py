@@ -3,25 +3,32 @@
 `scoring` is one choice of a policy among all nodes; `place` the whole of it over the cluster state in memory: who is
 able, the choice, the reservation, and what `garnish explain` will tell. Between two placements places are given back
 and nodes publish their records, whose own time is `publish`. Nodes have drawn batches and resident adapters, and
-requests ask for drawn adapters, some of them called often. One process, one thread.
+requests ask for drawn adapters, some of them called often. One process, one thread. `reserved` is `place` over the
+state in a Redis on the same host.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import uvloop
 
+from benchmarks.redis_server import redis_server
 from benchmarks.report import arguments, contention_probe, publish, report
 from cluster.messages import NodeRecord, Resident
 from cluster.node_table import ASSUMED
-from cluster.state import MemoryClusterState
+from cluster.redis_link import RedisLink
+from cluster.redis_state import RedisClusterState
+from cluster.state import ClusterState, MemoryClusterState
 from gateway.scheduling.placement import Trace, able, place
 from gateway.scheduling.policy import POLICIES, make_policy
 from gateway.scheduling.request import PlacementRequest
@@ -91,9 +98,19 @@ def request(draw: random.Random, number: int) -> PlacementRequest:
     )
 
 
-async def measure(policy: str, nodes: int, count: int, seed: int) -> dict[str, Any]:
+async def measure_shared(policy: str, nodes: int, count: int, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as root, redis_server(Path(root)) as server:
+        link = RedisLink(server.url, "placement:", "one", time.monotonic)
+        state = RedisClusterState(link, expiry=1e9)
+        async with link.running():
+            if not await link.wait_until_up(10):
+                raise RuntimeError("Redis did not answer")
+            return await measure(policy, nodes, count, seed, state) | {"state": "redis"}
+
+
+async def measure(policy: str, nodes: int, count: int, seed: int, state: ClusterState | None = None) -> dict[str, Any]:
     draw = random.Random(seed)
-    state, chooser = MemoryClusterState(time.monotonic, expiry=1e9), make_policy(policy)
+    state, chooser = state or MemoryClusterState(time.monotonic, expiry=1e9), make_policy(policy)
     records = [record(draw, index) for index in range(nodes)]
     for known in records:
         await state.publish(known)
@@ -140,14 +157,18 @@ def main() -> None:
         for nodes in settings["nodes"]
         for policy in POLICIES
     ]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        shared = runner.run(measure_shared("rank_aware", 60, settings["requests"], options.seed))
+    rows.append(shared)
     settings |= {"probe_before_ms": probe, "probe_after_ms": contention_probe()}
-    own = [row for row in rows if row["policy"] == "rank_aware"]
+    own = [row for row in rows if row["policy"] == "rank_aware" and row is not shared]
     figures = {
         f"{name}_{label}_us_at_{row['nodes']}": row[f"{name}_{label}_us"]
         for row in own
         for name in ("scoring", "place", "publish")
         for label in ("p50", "p99")
     }
+    figures |= {f"reserved_{label}_us": shared[f"place_{label}_us"] for label in ("p50", "p99")}
     publish(report("placement", settings, options.seed, rows, figures), options.json)
 
 

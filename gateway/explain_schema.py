@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from gateway.explanations import Explained
 from gateway.scheduling.decision import Decision
 
 
@@ -25,3 +26,14 @@ class ExplainedPlacement(msgspec.Struct, frozen=True):
     request: str
     """The generation's id."""
     decision: Decision
+
+
+def reply_of(found: Explained) -> ExplainReply:
+    return ExplainReply(
+        id=found.call.id,
+        request_id=found.call.request_id,
+        tenant=found.call.tenant,
+        function=found.call.function,
+        placements=[ExplainedPlacement(kept.request.id, kept.decision()) for kept in found.placements],
+        left_out=found.left_out,
+    )

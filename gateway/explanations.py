@@ -112,6 +112,9 @@ class MemoryExplanations:
             self._drop(call.tenant)
 
     async def find(self, wanted: str, tenant: str | None) -> Explained | None:
+        return self.find_here(wanted, tenant)
+
+    def find_here(self, wanted: str, tenant: str | None) -> Explained | None:
         for name in (wanted, wanted.rpartition("-")[0], self._named.get((tenant, wanted))):
             found = self._calls.get(name) if name else None
             if found is not None and tenant in (None, found.call.tenant):

@@ -1,4 +1,4 @@
-"""What the gateway's workers tell each other: changes of functions and tenants, forced ends, what was called.
+"""What the gateway's workers tell and ask each other: changes of functions and tenants, forced ends, what was called.
 
 Nothing waits for it. While Redis is away the messages wait, and go out when it is back. A worker that starts knows only
 what is told from then on.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,6 +25,8 @@ MAX_TOGETHER = 200
 """Messages that are sent as one."""
 TICK = 1.0
 """Seconds between two tellings of what was counted."""
+ANSWER_SECONDS = 0.5
+"""Longest wait for the others' answer to a question."""
 
 log = logging.getLogger("gateway")
 
@@ -60,7 +63,21 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
     counts: Counts
 
 
-Message = Changed | TenantChanged | Revoked | Called | Counted
+class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
+    """How was this call placed? `tenant`: whose it must be; None: anybody's."""
+
+    number: str
+    call: str
+    tenant: str | None
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
+    number: str
+    reply: bytes
+    """JSON of gateway.explain_schema.ExplainReply."""
+
+
+Message = Changed | TenantChanged | Revoked | Called | Counted | Asked | Answered
 
 
 class _Letter(msgspec.Struct, frozen=True, array_like=True):
@@ -78,6 +95,7 @@ class Peers:
         self.on_message: Callable[[Message], None] = _ignore
         self.collect: Callable[[], list[Message]] = list
         """What was counted since it was last asked."""
+        self._asked: dict[str, asyncio.Future[bytes]] = {}
         self._decoder = msgspec.msgpack.Decoder(_Letter)
         if link is not None:
             link.on_message[CHANNEL] = self._heard
@@ -86,6 +104,19 @@ class Peers:
         if self._link is not None:
             self._waiting.append(message)
             self._some.set()
+
+    async def ask(self, call: str, tenant: str | None) -> bytes | None:
+        """The answer of whoever knows the call; None when nobody says that it does."""
+        if self._link is None or not self._link.is_up:
+            return None
+        number = secrets.token_hex(8)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.tell(Asked(number, call, tenant))
+            await asyncio.wait([answer], timeout=ANSWER_SECONDS)
+            return answer.result() if answer.done() else None
+        finally:
+            del self._asked[number]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -133,7 +164,10 @@ class Peers:
         if self._link is None or letter.worker == self._link.worker:
             return
         for message in letter.messages:
-            self.on_message(message)
+            if not isinstance(message, Answered):
+                self.on_message(message)
+            elif (answer := self._asked.get(message.number)) is not None and not answer.done():
+                answer.set_result(message.reply)
 
 
 def _ignore(_: Message) -> None:

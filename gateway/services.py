@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic, time
 
 import aiohttp
+import msgspec
 from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
@@ -32,13 +33,14 @@ from gateway.callers import Callers
 from gateway.config import GatewayConfig, share, usage_directory
 from gateway.deploy_slots import DeploySlots
 from gateway.dispatch import Dispatcher
-from gateway.explanations import ExplanationStore, MemoryExplanations
+from gateway.explain_schema import reply_of
+from gateway.explanations import MemoryExplanations
 from gateway.functions import Functions
 from gateway.last_hour import LastHour
 from gateway.metrics import Metrics
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
-from gateway.peers import Called, Changed, Counted, Message, Peers, Revoked, TenantChanged
+from gateway.peers import Answered, Asked, Called, Changed, Counted, Message, Peers, Revoked, TenantChanged
 from gateway.placing import Placer
 from gateway.running import Running
 from gateway.shared_state import open_shared
@@ -81,7 +83,7 @@ class Services:
     last_hour: LastHour
     attainment: Attainment
     called: CalledDigests
-    explanations: ExplanationStore
+    explanations: MemoryExplanations
     deploys: DeploySlots
     sources: Sources
     source_threads: LeavableThreads
@@ -109,6 +111,10 @@ class Services:
                 self.called.note(tenant, digest)
             case Counted(tenant, function, counts):
                 self.last_hour.add_told(tenant, function, counts)
+            case Asked(number, call, whose):
+                found = self.explanations.find_here(call, whose)
+                if found is not None:
+                    self.peers.tell(Answered(number, msgspec.json.encode(reply_of(found))))
 
     def counted(self) -> list[Message]:
         """What the other workers have not been told of the last hour."""

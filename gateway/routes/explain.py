@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.errors import NotFound
 from gateway.callers import TENANT_HEADER
-from gateway.explain_schema import ExplainedPlacement, ExplainReply
+from gateway.explain_schema import ExplainReply, reply_of
 from gateway.params import known_only
 from gateway.responses import json_response
 from gateway.routing import ExactRoute
@@ -22,18 +23,13 @@ async def explain(request: Request) -> Response:
     known_only(request)
     wanted = request.path_params["id"]
     found = await services.explanations.find(wanted, whose)
-    if found is None:
+    if found is not None:
+        return json_response(reply_of(found))
+    told = await services.peers.ask(wanted, whose)
+    if told is None:
         # Another tenant's call answers the same.
         raise NotFound(f"no call {wanted[:100]!r} is remembered; the latest few thousand are")
-    reply = ExplainReply(
-        id=found.call.id,
-        request_id=found.call.request_id,
-        tenant=found.call.tenant,
-        function=found.call.function,
-        placements=[ExplainedPlacement(kept.request.id, kept.decision()) for kept in found.placements],
-        left_out=found.left_out,
-    )
-    return json_response(reply)
+    return json_response(msgspec.json.decode(told, type=ExplainReply))
 
 
 routes = [ExactRoute("/explain/{id}", explain, methods=["GET"])]
