@@ -49,7 +49,7 @@ def test_no_prompt_key_or_output_is_logged(config: GatewayConfig, tmp_path: Path
         headers = {"authorization": f"Bearer {key}", "x-request-id": "known-request"}
         with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
             path = "/invoke/stories260K"
-            for count in (1, 2, 3, 4):
+            for count in (4, 1, 2, 3):  # a node that failed often gets no calls
                 assert node.publish(url).status_code == 204
                 client.post(path, json={"prompt": MARK, "max_tokens": count, "stream": stream})
             client.post(path, content=json.dumps({"prompt": MARK})[:-1], headers={"content-type": "application/json"})
