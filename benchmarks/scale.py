@@ -126,7 +126,7 @@ def main() -> None:
     settings |= {"s3_functions": 10_000, "s3_orphans": 1000}
     if options.quick:
         settings |= {"counts": [40, 400], "around": 8, "names": 4_000, "lookups": 2_000}
-        settings |= {"s3_functions": 600, "s3_orphans": 20}
+        settings |= {"s3_functions": 60, "s3_orphans": 5}
     probe = contention_probe()
     adapter = ROOT / "examples" / "adapters" / options.model.name / "pirate"
     with tempfile.TemporaryDirectory() as root:

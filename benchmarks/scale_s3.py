@@ -57,10 +57,10 @@ def measure(model_dir: Path, adapter: Path, functions: int, orphans: int) -> dic
         registry = Registry(store, load_base_model(model_dir, model_dir.name))
         fill(registry, adapter, functions, orphans)
         requests = Requests(store)
-        pages = [
-            requests.of(lambda turn=turn: registry.functions(TENANT, _name(turn * PAGE), PAGE)) for turn in range(PAGES)
-        ]
-        assert all(found[0] for found, _, _ in pages)
+        size = min(PAGE, functions // 2)
+        starts = [_name(turn * functions // (2 * PAGES)) for turn in range(PAGES)]
+        pages = [requests.of(lambda after=after: registry.functions(TENANT, after, size)) for after in starts]
+        assert all(len(found[0]) == size for found, _, _ in pages)
         _, resolve, _ = requests.of(lambda: registry.choices(TENANT, _name(functions // 2)))
         later = store.now() + ORPHAN_SECONDS + 600
         removed, gc, gc_requests = requests.of(lambda: collect(store, now=later))
