@@ -41,7 +41,7 @@ class Pools:
         (self.service.folder / "serverless.yml").write_text(json.dumps(self._written))
 
     def infra(self, *arguments: str, code: int = 0) -> dict[str, Any]:
-        command = pin_to_one_core(self.service.command("infra", *arguments, "--state", "state", "--json"))
+        command = self.service.command("infra", *arguments, "--state", "state", "--json")
         done = subprocess.run(command, cwd=self.service.folder, capture_output=True, text=True, timeout=150)
         assert done.returncode == code, done.stdout + done.stderr + self.service.logs()
         result: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"error": done.stderr}
@@ -104,8 +104,6 @@ def test_the_life_of_a_pool(pools: Pools) -> None:
     refused = pools.infra("apply", "--yes", code=1)
     assert "made for another serverless.yml" in refused["error"]
     pools.apply(("create", "here-2"), ("create", "here-3"))
-    assert eventually(lambda: pools.ready() == {"here-1", "here-2", "here-3"}, READY_SECONDS), pools.service.logs()
-    assert pools.served_by(6) <= pools.ready()
     assert pools.pids()["here-1"] == first["here-1"], "the node that was there goes on"
 
     killed = pools.pids()["here-2"]
@@ -116,6 +114,7 @@ def test_the_life_of_a_pool(pools: Pools) -> None:
     pools.apply(("replace", "here-2"))
     assert pools.pids()["here-2"] != killed
     assert eventually(lambda: pools.ready() == {"here-1", "here-2", "here-3"}, READY_SECONDS), pools.service.logs()
+    assert pools.served_by(6) <= pools.ready()
 
     (pools.service.state / "infra" / "pools" / "nodes" / "here-3.json").unlink()  # a lost pid file loses no process
     pools.desire(1)
@@ -129,18 +128,6 @@ def test_the_life_of_a_pool(pools: Pools) -> None:
     assert state["resources"] == []
     assert pools.infra("show")["pools"][0]["drift"] == ["not applied yet"]
     told_no_secret(pools)
-
-
-def test_a_gateway_that_is_away_keeps_the_nodes(pools: Pools) -> None:
-    assert eventually((pools.service.state / "credentials.toml").exists, 60)
-    pools.apply(("create", "here-1"))
-    credentials = pools.service.state / "credentials.toml"
-    credentials.write_text(credentials.read_text().replace(str(pools.service.port), "9"))
-    refused = pools.infra("destroy", "--yes", code=1)
-    assert "nothing was destroyed" in refused["error"] and "--force" in refused["error"]
-    assert list(pools.pids()) == ["here-1"]
-    pools.infra("destroy", "--yes", "--force")
-    assert list(tagged(pools.state, "")) == []
 
 
 def told_no_secret(pools: Pools) -> None:

@@ -38,8 +38,8 @@ def package_directory() -> Path | None:
     return Path(next(iter(places))) if places else None
 
 
-def definitions(package: Path, types: set[str]) -> dict[str, Interfaces]:
-    """By resource type (data sources as data_TYPE): its interfaces' arguments, by the names that HCL has for them."""
+def definitions(package: Path, types: set[str]) -> dict[str, tuple[Interfaces, set[str]]]:
+    """By resource type (data sources as data_TYPE): its interfaces' arguments by HCL's names, and its attributes."""
     files = {}
     for name in types:
         folder = name.replace("aws_", "", 1) if not name.startswith("data_") else name
@@ -52,7 +52,8 @@ def definitions(package: Path, types: set[str]) -> dict[str, Interfaces]:
                 stream = tar.extractfile(member)
                 assert stream is not None
                 text = stream.read().decode()
-                found[files[member.name]] = {name: _arguments(body) for name, body in INTERFACE.findall(text)}
+                interfaces = {name: _arguments(body) for name, body in INTERFACE.findall(text)}
+                found[files[member.name]] = interfaces, set(re.findall(r"^    get (\w+)\(", text, re.MULTILINE))
     return found
 
 
@@ -85,6 +86,22 @@ def _block(body: str, indent: int) -> Block:
     for name, inner in re.findall(nested, body, re.DOTALL | re.MULTILINE):
         blocks.setdefault(name, []).append(_block(inner, indent + 2))
     return Block(arguments, blocks)
+
+
+REFERENCE = re.compile(r"\b(data\.)?(aws_\w+)\.(\w+)(?:\.(\w+))?")
+
+
+def references(text: str) -> set[tuple[str, str, str]]:
+    """(type, name, attribute or nothing) of all that is referred to outside of comments."""
+    bare = re.sub(r"#.*$", "", text, flags=re.MULTILINE)
+    return {
+        (("data_" if data else "") + kind, name, attribute) for data, kind, name, attribute in REFERENCE.findall(bare)
+    }
+
+
+def camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(part.capitalize() for part in rest)
 
 
 def problems(where: str, block: Block, kind: str, known: Interfaces) -> list[str]:

@@ -67,9 +67,26 @@ def test_the_provider_knows_every_argument(module: str) -> None:
     for (kind, name), block in stated.items():
         pascal = "".join(part.capitalize() for part in kind.replace("aws_", "").split("_"))
         pascal = pascal.replace("Data", "DataAws", 1) if kind.startswith("data_") else pascal
-        config = next(entry for entry in known[kind] if entry in (f"{pascal}Config", f"{pascal}AConfig"))
-        found += bindings.problems(f"{kind}.{name}", block, config, known[kind])
+        interfaces, _ = known[kind]
+        config = next(entry for entry in interfaces if entry in (f"{pascal}Config", f"{pascal}AConfig"))
+        found += bindings.problems(f"{kind}.{name}", block, config, interfaces)
+    for kind, name, attribute in bindings.references(text_of(module)):
+        if attribute and bindings.camel(attribute) not in known[kind][1]:
+            found.append(f"{kind}.{name} has no {attribute}")
     assert found == []
+
+
+@pytest.mark.parametrize("module", [*AWS, "local_pool"])
+def test_what_is_referred_to_is_there_and_what_is_there_is_used(module: str) -> None:
+    text = text_of(module)
+    declared = set(re.findall(r'^variable "(\w+)"', text, re.MULTILINE))
+    used = re.sub(r'^variable "\w+" \{\n.*?^\}', "", text, flags=re.DOTALL | re.MULTILINE)
+    assert declared >= set(re.findall(r"\bvar\.(\w+)", text))
+    assert declared - set(re.findall(r"\bvar\.(\w+)", used)) <= {"min", "max"}, "bounds alone bound others"
+    (given,) = re.findall(r"^locals \{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE) or [""]
+    assert set(re.findall(r"^  (\w+)\s+= ", given, re.MULTILINE)) == set(re.findall(r"\blocal\.(\w+)", text))
+    there = set(bindings.resources(text))
+    assert {(kind, name) for kind, name, _ in bindings.references(text)} <= there
 
 
 def test_the_check_of_arguments_finds_mistakes() -> None:

@@ -265,3 +265,14 @@ def test_a_state_on_s3_is_kept_and_locked_there(place: Place, s3_endpoint: str) 
         place.workspace._terraform.plan("other.tfplan")
     place.destroy(far(0))
     assert place.nodes() == []
+
+
+def test_paths_may_hold_what_shells_and_templates_would_read(tmp_path: Path) -> None:
+    folder = tmp_path / "a $HOME '${x}' %{y} \"z\""
+    folder.mkdir()
+    place = Place(folder)
+    place.plan(place.stack())
+    place.apply()
+    assert place.calls() == ["create here-1"], "the program was told the very path"
+    place.destroy(place.stack())
+    assert place.calls() == ["stop here-1"]
