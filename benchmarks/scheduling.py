@@ -170,8 +170,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--profiles", default=",".join(profile_names()), help="committed ones, by commas (all)")
     parser.add_argument("--only", choices=("sim60", "testbed8"), help="leave the other one out")
+    parser.add_argument("--seconds", type=float, help="of SIM-60's trace, instead of ten minutes")
     options = parser.parse_args()
     settings: dict[str, Any] = dict(QUICK if options.quick else FULL)
+    if options.seconds:
+        settings["sim_seconds"] = options.seconds
     probe, rows = contention_probe(), []
     for name in options.profiles.split(",")[: 1 if options.quick else None]:
         profile = load_profile(name)
