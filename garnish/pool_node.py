@@ -1,6 +1,6 @@
 """A node of a local pool, as Terraform's provisioners start and end it.
 
-`python -m garnish.pool_node create|stop SPEC`; the module local_pool makes SPEC, a JSON text.
+`python -m garnish.pool_node create|stop SPEC`; the module local_pool makes SPEC, a JSON text. `serve SPEC` is the node.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 
 from garnish.settings import SERVICE_STOP_SECONDS, run_directory
-from garnish.up.logs import fresh_log, last_problem
+from garnish.up.logs import bound_log, fresh_log, last_problem, log_of
 from infra.local.proc import is_alive
 from infra.local.processes import NodeKey, StillRunning, remember, stop
 from node_agent.supervisor import STOP_SLACK
@@ -24,6 +25,8 @@ START_SECONDS = 60.0
 STOP_SECONDS = SERVICE_STOP_SECONDS + STOP_SLACK + 5.0
 """The node itself ends its longest call first."""
 POLL_SECONDS = 0.05
+LOG_SECONDS = 5.0
+"""Between two looks at the size of the log."""
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +59,7 @@ def create(spec: Spec) -> None:
     log = fresh_log(state, spec.node)
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command(spec),
+            [sys.executable, "-P", "-m", "garnish.pool_node", "serve", msgspec.json.encode(spec).decode()],
             cwd=state,
             env={**os.environ, **spec.key.environment()},
             stdin=subprocess.DEVNULL,
@@ -73,11 +76,24 @@ def create(spec: Spec) -> None:
         raise CreateError(f"{spec.node} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})")
 
 
-def command(spec: Spec) -> list[str]:
-    return [
-        sys.executable, "-P", "-m", "garnish.cli.main", "node", "-f", spec.service_file, "--state", spec.state,
-        "--gateway", spec.gateway_url, "--secret-file", spec.secret_file, "--node-id", spec.node,
-    ]  # fmt: skip
+def serve(spec: Spec) -> None:
+    """`garnish node`, in this process, beside a thread that keeps its log from growing without end."""
+    log = log_of(Path(spec.state), spec.node)
+    threading.Thread(target=_keep_bounded, args=(log,), name="log", daemon=True).start()
+    from garnish.cli.main import main as command_line
+
+    command_line(
+        [
+            "node", "-f", spec.service_file, "--state", spec.state, "--gateway", spec.gateway_url,
+            "--secret-file", spec.secret_file, "--node-id", spec.node,
+        ]
+    )  # fmt: skip
+
+
+def _keep_bounded(log: Path) -> None:
+    while True:
+        time.sleep(LOG_SECONDS)
+        bound_log(log)
 
 
 def main() -> int:
@@ -88,8 +104,10 @@ def main() -> int:
             create(spec)
         elif action == "stop":
             stop(spec.key, STOP_SECONDS)
+        elif action == "serve":
+            serve(spec)
         else:
-            raise SystemExit(f"expected create or stop, found {action!r}")
+            raise SystemExit(f"expected create, stop or serve, found {action!r}")
     except (CreateError, StillRunning) as error:
         sys.stderr.write(f"{error}\n")
         return 1
