@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -16,9 +15,8 @@ from cluster.frames import FrameError, Frames
 from cluster.messages import Done, Event, Failed, GenerateRequest, decode_event
 from cluster.secret import authorization
 from cluster.state import ClusterState
+from gateway.connected import cut_short
 from gateway.scheduling.placement import Placed
-
-T = TypeVar("T")
 
 TICK = 1.0
 """Seconds between two looks at whether the node still lives."""
@@ -60,7 +58,8 @@ class NodeClient:
         given_up = asyncio.ensure_future(self._give_up(placed, deadline, revoked))
         response: aiohttp.ClientResponse | None = None
         try:
-            response = await _unless(given_up, self._post(placed, request))
+            with cut_short(given_up):
+                response = await self._post(placed, request)
             if response.status != 200:
                 raise _node_failed(f"node {placed.node_id} answered with status {response.status}")
             # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
@@ -89,9 +88,7 @@ class NodeClient:
             f"{placed.url}/generate", data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
         )
 
-    async def _give_up(
-        self, placed: Placed, deadline: float, revoked: asyncio.Future[ServiceError]
-    ) -> ServiceError | NodeFailure:
+    async def _give_up(self, placed: Placed, deadline: float, revoked: asyncio.Future[ServiceError]) -> Exception:
         """Why the request is to end, as soon as it is: revoked, its deadline passed by far, or the node silent."""
         while True:
             await asyncio.wait({revoked}, timeout=TICK)
@@ -101,20 +98,6 @@ class NodeClient:
                 return ServiceError("timeout", "the node did not end the request at its deadline")
             if await self._state.silence(placed.node_id, placed.epoch) > self._silence:
                 return _node_failed(f"node {placed.node_id} has fallen silent")
-
-
-async def _unless(given_up: asyncio.Task[Exception], work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises the reason when the request is given up first."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task, given_up}, return_when=asyncio.FIRST_COMPLETED)
-        if given_up.done():
-            raise given_up.result()
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 def _end_stream(stream: aiohttp.StreamReader, given_up: asyncio.Task[Exception]) -> None:

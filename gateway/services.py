@@ -107,7 +107,9 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with (
         open_ledger(usage_directory(config), store) as usage,
-        aiohttp.ClientSession(connector=connector, auto_decompress=False) as session,
+        aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session,
     ):
         client = NodeClient(session, cluster, secret, connect=config.connect_seconds, silence=config.node_silence)
         policy = make_policy(config.policy)
