@@ -1,5 +1,6 @@
 # Every command rests on `install`, which is quick when neither pyproject.toml nor constraints.txt has changed.
 # PIP_ARGS goes to every pip install (for instance another index for torch), PYTEST_ARGS to pytest.
+# Tests of a file stay together, in one of two processes: much of their time is spent in waiting.
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
@@ -28,7 +29,7 @@ up: install demo-model
 	@exec $(BIN)/garnish up -f serverless.yml
 
 test: install demo-model
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-long: install demo-model
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
@@ -49,6 +50,10 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.coldstart --json benchmarks/results/coldstart.json
 	$(BIN)/python -m benchmarks.gateway --json benchmarks/results/gateway.json
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
+	$(BIN)/python -m benchmarks.placement --json benchmarks/results/placement.json
+	$(BIN)/python -m benchmarks.scheduling --json benchmarks/results/scheduling.json
+	$(BIN)/python -m benchmarks.fidelity --json benchmarks/results/fidelity.json
+	$(BIN)/python -m benchmarks.fairness --json benchmarks/results/fairness.json
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from adapters.aliases import Alias, history_room, moved
 from adapters.errors import Conflict, InvalidRequest, NotFound
+from adapters.slo import SloClass
 
 MAX_VERSIONS = 10_000
 MAX_ALIASES = 1000
@@ -44,6 +45,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     defaults: Defaults = Defaults()
     max_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     """Generations of the function that one gateway process runs at once; more are answered 429."""
+    slo_class: SloClass | None = None
+    """None: the tenant's. A higher one than the tenant's has the effect of the tenant's."""
 
 
 SUPPORTED_POLICY = Policy.__struct_fields__

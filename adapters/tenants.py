@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.keys import KeyRecord, Principal, new_key, opens, parse_key
 from adapters.names import is_name
 from adapters.records import read_record, update_record
+from adapters.slo import Slo, Weight
 from adapters.store import ObjectStore
 
 ADMIN_KEY = "admin.json"
@@ -22,20 +23,13 @@ MAX_KEYS = 1000
 Positive = Annotated[float, Meta(gt=0)]
 
 
-class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"slo_class": "class"}):
-    ttft_ms: Positive | None = None
-    tpot_ms: Positive | None = None
-    attain: Annotated[float, Meta(gt=0, le=1)] = 0.99
-    slo_class: Literal["strict", "standard", "best_effort"] = "standard"
-
-
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """None: not limited."""
 
     rps: Positive | None = None
     tokens_per_minute: Positive | None = None
     concurrent: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    """Choices being generated at once, on each gateway."""
+    """Choices being generated at once."""
     adapters: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
     """Versions of functions."""
     bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
@@ -72,7 +66,7 @@ class Tenant(msgspec.Struct, frozen=True):
     keys: tuple[KeyRecord, ...] = ()
     slo: Slo = Slo()
     limits: Limits = Limits()
-    weight: Positive = 1.0
+    weight: Weight = 1.0
     declared: bool = False
     """Whether serverless.yml declares it: then only its keys may be changed through the API."""
     held: Held | None = None
@@ -127,8 +121,8 @@ class Tenants:
         fields = {name: value for name, value in given.items() if value is not None}
         return self._change(tenant, lambda record: msgspec.structs.replace(record, **fields), create=True)
 
-    def replace(self, tenant: str, limits: Limits) -> tuple[Tenant, bool]:
-        """Make the tenant, or give it these limits and no others, as an administrator may.
+    def replace(self, tenant: str, limits: Limits, slo: Slo | None = None, weight: float = 1.0) -> tuple[Tenant, bool]:
+        """Make the tenant, or give it these limits, this SLO and weight and no others, as an administrator may.
 
         Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares.
         """
@@ -139,7 +133,7 @@ class Tenants:
             created = record is None or record.deleted
             current = _live(record, tenant, create=True)
             _check_undeclared(current)
-            return self._checked(msgspec.structs.replace(current, limits=limits))
+            return self._checked(msgspec.structs.replace(current, limits=limits, slo=slo or Slo(), weight=weight))
 
         return self._update(tenant, change), created
 

@@ -100,6 +100,7 @@ def measures(bench: Bench, run: Run) -> dict[str, Any]:
     """Means over the calls, seconds; what each call was exposed to; shares of the time."""
     samples, profile = [one.sample for one in run.served], bench.profile
     tpot = [sample.tpot for sample in samples if sample.tpot is not None]
+    after = [one for one in (_after_own_load(sample.times) for sample in samples) if one is not None]
     plans: dict[str, int] = {}
     for one in run.served:
         plans[one.cold.plan] = plans.get(one.cold.plan, 0) + 1
@@ -108,6 +109,7 @@ def measures(bench: Bench, run: Run) -> dict[str, Any]:
         "tpt": mean(sample.tpt for sample in samples),
         "e2e": mean(sample.e2e for sample in samples),
         "tpot": mean(tpot) if tpot else None,
+        "others_tpot": mean(after) if after else None,
         "cold": mean(one.cold.state != "none" for one in run.served),
         "plans": plans,
         "exposed_s": [one.cold.exposed for one in run.served],
@@ -117,6 +119,12 @@ def measures(bench: Bench, run: Run) -> dict[str, Any]:
         "cpu_busy": run.workers / run.wall,
         "device_busy": run.device / run.wall,
     }
+
+
+def _after_own_load(times: Sequence[float]) -> float | None:
+    """Seconds between two tokens from the second on. A request decodes once its own adapter is there, so what holds it
+    up from then on are the loads and prompts of others. None: there are too few tokens."""
+    return (times[-1] - times[1]) / (len(times) - 2) if len(times) > 2 else None
 
 
 def figures_of(row: dict[str, Any]) -> dict[str, float]:
@@ -136,9 +144,10 @@ def figures_of(row: dict[str, Any]) -> dict[str, float]:
             shares = [value for one in each for value in one["exposed_share"]]
             found[f"exposed_p50_share{tail}"] = float(np.percentile(shares, 50))
             found[f"exposed_p99_ms{tail}"] = 1e3 * float(np.percentile(exposed, 99))
-            tpot = [one["tpot"] / ref["tpot"] for one, ref in zip(each, base, strict=True) if one["tpot"]]
-            if tpot:
-                found[f"others_tpot_ratio{tail}"] = median(tpot)
+            for figure, kind in ((f"tpot_over_cached_{name}", "tpot"), (f"others_tpot_ratio{tail}", "others_tpot")):
+                ratios = [one[kind] / ref[kind] for one, ref in zip(each, base, strict=True) if one[kind] and ref[kind]]
+                if ratios:
+                    found[figure] = median(ratios)
             for kind in ("cpu_busy", "device_busy"):
                 found[f"{kind}{tail}"] = mean(one[kind] for one in each)
     if "full_fourfold" in rounds:

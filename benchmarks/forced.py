@@ -46,7 +46,7 @@ class ForcedStarts(ColdStarts):
         self.plans = dict.fromkeys(PLANS, 0)
         self.kills = self.stops = 0
 
-    def plan(self, lease: Lease, n_tokens: int) -> Plan:  # noqa: ARG002 - a ColdStart's signature
+    def plan(self, lease: Lease, n_tokens: int, ahead: float) -> Plan:  # noqa: ARG002 - a ColdStart's signature
         layers = self.base.num_layers
         name = self.rng.choice(PLANS if self.assists else PLANS[:2])
         self.plans[name] += 1

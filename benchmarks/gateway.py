@@ -1,7 +1,8 @@
 """What the gateway adds: the same client calls a stub node directly and through the gateway, in turn.
 
 `added_*`: a percentile through the gateway less the same percentile without it, for the time to the first token and for
-the gap between two tokens; `added_p50_ms` and `added_p99_ms` are the larger of both. One gateway worker.
+the gap between two tokens; `added_p50_ms` and `added_p99_ms` are the larger of both. Two gateway workers, which share
+a Redis, unless `--workers 1` is asked for; client, stub node and Redis use the same cores.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -18,6 +20,7 @@ import aiohttp
 
 from benchmarks.gateway_rig import Rig, Streams, rig, steady
 from benchmarks.latency import Sample, percentiles
+from benchmarks.redis_server import redis_server
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 
 RATE = 20.0
@@ -100,7 +103,7 @@ async def _idle(found: Rig, count: int, seconds: float) -> float:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of the process and its children, the gateway's worker."""
+    """Of the process and its children, the gateway's workers."""
     total = 0.0
     for line in [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]:
         fields = Path(f"/proc/{line}/stat").read_text().rpartition(")")[2].split()
@@ -111,6 +114,7 @@ def _cpu_seconds(pid: int) -> float:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2, help="of the gateway; 1 goes without Redis")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     options = parser.parse_args()
     settings: dict[str, Any] = {
@@ -120,14 +124,17 @@ def main() -> None:
         "rounds": options.rounds,
         "rps_seconds": 5.0,
     }
-    settings |= {"idle_streams": 2000, "idle_seconds": 20.0, "rate": RATE, "workers": 1}
+    settings |= {"idle_streams": 2000, "idle_seconds": 20.0, "rate": RATE, "workers": options.workers}
     if options.quick:
         settings |= {"streams": 20, "tokens": 10, "seconds": 0.5, "rounds": 1, "rps_seconds": 0.5}
         settings |= {"idle_streams": 50, "idle_seconds": 1.0}
     adapter = ROOT / "examples" / "adapters" / options.model.name / "pirate"
     probe, begin = contention_probe(), time.monotonic()
-    with tempfile.TemporaryDirectory() as root, rig(options.model, adapter, Path(root), 1 / RATE, PREFILL) as found:
-        rows, figures = asyncio.run(measure(found, settings))
+    with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
+        folder = Path(root)
+        redis = stack.enter_context(redis_server(folder)).url if options.workers > 1 else None
+        started = rig(options.model, adapter, folder, 1 / RATE, PREFILL, options.workers, redis)
+        rows, figures = asyncio.run(measure(stack.enter_context(started), settings))
     settings |= {
         "probe_before_ms": probe,
         "probe_after_ms": contention_probe(),

@@ -1,4 +1,5 @@
-"""A gateway process before a stub node process, and a client that reads streams from either."""
+"""A gateway (whose workers share a Redis, if there are several) before a stub node process, and a client that reads
+streams from either."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Rig:
 
 
 @contextmanager
-def rig(model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float) -> Iterator[Rig]:
+def rig(
+    model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float, workers: int = 1, redis: str | None = None
+) -> Iterator[Rig]:
     """Both processes, and `adapter` deployed as `pirate`."""
     base = load_base_model(model_dir, model_dir.name)
     tenants = Tenants(LocalStore(root / "registry"))
@@ -59,23 +62,23 @@ def rig(model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float) 
         port = probe.getsockname()[1]
     config = GatewayConfig(
         model_dir=str(model_dir), base_id=base.id, registry=str(root / "registry"), secret_file=str(root / "secret"),
-        tmp_dir=str(root / "uploads"), port=port, shutdown_seconds=1.0,
+        tmp_dir=str(root / "uploads"), port=port, shutdown_seconds=1.0, workers=workers, redis=redis,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
         log = root / "gateway.log"
-        gateway = stack.enter_context(_process(["-c", GATEWAY], msgspec.json.encode(config), log))
+        gateway = stack.enter_context(process(["-c", GATEWAY], msgspec.json.encode(config), log))
         told = msgspec.json.encode(StubConfig(url, secret, base.fingerprint, base.id, gap, prefill)) + b"\n"
-        node = stack.enter_context(_process(["-m", "benchmarks.stub_node"], told, root / "stub.log"))
+        node = stack.enter_context(process(["-m", "benchmarks.stub_node"], told, root / "stub.log"))
         assert node.stdout is not None
         found = Rig(url, node.stdout.readline().decode().strip(), key, gateway.pid)
-        _wait_until_ready(found.gateway, gateway, log)
+        wait_until_ready(found.gateway, gateway, log)
         _deploy(found, adapter)
         yield found
 
 
 @contextmanager
-def _process(arguments: list[str], told: bytes, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(arguments: list[str], told: bytes, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as errors:
         command = [sys.executable, *arguments]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
@@ -93,7 +96,7 @@ def _process(arguments: list[str], told: bytes, log: Path) -> Iterator[subproces
         process.stdout.close()
 
 
-def _wait_until_ready(url: str, gateway: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_ready(url: str, gateway: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and gateway.poll() is None:
         with contextlib.suppress(httpx.TransportError):

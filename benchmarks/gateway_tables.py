@@ -10,7 +10,8 @@ from benchmarks.report import origin
 def gateway_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
     lines = [
-        f"{settings['streams']} streams of {settings['rate']:.0f} tokens/s, {settings['workers']} gateway worker, "
+        f"{settings['streams']} streams of {settings['rate']:.0f} tokens/s, {settings['workers']} gateway "
+        f"{'workers that share a Redis' if settings['workers'] > 1 else 'worker'}, "
         f"median of {settings['rounds']} alternated rounds; client, gateway and stub node share the "
         f"cores. {origin(document)}",
         "",
@@ -56,6 +57,22 @@ def _bucket_lines(row: dict[str, Any]) -> str:
         f"{row['gc_removed']} files to remove; `registry verify` {row['verify_requests']} requests, "
         f"{row['verify_s']:.0f} s."
     )
+
+
+def placement_table(document: dict[str, Any]) -> str:
+    lines = [
+        f"{document['settings']['requests']} requests, p50 (p99) in us. {origin(document)}",
+        "",
+        "| nodes | policy | the choice alone | placed, with reservation and explanation | a record taken in |",
+        "|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        values = [
+            f"{row[f'{name}_p50_us']:.0f} ({row[f'{name}_p99_us']:.0f})" for name in ("scoring", "place", "publish")
+        ]
+        lines.append(f"| {row['nodes']} | {row['policy']} | {' | '.join(values)} |")
+    lines += ["", _probe(document["settings"])]
+    return "\n".join(lines)
 
 
 def _probe(settings: dict[str, Any]) -> str:

@@ -25,18 +25,29 @@ class HttpService:
     """`garnish up` in a process of its own, with the given adapters deployed as a0, a1, ..."""
 
     def __init__(
-        self, model_dir: Path, adapters: list[Path], root: Path, dtype: str, threads: int, node: str = ""
+        self,
+        model_dir: Path,
+        adapters: list[Path],
+        root: Path,
+        dtype: str,
+        threads: int,
+        node: str = "",
+        gateway: str = "",
+        options: tuple[str, ...] = (),
     ) -> None:
-        """`node`: what else serverless.yml says of the node, as `, key: value`."""
+        """`node`: what else serverless.yml says of the node, as `, key: value`; `gateway`: what it says of the gateway;
+        `options` of `garnish up`."""
         self.root, self.adapters = root, adapters
         self.base = model_dir.name
         root.mkdir(parents=True)
         functions = "".join(f"  a{i}: {{tenant: bench, adapter: {path}}}\n" for i, path in enumerate(adapters))
         (root / "serverless.yml").write_text(
             f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: cpu{node}}}\n"
+            f"gateway: {{{gateway}}}\n"
             f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
         )
         self.threads = threads
+        self.options = options
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -48,6 +59,7 @@ class HttpService:
 
     def __enter__(self) -> HttpService:
         command = [str(Path(sys.executable).parent / "garnish"), "up", "-f", "serverless.yml", "--port", str(self.port)]
+        command += self.options
         self._log = (self.root / "up.log").open("w")
         self._process = subprocess.Popen(command, cwd=self.root, stdout=self._log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + START_LIMIT

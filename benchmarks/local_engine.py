@@ -68,11 +68,14 @@ class LocalEngine:
         sampling: Sampling = GREEDY,
         timeout: float = 300.0,
         ignore_eos: bool = False,
+        tenant: str = "test",
+        **owner: Any,
     ) -> str:
+        """`owner`: further fields of Submit: function, weight, slo_class, ttft, tpot."""
         self._count += 1
         request = f"r{self._count}"
         self.outcomes[request] = Outcome()
-        self.engine.submit(Submit(request, "test", tokens, max_tokens, sampling, timeout, adapter, ignore_eos))
+        self.engine.submit(Submit(request, tenant, tokens, max_tokens, sampling, timeout, adapter, ignore_eos, **owner))
         return request
 
     def step(self) -> bool:
@@ -80,13 +83,13 @@ class LocalEngine:
         nothing to compute."""
         self.engine.prepare()
         used = self.engine.compute_cold()
-        told = self._book()
+        told = self.book()
         worked = self.engine.compute_hot(used)
-        if not (self._book() or told or used or worked):
+        if not (self.book() or told or used or worked):
             time.sleep(self.idle)  # a load is on its way
         return bool(used or worked)
 
-    def _book(self) -> bool:
+    def book(self) -> bool:
         """False: nothing was said."""
         now = time.perf_counter()
         events = self.engine.take_events()

@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.cold_plots import ratios_plot, timeline_plot
-from benchmarks.report import ROOT, load
+from benchmarks.perfmodel_report import perfmodel_plot
+from benchmarks.report import RESULTS, ROOT, load
 
 IMAGES = ROOT / "docs" / "images"
 ALLOCATORS = {"pages": "pages (Garnish)", "slots": "fixed slots", "bestfit": "best fit", "slora": "unified rows"}
@@ -86,6 +87,8 @@ def main() -> None:
     save(floor_plot(kernels), IMAGES / "kernels-floor.svg")
     save(ratios_plot(cold), IMAGES / "coldstart-ratios.svg")
     save(timeline_plot(cold), IMAGES / "coldstart-request.svg")
+    if (RESULTS / "perfmodel.json").exists():
+        save(perfmodel_plot(load("perfmodel")), IMAGES / "perfmodel-residuals.svg")
 
 
 if __name__ == "__main__":

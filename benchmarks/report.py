@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from node_agent.cores import usable_cores
+from node_agent.device import cpu_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -74,10 +74,8 @@ def origin(document: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": names[0] if names else platform.machine(), "cores": usable_cores(), "gpu": gpu}
+    return {"cpu": cpu_name(), "cores": usable_cores(), "gpu": gpu}
 
 
 def contention_probe() -> float:

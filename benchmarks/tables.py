@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
-from benchmarks.gateway_tables import gateway_table, scale_table
+from benchmarks.gateway_tables import gateway_table, placement_table, scale_table
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
+from benchmarks.perfmodel_report import perfmodel_table
 from benchmarks.report import RESULTS, ROOT, load, origin
+from benchmarks.scheduling_tables import fidelity_table, scheduling_table
 from benchmarks.step_profile import KINDS
 
 
@@ -167,12 +169,20 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "resources": ("kernels", resource_table),
         "cpu": ("kernels", cpu_table),
     },
+    ROOT / "docs" / "scheduling.md": {
+        "placement": ("placement", placement_table),
+    },
     ROOT / "docs" / "cold-start.md": {
         "coldstart": ("coldstart", coldstart_table),
         "planning": ("coldstart", planning_table),
         "streaming": ("coldstart", streaming_table),
         "handoff": ("handoff", handoff_table),
     },
+    ROOT / "docs" / "simulate.md": {
+        "fidelity": ("fidelity", fidelity_table),
+        "scheduling": ("scheduling", scheduling_table),
+    },
+    ROOT / "docs" / "performance-model.md": {"perfmodel": ("perfmodel", perfmodel_table)},
 }
 """Page -> markers -> (study, what turns its report into a table)"""
 

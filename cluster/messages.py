@@ -127,6 +127,7 @@ class ColdStart(msgspec.Struct, frozen=True):
     plan: str
     """none, wait, pipeline or assist"""
     load: float
+    """0: not at its end when the request ended; so is `fetch`"""
     exposed: float
     fetch: float = 0.0
     """of `load`, until the adapter was in the node's host memory"""
@@ -140,12 +141,15 @@ class ColdStart(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds on the node: in the queue, from admission to the first token, and in all."""
+    """Seconds on the node: in the queue (while more than its adapter's bytes kept it there), from then to the first
+    token, and in all."""
 
     queue: float
     prefill: float
     total: float
     cold_start: ColdStart
+    preemptions: int = 0
+    """How often the request gave its place in the batch to a strict one and was computed again."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):
@@ -215,6 +219,8 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """On their way to the device."""
     performance: PerformanceModel | None = None
     """None: not measured."""
+    forecast_ratio: float | None = None
+    """Median of observed / forecast over its last passes, by `performance`; None: it has computed none."""
     adapter_bytes_free: int = 0
     adapter_bytes: int = 0
     residents: list[Resident] = []

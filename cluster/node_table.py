@@ -6,22 +6,51 @@ when a place on it is taken or given back; policies only read. A row stays the n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from cluster.crowd import room_for_others
 from cluster.messages import NodeRecord
-from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, RankTerm, Transfer
+from cluster.model_check import problem_of
+from cluster.performance_model import (
+    RANK_TERMS,
+    DecodeModel,
+    ModelKey,
+    PerformanceModel,
+    PrefillModel,
+    RankTerm,
+    Transfer,
+)
+from cluster.resident_index import ABSENT, DEVICE, DISK, HOST, TIERS, ResidentIndex
 
-DEVICE, HOST, DISK, ABSENT = range(4)
-TIERS = {"device": DEVICE, "host": HOST, "disk": DISK}
-RANK_TERMS: tuple[RankTerm, ...] = ("max_rank", "request_ranks", "adapter_ranks")
+__all__ = [
+    "ABSENT",
+    "ASSUMED",
+    "COLUMNS",
+    "DEVICE",
+    "DISK",
+    "HOST",
+    "MOST",
+    "RANK_TERMS",
+    "TIERS",
+    "Demand",
+    "NodeTable",
+]
+
 
 COLUMNS: dict[str, type] = {
     "live": np.bool_,  # its record has not expired
     "ready": np.bool_,  # neither warming nor draining
     "full": np.bool_,  # its queue
+    "base": np.int64,  # as `base_number` counts
+    "heard": np.float64,  # when its record came in, by the receiver's clock
+    "crammed": np.bool_,  # so full that it does not even take those who may take another's place in it
     "running": np.int64,
     "queued": np.int64,
     "queue_limit": np.int64,
@@ -30,17 +59,19 @@ COLUMNS: dict[str, type] = {
     "max_context": np.int64,
     "kv_tokens_free": np.int64,
     "kv_tokens": np.int64,
+    "kv_promised": np.int64,  # tokens that reserved places will hold when they end
     "contexts": np.int64,  # sum over running requests
     "max_rank": np.int64,  # of running and waiting requests and of reserved places; so are the next two
     "request_ranks": np.int64,
     "adapter_ranks": np.int64,
+    "decode_ranks": np.int64,  # R(S) of the node's own rank term, over the same requests
     "prompt_tokens": np.int64,  # not computed yet, reserved places included
     "token_ranks": np.int64,  # sum of tokens * rank of reserved places
     "tightest_tpot": np.float64,  # seconds; infinite where nobody was promised any
     "adapter_bytes_free": np.int64,
     "adapter_bytes": np.int64,
     "loading_bytes": np.int64,
-    "modelled": np.bool_,  # whether the columns below are its own
+    "modelled": np.bool_,  # whether the columns below are its own; else they are ASSUMED
     "decode_base": np.float64,
     "decode_per_row": np.float64,
     "decode_per_context": np.float64,
@@ -55,6 +86,15 @@ COLUMNS: dict[str, type] = {
     "store_latency": np.float64,
     "store_bandwidth": np.float64,
     "exposed_share": np.float64,
+    # What follows from the columns above, so that no request reckons it anew: seconds, but for the first three.
+    "requests": np.float64,  # running, queued and reserved
+    "capacity": np.float64,  # rows; infinite where the node does not tell
+    "kv_room": np.float64,  # tokens free beyond what reserved places will hold; infinite where it does not tell
+    "decode_there": np.float64,  # a step of all its requests, whatever their number
+    "prompt_wait": np.float64,  # for the prompts that are not computed yet
+    "device_wait": np.float64,  # until another load's first byte
+    "device_per_byte": np.float64,
+    "store_per_byte": np.float64,
 }
 
 ASSUMED = PerformanceModel(
@@ -67,6 +107,12 @@ ASSUMED = PerformanceModel(
 """Of a node that was never measured, so that it is neither free nor out of the question. A 7B on an A10, roughly."""
 
 
+MOST = 1 << 53
+"""No count is above it: what a record says stays exact as a float, and sums stay inside 64 bits."""
+
+log = logging.getLogger("cluster")
+
+
 class Demand(msgspec.Struct, frozen=True):
     """What a place that is given away will ask of its node, until the node's own record tells."""
 
@@ -76,6 +122,8 @@ class Demand(msgspec.Struct, frozen=True):
     max_tokens: int = 0
     tpot: float | None = None
     """seconds, as promised"""
+    displaces: bool = False
+    """its tenant has less waiting than another, so that it may take a place in a full queue from that one"""
 
 
 class NodeTable:
@@ -88,17 +136,22 @@ class NodeTable:
         self._data: dict[str, np.ndarray] = {name: np.zeros(capacity, kind) for name, kind in COLUMNS.items()}
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
-        self._tiers: dict[str, dict[int, int]] = {}
-        self._held: list[tuple[str, ...]] = [()] * capacity
+        self._residents = ResidentIndex(capacity)
+        self._base_numbers: dict[str, int] = {}
+        self._base_nodes: dict[str, int] = {}
+        self._next_base = itertools.count(1)
+        self._problems: dict[int, str] = {}
         self._demands: list[dict[str, Demand]] = [{} for _ in range(capacity)]
         self._records: list[NodeRecord | None] = [None] * capacity
+        self._models = [ASSUMED] * capacity
+        self.now = math.nan
+        """By the clock of `heard`, when the table was last asked for; NaN where nobody keeps it."""
+        vars(self).update(self._data)
 
-    def __getattr__(self, name: str) -> np.ndarray:
-        """A column over all rows."""
-        try:
-            return self.__dict__["_data"][name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(name) from None
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> np.ndarray:
+            """A column over all rows."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -113,14 +166,26 @@ class NodeTable:
 
     def tiers(self, digest: str) -> dict[int, int]:
         """Where the adapter is: row -> DEVICE, HOST or DISK. Not to be changed."""
-        return self._tiers.get(digest, {})
+        return self._residents.tiers(digest)
+
+    def users(self, digest: str) -> set[int]:
+        """Rows of the nodes where requests hold a lease on the adapter. Not to be changed."""
+        return self._residents.users(digest)
+
+    def base_number(self, base: str) -> int:
+        """What the column `base` has for nodes that serve this base; -1 when none does."""
+        return self._base_numbers.get(base, -1)
+
+    def model_problem(self, row: int) -> str | None:
+        """Why the model that the node publishes is not believed; None where it is, or where there is none."""
+        return self._problems.get(row)
 
     def rows(self) -> Iterator[int]:
         return iter(sorted(self._rows.values()))
 
     # --- for whoever keeps the picture
 
-    def put(self, record: NodeRecord) -> int:
+    def put(self, record: NodeRecord, heard: float = math.nan) -> int:
         """Take a record in, and end the reservations that it acknowledges. Returns the node's row. Raises IndexError
         when the table is full."""
         row = self._rows.get(record.id)
@@ -133,10 +198,14 @@ class NodeTable:
         self._records[row] = record
         for request_id in record.acknowledged:
             self._demands[row].pop(request_id, None)
-        self._place(row, record)
+        if before is None or before.residents != record.residents:
+            self._residents.put(row, record.residents)
+        if before is None or before.base != record.base:
+            self._rebase(row, before.base if before else None, record.base)
+        if before is None or (before.performance, before.base) != (record.performance, record.base):
+            self._model(row, record.performance, record.base)
         self._refresh(row)
-        if before is None or before.performance != record.performance:
-            self._model(row, record.performance)
+        self.heard[row] = heard
         self.live[row] = True
         return row
 
@@ -144,7 +213,9 @@ class NodeTable:
         row = self._rows.pop(node_id, None)
         if row is None:
             return
-        self._unplace(row)
+        self._residents.put(row, [])
+        self._rebase(row, self.record(row).base, None)
+        self._problems.pop(row, None)
         for column in self._data.values():
             column[row] = 0
         self.ids[row], self._records[row] = None, None
@@ -156,6 +227,10 @@ class NodeTable:
         self.generation[row] += 1
         self._refresh(row)
 
+    def takes(self, row: int, demand: Demand) -> bool:
+        """Whether there is a place for it in the node's queue."""
+        return not (self.crammed if demand.displaces else self.full)[row]
+
     def release(self, row: int, request_id: str) -> None:
         """Nothing happens when the reservation has ended already."""
         if self._demands[row].pop(request_id, None) is not None:
@@ -166,39 +241,45 @@ class NodeTable:
         return self._demands[row]
 
     def _refresh(self, row: int) -> None:
+        """The columns that follow from record and reservations."""
         record, demands = self.record(row), list(self._demands[row].values())
-        ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in demands)]
-        slots = {s: rank for s, rank in zip(record.batch_slots, record.batch_ranks, strict=False) if s >= 0}
-        promised = [record.tightest_tpot, *(demand.tpot for demand in demands)]
-        promised_values = [value for value in promised if value is not None]
-        values = {
-            "ready": record.state == "ready",
+        counts = {
             "running": record.running,
             "queued": record.queued,
             "queue_limit": record.queue_limit,
             "reserved": len(demands),
-            "full": record.queued + len(demands) >= record.queue_limit,
             "max_rows": record.max_rows,
             "max_context": record.max_context,
             "kv_tokens_free": record.kv_blocks_free * record.block_tokens,
             "kv_tokens": record.kv_blocks * record.block_tokens,
+            "kv_promised": sum(demand.prompt_tokens + demand.max_tokens for demand in demands),
             "contexts": sum(record.batch_contexts),
-            "max_rank": max(ranks, default=0),
-            "request_ranks": sum(ranks),
-            "adapter_ranks": sum(slots.values()) + sum(record.queued_ranks) + sum(demand.rank for demand in demands),
             "prompt_tokens": record.prompt_tokens_left + sum(demand.prompt_tokens for demand in demands),
             "token_ranks": sum(demand.prompt_tokens * demand.rank for demand in demands),
-            "tightest_tpot": min(promised_values, default=np.inf),
             "adapter_bytes_free": record.adapter_bytes_free,
             "adapter_bytes": record.adapter_bytes,
             "loading_bytes": record.loading_bytes,
+            **_ranks(record, demands, RANK_TERMS[self.rank_term[row]]),
         }
-        for name, value in values.items():
-            self._data[name][row] = value
+        for name, value in counts.items():
+            self._data[name][row] = min(max(value, 0), MOST)
+        self.ready[row] = record.state == "ready"
+        waiting, limit = record.queued + len(demands), record.queue_limit
+        self.full[row], self.crammed[row] = waiting >= limit, waiting >= limit + room_for_others(limit)
+        promised = [record.tightest_tpot, *(demand.tpot for demand in demands)]
+        self._derive(row)
+        # A promise that is no positive number is none: NaN would hide the others, 0 could never be kept.
+        self.tightest_tpot[row] = min((value for value in promised if value is not None and value > 0), default=np.inf)
 
-    def _model(self, row: int, measured: PerformanceModel | None) -> None:
-        model = measured or ASSUMED
-        self.modelled[row] = measured is not None
+    def _model(self, row: int, measured: PerformanceModel | None, base: str) -> None:
+        problem = problem_of(measured, base) if measured is not None else None
+        if problem is None:
+            self._problems.pop(row, None)
+        elif self._problems.get(row) != problem:
+            self._problems[row] = problem
+            log.warning("the performance model of node %s is not used: %s", self.ids[row], problem)
+        model = self._models[row] = measured if measured is not None and problem is None else ASSUMED
+        self.modelled[row] = model is not ASSUMED
         for field in ("base", "per_row", "per_context", "per_rank"):
             self._data[f"decode_{field}"][row] = getattr(model.decode, field)
         self.rank_term[row] = RANK_TERMS.index(model.decode.rank_term)
@@ -207,20 +288,44 @@ class NodeTable:
         for link, transfer in (("device", model.to_device), ("store", model.from_store)):
             self._data[f"{link}_latency"][row] = transfer.latency
             self._data[f"{link}_bandwidth"][row] = transfer.bandwidth
+            self._data[f"{link}_per_byte"][row] = 1.0 / transfer.bandwidth
         self.exposed_share[row] = model.exposed_share
 
-    def _place(self, row: int, record: NodeRecord) -> None:
-        self._unplace(row)
-        for entry in record.residents:
-            if entry.tier in TIERS:
-                self._tiers.setdefault(entry.digest, {})[row] = TIERS[entry.tier]
-        self._held[row] = tuple(entry.digest for entry in record.residents)
+    def _derive(self, row: int) -> None:
+        model, data = self._models[row], self._data
+        running, queued, reserved, rows = (
+            int(data[name][row]) for name in ("running", "queued", "reserved", "max_rows")
+        )
+        contexts, waiting, ranks = (int(data[name][row]) for name in ("contexts", "prompt_tokens", "decode_ranks"))
+        requests = running + queued + reserved
+        self.requests[row] = requests
+        self.capacity[row] = rows or np.inf
+        self.kv_room[row] = self.kv_tokens_free[row] - self.kv_promised[row] if self.kv_tokens[row] else np.inf
+        self.decode_there[row] = model.decode.seconds(requests, contexts + waiting, ranks)
+        token_ranks = int(self.token_ranks[row])
+        self.prompt_wait[row] = model.prefill.seconds(waiting, 0, token_ranks) if waiting else 0.0
+        self.device_wait[row] = model.to_device.seconds(int(self.loading_bytes[row]))
 
-    def _unplace(self, row: int) -> None:
-        for digest in self._held[row]:
-            where = self._tiers.get(digest)
-            if where is not None:
-                where.pop(row, None)
-                if not where:
-                    del self._tiers[digest]
-        self._held[row] = ()
+    def _rebase(self, row: int, before: str | None, after: str | None) -> None:
+        if after is not None:
+            self._base_nodes[after] = self._base_nodes.get(after, 0) + 1
+            if after not in self._base_numbers:
+                self._base_numbers[after] = next(self._next_base)
+            self.base[row] = self._base_numbers[after]
+        if before is not None:
+            self._base_nodes[before] -= 1
+            if not self._base_nodes[before]:
+                del self._base_nodes[before], self._base_numbers[before]
+
+
+def _ranks(record: NodeRecord, demands: Sequence[Demand], term: RankTerm) -> dict[str, int]:
+    """The columns of ranks; `term` is the one that the node's decode steps follow."""
+    waiting = [*record.queued_ranks, *(demand.rank for demand in demands)]
+    running = {slot: rank for slot, rank in zip(record.batch_slots, record.batch_ranks, strict=False) if slot >= 0}
+    largest = max((*record.batch_ranks, *waiting), default=0)
+    sums = {
+        "max_rank": (record.running + record.queued + len(demands)) * largest,
+        "request_ranks": sum(record.batch_ranks) + sum(waiting),
+        "adapter_ranks": sum(running.values()) + sum(waiting),
+    }
+    return {**sums, "max_rank": largest, "decode_ranks": sums[term]}

@@ -17,6 +17,7 @@ import msgspec
 MODEL_VERSION = 1
 
 RankTerm = Literal["max_rank", "request_ranks", "adapter_ranks"]
+RANK_TERMS: tuple[RankTerm, ...] = ("max_rank", "request_ranks", "adapter_ranks")
 
 
 class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,6 +32,7 @@ from garnish.protocol import (
     put_tenant_call,
     rollback_call,
     set_alias_call,
+    tenant_call,
     usage_call,
     versions_call,
 )
@@ -158,6 +159,10 @@ class Client:
         """The manifests of all versions of a function."""
         return self._reply(versions_call(name), VersionList)
 
+    def tenant(self, tenant: str) -> dict[str, Any]:
+        """Its SLO, limits, weight and keys; needs an admin key."""
+        return self._reply(tenant_call(tenant), dict[str, Any])
+
     def put_tenant(self, tenant: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Make a tenant, or give it these settings; needs an admin key."""
         return self._reply(put_tenant_call(tenant, settings), dict[str, Any])
@@ -282,6 +287,10 @@ class AsyncClient:
     async def versions(self, name: str) -> VersionList:
         """As `Client.versions`."""
         return await self._reply(versions_call(name), VersionList)
+
+    async def tenant(self, tenant: str) -> dict[str, Any]:
+        """As `Client.tenant`."""
+        return await self._reply(tenant_call(tenant), dict[str, Any])
 
     async def put_tenant(self, tenant: str, settings: dict[str, Any]) -> dict[str, Any]:
         """As `Client.put_tenant`."""

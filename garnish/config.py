@@ -13,6 +13,7 @@ import msgspec
 from adapters.errors import InvalidRequest
 from adapters.names import is_alias, is_name
 from adapters.s3_url import parse_s3_url
+from cluster.redis_url import url_problem
 from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
@@ -84,16 +85,10 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
 }
 
 BUILT: dict[str, tuple[object, ...]] = {
-    "gateway.workers": (1,),
-    "gateway.redis": (),
     "gateway.webhook_hosts": (),
     "node.runner": ("auto", "transformers"),
     "node.predictor": ("auto", "none"),
     "node.tensor_parallel": (1,),
-    "tenants.*.weight": (1,),
-    "tenants.*.slo": (),
-    "tenants.*.limits.rps": (),
-    "tenants.*.limits.tokens_per_minute": (),
     "functions.*.provisioned": (0,),
     "functions.*.idle_ttl": (),
 }
@@ -126,6 +121,8 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
             parse_s3_url(source)
         except InvalidRequest as error:
             raise document.error(("gateway", "allowed_sources"), str(error)) from None
+    if loaded.gateway.redis is not None and (problem := url_problem(loaded.gateway.redis)):
+        raise document.error(("gateway", "redis"), problem)
     registry = loaded.registry or ""
     if registry.startswith("s3://"):
         try:
@@ -176,7 +173,7 @@ def _explained(document: Document, path: FieldPath, kind: type[Any], message: st
     """msgspec's message as a mistake in the file: the field it names, and what was expected."""
     problem, _, where = message.partition(" - at `$")
     inner = path + tuple(part for part in re.split(r"[.\[\]]+", where.rstrip("`")) if part)
-    fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_fields__", ())
+    fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_encode_fields__", ())
     if found := re.match(r"Object contains unknown field `(.*)`$", problem):
         near = difflib.get_close_matches(found[1], fields, 1)
         hint = f"did you mean `{near[0]}`? " if near else ""
@@ -195,12 +192,16 @@ def _type_at(kind: Any, path: FieldPath) -> Any:
         section = next((part for part in (kind, *get_args(kind)) if hasattr(part, "__struct_fields__")), None)
         if section is None:
             return None
-        kind = next((field.type for field in msgspec.structs.fields(section) if field.name == name), None)
+        kind = next((field.type for field in msgspec.structs.fields(section) if field.encode_name == name), None)
     return next((part for part in (kind, *get_args(kind)) if hasattr(part, "__struct_fields__")), kind)
 
 
 def _check_together(document: Document, loaded: ServiceFile) -> None:
     """What no single field can say."""
+    if loaded.gateway.workers > 1 and loaded.gateway.redis is None:
+        raise document.error(
+            ("gateway", "workers"), "more than one worker needs gateway.redis, which holds what they share"
+        )
     if loaded.node.device == "cuda" and loaded.node.simulate != Simulate():
         raise document.error(("node", "simulate"), "a simulated link is for a node without a GPU, and device is cuda")
     for name, pool in loaded.node_pools.items():

@@ -40,6 +40,7 @@ def document() -> Schema:
     for name, field in found["properties"].items():
         found["properties"][name] = _top_field(name, field, definitions, name in found["required"])
     definitions["Function"]["properties"]["alias"] = _or_null(_text(rf"(?!\d+$){NAME.pattern}"))
+    _describe_sharing(definitions["Gateway"])
     definitions["variable"] = {"type": "string", "pattern": r"\$\{env:[A-Za-z_][A-Za-z0-9_]*\}"}
     head = {
         "title": "serverless.yml",
@@ -53,6 +54,13 @@ def document() -> Schema:
         holder, name = _holder(whole, path)
         holder[name] = _only(holder[name], served)
     return whole
+
+
+def _describe_sharing(gateway: Schema) -> None:
+    """More workers than one share what they know in Redis."""
+    gateway["properties"]["redis"] = _or_null(_text(r"(redis|rediss|unix)://.+"))
+    gateway["if"] = {"required": ["workers"], "properties": {"workers": {"type": "number", "minimum": 2}}}
+    gateway["then"] = {"required": ["redis"], "properties": {"redis": {"type": "string"}}}
 
 
 def _top_field(name: str, field: Schema, definitions: Schema, required: bool) -> Schema:

@@ -21,9 +21,13 @@ LONGEST_STEP = 1800.0
 
 
 def run_measurement(
-    config: EngineConfig, step: Callable[[str], None], command: Sequence[str] = COMMAND, patience: float = LONGEST_STEP
+    config: EngineConfig,
+    step: Callable[[str, float | None], None],
+    command: Sequence[str] = COMMAND,
+    patience: float = LONGEST_STEP,
 ) -> dict[str, Any]:
-    """The profile, which the process has also written to `config.profile`; `step` is told what is being done.
+    """The cold-start profile (`cold_start`) and the performance model (`performance`), which the process has also
+    written to `config.profile` and beside it; `step` is told what is being done, and which share of it is done.
 
     The process ends with this call, however that ends, and with this process. Raises FrontDoorError.
     """
@@ -37,10 +41,11 @@ def run_measurement(
             for line in _lines(process.stdout.fileno(), patience):
                 message = msgspec.json.decode(line)
                 if message.get("type") == "step":
-                    step(message["text"])
+                    step(message["text"], message.get("share"))
                 elif message.get("type") == "failed":
                     raise FrontDoorError(f"the node can't be measured: {message['message']}")
                 else:
+                    message.pop("type", None)
                     return dict(message)
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""Requests that operators make, with an admin key: `Client.ask` sends them."""
+"""Requests that operators make, most with an admin key: `Client.ask` sends them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def tenant_call(tenant: str) -> Call:
 def node_adapters_call(node: str) -> Call:
     """The reply is gateway.node_schema.NodeAdapters."""
     return Call(method="GET", url=f"/nodes/{quote(node, safe='')}/adapters")
+
+
+def explain_call(request_id: str) -> Call:
+    """The reply is gateway.explain_schema.ExplainReply."""
+    return Call(method="GET", url=f"/explain/{quote(request_id, safe='')}")
 
 
 def drain_call(node: str, drain: bool) -> Call:

@@ -122,6 +122,10 @@ def versions_call(name: str) -> Call:
     return Call(method="GET", url=f"/functions/{quote(name, safe='')}/versions")
 
 
+def tenant_call(tenant: str) -> Call:
+    return Call(method="GET", url=f"/tenants/{quote(tenant, safe='')}")
+
+
 def put_tenant_call(tenant: str, settings: dict[str, Any]) -> Call:
     return Call(method="PUT", url=f"/tenants/{quote(tenant, safe='')}", json=settings)
 

@@ -13,13 +13,10 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from adapters.tenants import Limits
 from garnish.client import Client
 from garnish.config import ServiceFile, tenant_names, tenant_of
 from garnish.errors import GarnishError
-from garnish.operate import tenant_call
 from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
-from gateway.admin_schema import TenantReply
 from gateway.schema import DeployReply
 
 
@@ -54,20 +51,20 @@ class FunctionStep(msgspec.Struct, frozen=True):
 
 
 class TenantStep(msgspec.Struct, frozen=True):
-    """`restart`: the file and the service differ, but the service was started with a file that declares the tenant."""
+    """`change`: what the file states of it is not so. `later`: nor is it, but the gateway itself takes the tenant from
+    its own service file."""
 
     tenant: str
-    action: Literal["create", "change", "restart", "none"]
-    limits: Limits
-    """As the file has them."""
-    now: Limits | None = None
-    """As the service has them."""
+    action: Literal["create", "change", "later", "none"]
+    changed: list[str] = []
+    settings: dict[str, Any] = {}
+    """All that is to hold afterwards."""
 
     def __str__(self) -> str:
         told = {
             "create": "create",
-            "change": f"set limits to {_shown(self.limits)} (from {_shown(self.now)})",
-            "restart": f"limits are {_shown(self.now)} by the service's own file; restart it with this one",
+            "change": f"change {', '.join(self.changed)}",
+            "later": "is taken from the gateway's own serverless.yml at its next start",
             "none": "nothing to do",
         }
         return f"tenant {self.tenant}: {told[self.action]}"
@@ -84,7 +81,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def changes(self) -> int:
-        return sum(step.action not in ("none", "restart") for step in self.steps)
+        return sum(step.action not in ("none", "later") for step in self.steps)
 
 
 def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> Plan:
@@ -100,13 +97,13 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
     return Plan(tenants, functions)
 
 
-def carry_out(plan: Plan, service: ServiceFile, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
+def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
     """One change after another; `tell` hears of each before it begins. Raises GarnishError: what was done stays."""
     for step in plan.tenants:
         if step.action in ("create", "change"):
             tell(str(step))
             with connect(None, admin=True) as client:
-                client.put_tenant(step.tenant, _settings(service, step.tenant))
+                client.put_tenant(step.tenant, step.settings)
     for entry in plan.functions:
         if entry.action != "none":
             tell(str(entry))
@@ -115,18 +112,23 @@ def carry_out(plan: Plan, service: ServiceFile, connect: Connect, tell: Callable
 
 
 def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantStep:
-    declared = service.tenants.get(name)
-    wanted = (declared.limits if declared else None) or Limits()
-    with connect(None, admin=True) as client:
+    stated = _settings(service, name)
+    with connect(name, admin=True) as client:
         try:
-            found = client.ask(tenant_call(name), TenantReply)
+            client.functions(limit=1)
         except GarnishError as error:
             if error.type != "not_found":
                 raise
-            return TenantStep(name, "create", wanted)
-    if declared is None or found.limits == wanted:
-        return TenantStep(name, "none", wanted, found.limits)
-    return TenantStep(name, "restart" if found.declared else "change", wanted, found.limits)
+            return TenantStep(name, "create", settings=stated)
+    if not stated:
+        return TenantStep(name, "none")
+    with connect(None, admin=True) as client:
+        known = client.tenant(name)
+    now = {field: known[field] for field in ("limits", "slo", "weight")}
+    changed = [field for field in stated if stated[field] != now[field]]
+    if not changed or known["declared"]:
+        return TenantStep(name, "later" if changed else "none", changed)
+    return TenantStep(name, "change", changed, {**now, **stated})
 
 
 def _plan_function(
@@ -165,11 +167,6 @@ def _sha256(file: Path) -> str:
     except OSError as error:
         problem = f"{file.parent}: expected a PEFT adapter's {CONFIG_FILE} and {WEIGHTS_FILE} ({error.strerror})"
         raise GarnishError("invalid_request", problem) from None
-
-
-def _shown(limits: Limits | None) -> str:
-    stated = msgspec.to_builtins(limits or Limits())
-    return ", ".join(f"{name} {value}" for name, value in stated.items()) or "none"
 
 
 def _target(points_to: int | dict[str, float]) -> str:

@@ -14,6 +14,9 @@ from rich.table import Table
 
 from garnish.text import printable
 
+BAR_WIDTH = 30
+"""Characters."""
+
 
 class Screen:
     """Tables and a spinner on a terminal, plain lines elsewhere; with `as_json`, results are JSON only."""
@@ -64,13 +67,14 @@ class Screen:
             table.add_row(*map(printable, row))
         self._out.print(table)
 
-    def progress(self, text: str) -> None:
-        """What is being done now: replaces the line before on a terminal, a new line elsewhere when it changed."""
+    def progress(self, text: str, share: float | None = None) -> None:
+        """What is being done now, and which share of it is done: replaces the line before on a terminal, a new line
+        elsewhere when the text changed."""
         if self._err.is_terminal:
             if self._status is None:
                 self._status = self._err.status("")
                 self._status.start()
-            self._status.update(escape(printable(text)))
+            self._status.update(escape(printable(text if share is None else f"{text} {progress_bar(share)}")))
         elif text != self._last:
             self._err.print(printable(text))
         self._last = text
@@ -83,3 +87,9 @@ class Screen:
     def note(self, text: str) -> None:
         """Something that happened, on standard error."""
         self._err.print(printable(text))
+
+
+def progress_bar(share: float) -> str:
+    """Of BAR_WIDTH characters, and the percentage."""
+    done = min(BAR_WIDTH, max(0, int(share * BAR_WIDTH)))
+    return f"{'█' * done}{'░' * (BAR_WIDTH - done)} {share:.0%}"

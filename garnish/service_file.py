@@ -7,21 +7,26 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.slo import Slo, Weight
 from adapters.tenants import Limits
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
+Policy = Literal["rank_aware", "toppings", "first_fit", "most_idle", "random"]
+"""Those of gateway.scheduling.policy."""
 
 
 class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Text = "127.0.0.1"
     port: Port = 8080
-    workers: Annotated[int, Meta(ge=1)] = 1
+    workers: Annotated[int, Meta(ge=1, le=32)] = 1
     webhook_hosts: list[Text] | None = None
     secret_file: Text | None = None
     redis: Text | None = None
+    node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
+    policy: Policy = "rank_aware"
 
 
 class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,8 +56,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    weight: Annotated[float, Meta(gt=0)] | None = None
-    slo: dict[str, Any] | None = None
+    weight: Weight | None = None
+    slo: Slo | None = None
     limits: Limits | None = None
 
 
@@ -73,8 +78,26 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale_to_zero_after: float | None = None
 
 
+class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    region: Text
+    vpc_id: Text
+    subnet_ids: Annotated[list[Text], Meta(min_length=1)]
+    gateway_security_group_id: Text
+    secret_parameter: Text
+    secret_kms_key_arn: Text | None = None
+    package: Text
+    image_parameter: Text
+    model_source: Text
+    registry_bucket: Literal["existing", "managed"] = "existing"
+    volume_gib: Annotated[int, Meta(ge=30, le=16_384)] = 100
+    target_group_arns: list[Text] = []
+    tags: dict[str, Text] = {}
+
+
 class Infra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: Text | None = None
+    gateway_url: Text | None = None
+    aws: Aws | None = None
 
 
 class Top(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -105,8 +105,12 @@ def gateway_config(
         usage_dir=str(state / "usage"),
         host=service.gateway.host if host is None else host,
         port=service.gateway.port if port is None else port,
+        workers=service.gateway.workers,
+        redis=service.gateway.redis,
+        node_hosts=tuple(service.gateway.node_hosts or ()),
         auth="keys" if service.auth == "keys" else "none",
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
+        policy=service.gateway.policy,
     )
     if shutdown_seconds is not None:
         config = msgspec.structs.replace(config, shutdown_seconds=shutdown_seconds)
@@ -125,6 +129,7 @@ def node_config(
     node_id: str,
     gateway_url: str,
     secret_file: Path | None = None,
+    host: str = "127.0.0.1",
     port: int = 0,
     threads: int | None = None,
     stop_seconds: float = UP_SHUTDOWN_SECONDS,
@@ -132,6 +137,7 @@ def node_config(
     """`threads` None: as many as the node finds right for its host."""
     return NodeConfig(
         node_id=node_id,
+        host=host,
         port=port,
         gateway_url=gateway_url,
         secret_file=str(secret_file or secret_file_of(service, state)),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from adapters.tenants import Limits, Slo
+from adapters.slo import Slo, Weight
+from adapters.tenants import Limits
 
 
 class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole of what is to hold; what is absent is not limited. `slo`, a `weight` other than 1, `limits.rps` and
-    `limits.tokens_per_minute` are refused: nothing enforces them yet."""
+    """The whole of what is to hold; what is absent is not limited or promised."""
 
     slo: Slo | None = None
     limits: Limits | None = None
-    weight: float = 1.0
+    weight: Weight = 1.0
+    """Its share of the nodes is to the others' as its weight is to theirs."""
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -24,6 +25,18 @@ class KeyItem(msgspec.Struct, frozen=True):
     revoked: float | None
 
 
+class Attainment(msgspec.Struct, frozen=True):
+    """Shares of the calls that ended in a window, as the gateway process that answers saw them; null where there was
+    none, or nothing was promised."""
+
+    window_seconds: int
+    calls: int
+    ttft: float | None
+    tpot: float | None
+    all: float | None
+    """Everything that was promised held."""
+
+
 class TenantReply(msgspec.Struct, frozen=True):
     id: str
     slo: Slo
@@ -32,6 +45,8 @@ class TenantReply(msgspec.Struct, frozen=True):
     declared: bool
     """Whether serverless.yml declares it: then only its keys can be changed here."""
     keys: list[KeyItem]
+    attainment: list[Attainment]
+    """Of the SLO, over the last minute, ten minutes and hour; empty while nothing is promised."""
 
 
 class NewKeyReply(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,12 +16,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 
 from gateway.boundary import Boundary, OpenRequests
-from gateway.config import GatewayConfig, check_config
+from gateway.config import GatewayConfig, check_config, share
 from gateway.metrics import Metrics
 from gateway.routes import (
     aliases,
     cluster,
     deploy,
+    explain,
     functions,
     health,
     invoke,
@@ -33,7 +35,7 @@ from gateway.routes import (
 )
 from gateway.services import Services, open_services
 
-GROUPS = (deploy, functions, aliases, invoke, openai, health, metrics, cluster, nodes, tenants, usage, openapi)
+GROUPS = (deploy, functions, aliases, invoke, openai, health, metrics, cluster, nodes, tenants, usage, explain, openapi)
 ROUTES = [route for group in GROUPS for route in group.routes]
 
 
@@ -66,7 +68,11 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=[Middleware(Boundary, max_concurrent=config.max_concurrent, metrics=counted, requests=requests)],
+        middleware=[
+            Middleware(
+                Boundary, max_concurrent=share(config.max_concurrent, config), metrics=counted, requests=requests
+            )
+        ],
         exception_handlers={HTTPException: _pass_on},
     )
     app.router.redirect_slashes = False
@@ -78,7 +84,9 @@ async def _pass_on(_: Request, error: Exception) -> NoReturn:
 
 
 def _empty_folder(folder: Path) -> None:
-    """What a killed gateway left of its uploads."""
+    """What killed gateway workers left of their uploads; those of others that live are under way."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in folder.glob("upload-*"):
-        shutil.rmtree(left)
+        pid = left.name.split("-")[1]
+        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""Which adapters each tenant has had run here, so that it is told of the residency of no others."""
+"""Which adapters each tenant has had run, so that it is told of the residency of no others."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 MAX_TENANTS = 4096
 MAX_DIGESTS = 1024
@@ -14,12 +15,27 @@ class CalledDigests:
     its residency that another tenant does.
     """
 
-    def __init__(self, max_tenants: int = MAX_TENANTS, max_digests: int = MAX_DIGESTS) -> None:
+    def __init__(
+        self,
+        told: Callable[[str, str], None] | None = None,
+        *,
+        max_tenants: int = MAX_TENANTS,
+        max_digests: int = MAX_DIGESTS,
+    ) -> None:
+        """`told` hears of each tenant and digest that `run` notes for the first time."""
+        self._told = told
         self._max_tenants = max_tenants
         self._max_digests = max_digests
         self._digests: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
 
+    def run(self, tenant: str, digest: str) -> None:
+        """The tenant has it run here."""
+        if self._told is not None and not self.has(tenant, digest):
+            self._told(tenant, digest)
+        self.note(tenant, digest)
+
     def note(self, tenant: str, digest: str) -> None:
+        """The tenant has it run somewhere."""
         own = self._digests.setdefault(tenant, OrderedDict())
         self._digests.move_to_end(tenant)
         own[digest] = None

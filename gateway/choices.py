@@ -10,6 +10,7 @@ import msgspec
 
 from cluster.errors import ServiceError
 from cluster.messages import Done, Token, TokenLogprob
+from gateway.admission import admitted
 from gateway.dispatch import Generation
 
 QUEUE = 64
@@ -44,7 +45,13 @@ async def collect(generations: Sequence[Generation]) -> list[Outcome]:
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[Item, None]:
-    """(choice, event) as they come. Raises the first ServiceError, and cancels the others."""
+    """(choice, event) as they come, once the call is admitted. Raises the first ServiceError, and ends the others."""
+    async with admitted(generations), aclosing(_begun(generations)) as items:
+        async for item in items:
+            yield item
+
+
+async def _begun(generations: Sequence[Generation]) -> AsyncGenerator[Item, None]:
     if len(generations) == 1:
         async with aclosing(generations[0].events()) as events:
             async for event in events:

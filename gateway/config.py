@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -11,9 +12,12 @@ import msgspec
 from adapters.errors import InvalidRequest
 from adapters.s3_url import parse_s3_url
 from cluster.messages import RECORD_EXPIRY
+from cluster.redis_url import url_problem
 
 MAX_TIMEOUT = 3600.0
 """Seconds: the longest call."""
+MAX_WORKERS = 32
+"""So that all, old and new in a reload, find a slot in the journal of usage."""
 POSITIVE = (
     "call_body",
     "deploy_body",
@@ -50,9 +54,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8080
     workers: int = 1
-    """Must be 1: the cluster state lives in the process."""
+    """Processes. More than one share what they know through `redis`."""
+    redis: str | None = None
+    """URL of the Redis that holds the cluster state; None: it is in the memory of the only worker. May hold a password:
+    only `shown_url` of it may be shown."""
+    node_hosts: tuple[str, ...] = ()
+    """Hosts that nodes may name in their URLs although they report from another address."""
     auth: Literal["keys", "none"] = "keys"
-    policy: str = "least_loaded"
+    policy: str = "rank_aware"
+    """How requests are placed: one of gateway.scheduling.policy.POLICIES."""
     allowed_sources: tuple[str, ...] = ()
     """`s3://bucket/prefix`es from below which tenants may deploy."""
 
@@ -97,8 +107,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_config(config: GatewayConfig) -> None:
     """Raises ConfigError for what the types can't say."""
-    if config.workers != 1:
-        raise ConfigError(f"workers: {config.workers} is not served, only 1: the cluster state is in memory")
+    if not 1 <= config.workers <= MAX_WORKERS:
+        raise ConfigError(f"workers: must be 1 to {MAX_WORKERS}, not {config.workers}")
+    if config.workers > 1 and config.redis is None:
+        raise ConfigError(f"workers: {config.workers} need `redis`, which holds what they share; without it there is 1")
+    if config.redis is not None and (problem := url_problem(config.redis)):
+        raise ConfigError(f"redis: {problem}")
     if config.auth == "none" and not is_loopback(config.host):
         raise ConfigError(f"auth: `none` is accepted on a loopback address only, and host is {config.host!r}")
     try:
@@ -111,6 +125,16 @@ def check_config(config: GatewayConfig) -> None:
             raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")
     if config.request_timeout > config.max_timeout:
         raise ConfigError(f"request_timeout: {config.request_timeout} is above max_timeout {config.max_timeout}")
+
+
+def share(limit: int, config: GatewayConfig) -> int:
+    """Of a limit on what the whole gateway holds at once, what one worker may."""
+    return max(1, limit // config.workers)
+
+
+def upload_prefix() -> str:
+    """What the folders of this process's uploads in `tmp_dir` begin with."""
+    return f"upload-{os.getpid()}-"
 
 
 def usage_directory(config: GatewayConfig) -> Path:

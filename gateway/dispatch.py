@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.crowd import Crowd
 from cluster.errors import ServiceError
+from cluster.limits import LimitState
 from cluster.messages import Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
+from gateway.attainment import Attainment, judge
 from gateway.called import CalledDigests
-from gateway.concurrency import TenantPlaces
+from gateway.explanations import PlacedCall
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
 from gateway.node_client import NodeClient, NodeFailure
+from gateway.placing import Placer
 from gateway.running import Running
-from gateway.scheduling.placement import RETRY_AFTER, Placed, place
-from gateway.scheduling.policy import Policy
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.placement import RETRY_AFTER, Placed
+from gateway.trace_log import log_call
 
 if TYPE_CHECKING:
     from gateway.invocation import Invocation
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 ATTEMPTS = 2
 FIRST_RECORDS_SECONDS = 1.0
 """Within which a gateway that was just started, or reloaded, has heard of every node."""
+
+JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed", "internal"})
+"""Outcomes of which the service, and not its caller, has to answer whether a promise was kept."""
 
 log = logging.getLogger("gateway")
 
@@ -40,24 +46,26 @@ class Dispatcher:
     def __init__(
         self,
         state: ClusterState,
-        policy: Policy,
+        placer: Placer,
         client: NodeClient,
-        base: str,
         running: Running,
         metrics: Metrics,
         last_hour: LastHour,
+        attainment: Attainment,
         called: CalledDigests,
-        places: TenantPlaces,
+        limits: LimitState,
     ) -> None:
         self.state = state
-        self.policy = policy
+        self.placer = placer
         self.client = client
-        self.base = base
         self.running = running
         self.metrics = metrics
         self.last_hour = last_hour
+        self.attainment = attainment
         self.called = called
-        self.places = places
+        self.limits = limits
+        self.waiting = Crowd()
+        """placed, and not begun on its node yet"""
         self._began = time.monotonic()
 
     async def hear_of_nodes(self, deadline: float) -> None:
@@ -76,33 +84,33 @@ class Generation:
     """One request to the nodes; what became known of it on the way is in its attributes (times: monotonic seconds)."""
 
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, request: GenerateRequest) -> None:
-        self._dispatcher = dispatcher
+        self.shared = dispatcher
         self._meter = invocation.meter
-        self._limits = invocation.limits
-        self._limit = invocation.target.max_concurrency
+        self.call = invocation.call
         self.request = request
         self.function = invocation.target.function
+        self._whose = PlacedCall(invocation.id, invocation.request_id, request.tenant, self.function)
         self.received = invocation.received
         self.tokens = 0
         self.node: str | None = None
         self.cold_start: str | None = None
         self.schedule = 0.0
+        self.forecast: float | None = None
+        """Seconds from `sent_at` to the first token, by the scheduler."""
         self.sent_at: float | None = None
         self.started_at: float | None = None
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.done: Done | None = None
+        self._waiting = False
 
     async def events(self) -> AsyncGenerator[Token | Done, None]:
         """Tokens, then Done. Raises ServiceError. Must be closed (`aclosing`): that cancels the request on the node."""
-        shared = self._dispatcher
+        shared = self.shared
         outcome = "cancelled"
         shared.metrics.change_open(1)
         try:
-            with (
-                shared.places.place(self.request.tenant, self._limits.concurrent),
-                shared.running.track(self.request.tenant, self.function, self.received, self._limit) as revoked,
-            ):
+            with shared.running.track(self.request.tenant, self.function, self.received) as revoked:
                 async with aclosing(self._attempts(revoked)) as events:
                     async for event in events:
                         self._note(event)
@@ -133,12 +141,18 @@ class Generation:
         return (self.last_at - self.first_at) / (self.tokens - 1)
 
     @property
+    def used_tokens(self) -> int:
+        """Of those that the call may use, as far as is known now."""
+        prompt = self._prompt_tokens if self.started_at is not None else 0
+        return prompt + (self.tokens if self.done is None else self.done.completion_tokens)
+
+    @property
     def _prompt_tokens(self) -> int:
         """To be metered: a prompt counts with its first choice only."""
         return 0 if self.request.sampling.choice else len(self.request.token_ids)
 
     async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
-        shared = self._dispatcher
+        shared = self.shared
         deadline = time.monotonic() + self.request.timeout
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
@@ -148,6 +162,7 @@ class Generation:
             if left <= 0:
                 raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
             placed = await self._place(excluded, failure)
+            self._wait(True)
             try:
                 async with aclosing(self._attempt(placed, left, revoked)) as events:
                     async for event in events:
@@ -160,19 +175,22 @@ class Generation:
                 failure, excluded = error.error, excluded | {placed.node_id}
                 shared.metrics.count_retry()
             finally:
+                self._wait(False)
                 await shared.state.release(placed.node_id, self.request.id)
 
     async def _attempt(
         self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]
     ) -> AsyncGenerator[Token | Done, None]:
-        request = msgspec.structs.replace(self.request, timeout=left)
+        request = msgspec.structs.replace(self.request, timeout=left, ttft=self._ttft_left())
         self.node, self.sent_at, self.started_at = placed.node_id, time.monotonic(), None
-        async with aclosing(self._dispatcher.client.stream(placed, request, revoked)) as events:
+        self.forecast = placed.forecast
+        async with aclosing(self.shared.client.stream(placed, request, revoked)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     self.cold_start, self.started_at = event.cold_start, time.monotonic()
+                    self._wait(False)
                     if request.adapter is not None:
-                        self._dispatcher.called.note(request.tenant, request.adapter.digest)
+                        self.shared.called.run(request.tenant, request.adapter.digest)
                 elif isinstance(event, Failed):
                     error = ServiceError(event.type, event.message, retry_after=event.retry_after)
                     raise NodeFailure(error, retryable=event.retryable)
@@ -181,29 +199,40 @@ class Generation:
 
     async def _place(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
         """Raises the first attempt's failure when no other node can take the request."""
-        request, shared = self.request, self._dispatcher
-        wanted = PlacementRequest(
-            id=request.id,
-            prompt_tokens=len(request.token_ids),
-            max_tokens=request.max_tokens,
-            digest=request.adapter.digest if request.adapter else None,
-            adapter_bytes=request.adapter.bytes if request.adapter else 0,
-            rank=max(request.adapter.ranks, default=0) if request.adapter else 0,
-        )
         began = time.monotonic()
         try:
-            return await place(shared.state, shared.policy, shared.base, wanted, excluded)
+            shared, request = self.shared, self.request
+            displaces = shared.waiting.gives_way(request.tenant, request.weight) is not None
+            blocked = shared.client.breakers.blocked(await shared.state.table())
+            return await shared.placer.place(
+                self._whose, request, self.received, excluded | blocked, displaces=displaces
+            )
         except ServiceError as error:
             raise failure or error from None
         finally:
             self.schedule += time.monotonic() - began
-            shared.metrics.observe_schedule(time.monotonic() - began)
+
+    def _ttft_left(self) -> float | None:
+        """Of what was promised, from now on; at least a millisecond."""
+        if self.request.ttft is None:
+            return None
+        return max(self.request.ttft - (time.monotonic() - self.received), 0.001)
+
+    def _wait(self, waits: bool) -> None:
+        """Note whether it is in a node's queue now."""
+        if waits and not self._waiting:
+            self.shared.waiting.join(self.request.tenant, self.request.weight)
+        elif self._waiting and not waits:
+            self.shared.waiting.leave(self.request.tenant)
+        self._waiting = waits
 
     def _note(self, event: Token | Done) -> None:
         now = time.monotonic()
         if isinstance(event, Token):
             self.tokens += len(event.token_ids)
-            self.first_at = self.first_at or now
+            if self.first_at is None:
+                self.first_at = now
+                self._compare_forecast(now)
             self.last_at = now
             return
         self.done = event
@@ -211,19 +240,32 @@ class Generation:
             if self.started_at is None:
                 raise ServiceError("unavailable", "the timeout passed in the node's queue", retry_after=RETRY_AFTER)
             raise ServiceError("timeout", "the timeout passed before the first token")
+        if event.finish_reason in ("stop", "length"):
+            self.shared.placer.lengths.note(self.request.tenant, self.function, event.completion_tokens)
         cold = event.timing.cold_start.state != "none"
         self._meter.done(0 if self.request.sampling.choice else event.prompt_tokens, event.completion_tokens, cold)
 
+    def _compare_forecast(self, now: float) -> None:
+        if self.forecast is not None and self.sent_at is not None:
+            self.shared.metrics.observe_forecast(self.forecast, now - self.sent_at)
+
     def _count(self, outcome: str) -> None:
-        shared, tenant, done = self._dispatcher, self.request.tenant, self.done
+        shared, tenant, done = self.shared, self.request.tenant, self.done
         ended = "ok" if done is not None and outcome == "cancelled" else outcome
         shared.metrics.count_invocation(tenant, self.function, ended)
+        if ended in JUDGED:
+            seen = (self.ttft, self.tpot)
+            held = judge((self.request.ttft, self.request.tpot), seen, answered=ended == "ok")
+            shared.attainment.note(tenant, held)
+            shared.metrics.count_promises(tenant, held)
         counts = Counts(invocations=1, failures=ended not in ("ok", "cancelled"))
         if done is not None:
             counts.prompt_tokens, counts.completion_tokens = done.prompt_tokens, done.completion_tokens
             shared.metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
             cold = done.timing.cold_start
             shared.metrics.count_cold_start(cold)
+            log_call(self.request, done, self.received)
+            shared.metrics.count_preemptions(tenant, done.timing.preemptions)
         if self.ttft is not None:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft
             shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)

@@ -12,7 +12,7 @@ from adapters.errors import NotFound
 from adapters.functions import Defaults
 from adapters.names import is_name
 from adapters.registry import Choice, Registry, Resolved, pick
-from cluster.messages import Adapter
+from cluster.messages import Adapter, SloClass
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
 from gateway.threads import StoreThreads
@@ -31,6 +31,8 @@ class Target(msgspec.Struct, frozen=True):
     timeout: float | None = None
     """The function's own default; seconds."""
     max_concurrency: int | None = None
+    slo_class: SloClass | None = None
+    """None: the tenant's."""
 
     @property
     def digest(self) -> str | None:
@@ -39,8 +41,15 @@ class Target(msgspec.Struct, frozen=True):
 
 class Functions:
     def __init__(
-        self, config: GatewayConfig, registry: Registry, threads: StoreThreads, clock: Callable[[], float]
+        self,
+        config: GatewayConfig,
+        registry: Registry,
+        threads: StoreThreads,
+        clock: Callable[[], float],
+        changed: Callable[[str, str], None] | None = None,
     ) -> None:
+        """`changed` is told of each function that this process has changed."""
+        self._changed = changed
         self._registry = registry
         self._threads = threads
         self._cache: GraceCache[Key, Sequence[Choice]] = GraceCache(
@@ -73,7 +82,13 @@ class Functions:
         try:
             yield
         finally:
-            self._cache.forget_where(lambda key: key[:2] == (tenant, name))
+            self.forget(tenant, name)
+            if self._changed is not None:
+                self._changed(tenant, name)
+
+    def forget(self, tenant: str, name: str) -> None:
+        """After a change by anyone."""
+        self._cache.forget_where(lambda key: key[:2] == (tenant, name))
 
     def forget_tenant(self, tenant: str) -> None:
         """After the tenant was deleted."""
@@ -92,4 +107,5 @@ def _target(found: Resolved) -> Target:
         defaults=found.policy.defaults,
         timeout=found.policy.timeout,
         max_concurrency=found.policy.max_concurrency,
+        slo_class=found.policy.slo_class,
     )

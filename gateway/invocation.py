@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from functools import partial
@@ -10,9 +11,11 @@ import msgspec
 from starlette.types import Receive
 
 from adapters.functions import Defaults
-from adapters.tenants import Limits
+from adapters.slo import lower_class
 from cluster.errors import ServiceError
+from cluster.limits import Call
 from cluster.messages import GenerateRequest, Sampling
+from gateway.admission import call_of
 from gateway.functions import Target
 from gateway.prompts import Source, tokens_of
 from gateway.services import Services
@@ -55,9 +58,11 @@ class Invocation(msgspec.Struct, frozen=True):
     """Monotonic seconds at which the request's headers were there."""
     steps: dict[str, float]
     """Seconds of the steps before placement, for Server-Timing."""
-    limits: Limits
-    """The tenant's."""
+    call: Call
+    """What it takes of the tenant's and the function's limits."""
     meter: Meter
+    request_id: str = ""
+    """As in `x-request-id`."""
 
 
 def new_id() -> str:
@@ -74,9 +79,10 @@ async def prepare(
     watch: Stopwatch,
     receive: Receive,
     choices: int = 1,
+    request_id: str = "",
 ) -> Invocation:
     """`receive` must have given the whole body. Raises ServiceError (`validation_failed` when prompt and `max_tokens`
-    don't fit the context, `rate_limited` when the tenant has too many generations under way), ClientGone."""
+    don't fit the context, or when it has more choices than may run at once), ClientGone."""
     invocation_id = new_id()
     merged = merge(options, target.defaults)
     context = await _context(services)
@@ -84,6 +90,8 @@ async def prepare(
     prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, receive)
     timeout = deadline - time.monotonic()
     seed = secrets.randbits(63) if merged.seed is None else merged.seed
+    account = await services.callers.account(tenant)
+    slo = account.slo
     requests = [
         GenerateRequest(
             id=f"{invocation_id}-{index * choices + choice}",
@@ -96,16 +104,21 @@ async def prepare(
             adapter=target.adapter,
             stop=_stops(merged.stop),
             ignore_eos=bool(merged.ignore_eos),
+            function=_opaque(target),
+            weight=account.weight,
+            slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
+            ttft=_seconds(slo.ttft_ms),
+            tpot=_seconds(slo.tpot_ms),
         )
         for index, tokens in enumerate(prompts)
         for choice in range(choices)
     ]
-    limits = (await services.callers.account(tenant)).limits
-    services.places.check(tenant, len(requests), limits.concurrent)
+    call = call_of(tenant, account.limits, target.function, target.max_concurrency, requests)
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
     meter = Meter(len(requests), partial(services.usage.add, tenant, target.function, version))
-    return Invocation(invocation_id, tenant, target, requests, watch.received, dict(watch.steps), limits, meter)
+    steps = dict(watch.steps)
+    return Invocation(invocation_id, tenant, target, requests, watch.received, steps, call, meter, request_id)
 
 
 def merge(options: Options, defaults: Defaults) -> Options:
@@ -171,3 +184,12 @@ def _sampling(merged: Options, seed: int, choice: int) -> Sampling:
 
 def _stops(stop: list[str] | str | None) -> list[str]:
     return [stop] if isinstance(stop, str) else list(stop or [])
+
+
+def _opaque(target: Target) -> str:
+    """The function's name as nodes know it: it tells only which calls are of one function."""
+    return "" if target.adapter is None else hashlib.blake2b(target.function.encode(), digest_size=8).hexdigest()
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

@@ -1,4 +1,4 @@
-"""What a function did in the last hour on this gateway, by the minute."""
+"""What a function did in the last hour, by the minute, on this gateway worker and on those that tell it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,23 @@ class LastHour:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._minutes: OrderedDict[tuple[str, str], dict[int, Counts]] = OrderedDict()
+        self._untold: dict[tuple[str, str], Counts] | None = None
+
+    def share(self) -> None:
+        """From now on keep what `add` counts for `take_untold`."""
+        self._untold = {}
+
+    def take_untold(self) -> dict[tuple[str, str], Counts]:
+        """What `add` has counted since this was last asked, by tenant and function."""
+        told, self._untold = self._untold or {}, {}
+        return told
 
     def add(self, tenant: str, function: str, counts: Counts) -> None:
+        if self._untold is not None and (len(self._untold) < MAX_FUNCTIONS or (tenant, function) in self._untold):
+            self._untold.setdefault((tenant, function), Counts()).add(counts)
+        self.add_told(tenant, function, counts)
+
+    def add_told(self, tenant: str, function: str, counts: Counts) -> None:
         key, now = (tenant, function), int(self._clock() // 60)
         minutes = self._minutes.setdefault(key, {})
         self._minutes.move_to_end(key)

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 
-EXTRA = ("request_id", "invocation", "route")
+EXTRA = ("request_id", "invocation", "route", "call")
 
 
 class JsonFormatter(logging.Formatter):

@@ -19,6 +19,7 @@ from adapters.peft_config import CONFIG_FILE
 from adapters.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE
 from cluster.errors import ServiceError
 from gateway.bodies import stream_body
+from gateway.config import upload_prefix
 
 FIELD_LIMITS = {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10, "alias": 1 << 10}
 """Bytes of the parts that are kept in memory."""
@@ -51,7 +52,7 @@ async def receive_upload(
     """
     parts = _Parts(_boundary(request))
     with disk_needed():
-        own = tempfile.TemporaryDirectory(dir=folder, prefix="upload-")
+        own = tempfile.TemporaryDirectory(dir=folder, prefix=upload_prefix())
     with own:
         weights = Path(own.name) / WEIGHTS_FILE
         with disk_needed(), weights.open("wb") as out:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
@@ -12,14 +14,19 @@ import msgspec
 
 from cluster.errors import ServiceError
 from cluster.frames import FrameError, Frames
-from cluster.messages import Done, Event, Failed, GenerateRequest, decode_event
+from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Token, decode_event
 from cluster.secret import authorization
 from cluster.state import ClusterState
+from gateway.breaker import Breakers
 from gateway.connected import cut_short
 from gateway.scheduling.placement import Placed
 
 TICK = 1.0
 """Seconds between two looks at whether the node still lives."""
+FIRST_TICK = 0.25
+"""The same until the first token, while another node can still take over."""
+ANSWER_SECONDS = 5.0
+"""Within which a node says that it has the request; it does so before it queues it."""
 EVENT_LIMIT = 4 << 20
 """Bytes of the largest event: a token with its log probabilities."""
 DEADLINE_SLACK = 10.0
@@ -36,15 +43,39 @@ class NodeFailure(Exception):
         self.retryable = retryable
 
 
+@dataclass
+class _Watch:
+    """Over one request."""
+
+    placed: Placed
+    deadline: float
+    """Monotonic seconds."""
+    revoked: asyncio.Future[ServiceError]
+    has_token: bool = False
+
+
 class NodeClient:
+    """`silence`: seconds without a record after which a node is taken for dead; `first_silence`: the same for a request
+    without a token, when there are other nodes, which can take it over."""
+
     def __init__(
-        self, session: aiohttp.ClientSession, state: ClusterState, secret: str, *, connect: float, silence: float
+        self,
+        session: aiohttp.ClientSession,
+        state: ClusterState,
+        secret: str,
+        *,
+        connect: float,
+        silence: float,
+        first_silence: float,
+        breakers: Breakers,
     ) -> None:
+        self.breakers = breakers
         self._session = session
         self._state = state
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
         self._silence = silence
+        self._first_silence = min(first_silence, silence)
 
     async def stream(
         self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
@@ -54,20 +85,39 @@ class NodeClient:
         Raises NodeFailure when the node can't be reached, dies, or says something else; ServiceError when `revoked`
         is set or the deadline has passed by far.
         """
-        deadline = time.monotonic() + request.timeout + DEADLINE_SLACK
-        given_up = asyncio.ensure_future(self._give_up(placed, deadline, revoked))
+        node = placed.node_id, placed.epoch
+        self.breakers.begin(*node)
+        try:
+            async with aclosing(self._events(placed, request, revoked)) as events:
+                async for event in events:
+                    if not isinstance(event, Started):
+                        self.breakers.answered(*node)
+                    yield event
+        except NodeFailure:
+            self.breakers.failed(*node)
+            raise
+        finally:
+            self.breakers.undecided(*node)
+
+    async def _events(
+        self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
+    ) -> AsyncGenerator[Event, None]:
+        watch = _Watch(placed, time.monotonic() + request.timeout + DEADLINE_SLACK, revoked)
+        given_up = asyncio.ensure_future(self._give_up(watch))
         response: aiohttp.ClientResponse | None = None
         try:
             with cut_short(given_up):
-                response = await self._post(placed, request)
+                response = await self._answered(placed, request)
             if response.status != 200:
                 raise _node_failed(f"node {placed.node_id} answered with status {response.status}")
+            self.breakers.undecided(placed.node_id, placed.epoch)
             # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
             # all else. Who gives the request up wakes whoever waits for bytes.
             given_up.add_done_callback(partial(_end_stream, response.content))
             frames = Frames(EVENT_LIMIT)
             while chunk := await response.content.readany():
                 for event in _decode(frames, chunk, placed.node_id):
+                    watch.has_token = watch.has_token or isinstance(event, Token)
                     if isinstance(event, Done | Failed):
                         await _read_end(response)
                         yield event
@@ -82,22 +132,33 @@ class NodeClient:
             if response is not None:
                 response.close()  # nothing happens to a connection that was read to its end: it is back in the pool
 
+    async def _answered(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await self._post(placed, request)
+
     async def _post(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
         body = msgspec.msgpack.encode(request)
         return await self._session.post(
             f"{placed.url}/generate", data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
         )
 
-    async def _give_up(self, placed: Placed, deadline: float, revoked: asyncio.Future[ServiceError]) -> Exception:
+    async def _give_up(self, watch: _Watch) -> Exception:
         """Why the request is to end, as soon as it is: revoked, its deadline passed by far, or the node silent."""
         while True:
-            await asyncio.wait({revoked}, timeout=TICK)
-            if revoked.done():
-                return revoked.result()
-            if time.monotonic() > deadline:
+            await asyncio.wait({watch.revoked}, timeout=TICK if watch.has_token else FIRST_TICK)
+            if watch.revoked.done():
+                return watch.revoked.result()
+            if time.monotonic() > watch.deadline:
                 return ServiceError("timeout", "the node did not end the request at its deadline")
-            if await self._state.silence(placed.node_id, placed.epoch) > self._silence:
-                return _node_failed(f"node {placed.node_id} has fallen silent")
+            if await self._is_silent(watch):
+                return _node_failed(f"node {watch.placed.node_id} has fallen silent")
+
+    async def _is_silent(self, watch: _Watch) -> bool:
+        silence = await self._state.silence(watch.placed.node_id, watch.placed.epoch)
+        if watch.has_token or silence < self._first_silence:
+            return silence > self._silence
+        nodes = await self._state.table()
+        return silence > self._silence or bool((nodes.live & nodes.ready).any())
 
 
 def _end_stream(stream: aiohttp.StreamReader, given_up: asyncio.Task[Exception]) -> None:

@@ -16,17 +16,18 @@ from gateway import openai_schema as openai
 from gateway import schema
 from gateway.admin_operations import ADMIN_OPERATIONS
 from gateway.alias_operations import ALIAS_OPERATIONS
+from gateway.explain_operations import EXPLAIN_OPERATIONS
 from gateway.node_operations import NODE_OPERATIONS
 from gateway.operations import NAME_PATTERN, OPERATIONS, Operation
 
-ALL = (*OPERATIONS, *ALIAS_OPERATIONS, *NODE_OPERATIONS, *ADMIN_OPERATIONS)
+ALL = (*OPERATIONS, *ALIAS_OPERATIONS, *NODE_OPERATIONS, *ADMIN_OPERATIONS, *EXPLAIN_OPERATIONS)
 FILE = Path(__file__).with_name("openapi.json")
 
 STATUS_TEXT = {
     400: "Broken JSON, a broken or slow body, an admin key without tenant; on /v1 also wrong fields",
     401: "No key, or not a valid one",
     403: "The key may not do this",
-    404: "No such function, version, alias or node, or it belongs to another tenant",
+    404: "No such function, version, alias, node or call, or it belongs to another tenant",
     409: "Not while things are as they are: something is in use, there already or declared, a limit is reached",
     412: "The function has changed since it had the ETag in If-Match",
     413: "The body is over its limit",

@@ -10,7 +10,7 @@ from typing import cast
 from cluster.errors import ServiceError
 from cluster.messages import Done, Token, TokenLogprob
 from gateway import schema
-from gateway.choices import Outcome
+from gateway.choices import Outcome, merged
 from gateway.dispatch import Generation
 from gateway.errors import native_body
 from gateway.event_stream import sse
@@ -36,8 +36,8 @@ def invoke_reply(invocation: Invocation, generation: Generation, outcome: Outcom
 
 async def invoke_events(invocation: Invocation, generation: Generation) -> AsyncGenerator[bytes, None]:
     """The native stream: `token` events, then `done`. Raises ServiceError."""
-    async with aclosing(generation.events()) as events:
-        async for event in events:
+    async with aclosing(merged([generation])) as events:
+        async for _, event in events:
             if isinstance(event, Token):
                 for item in token_events(event):
                     yield sse(item, "token")
@@ -136,6 +136,7 @@ def server_timing(invocation: Invocation, generation: Generation) -> str:
         cold = done.timing.cold_start
         steps |= {
             "queue": done.timing.queue,
+            "fetch": cold.fetch,
             "load": cold.load,
             "exposed": cold.exposed,
             "prefill": done.timing.prefill,
@@ -146,7 +147,12 @@ def server_timing(invocation: Invocation, generation: Generation) -> str:
             steps["queue"] = started - sent
         if started is not None and first is not None:
             steps["prefill"] = first - started
-    return ", ".join(f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items())
+    told = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items()]
+    if done is not None and done.timing.cold_start.plan != "none":
+        cold = done.timing.cold_start
+        layers = f"{cold.layers_cpu} layers on CPU workers and {cold.layers_device} on the device"
+        told.append(f'cold;desc="{cold.plan}: {layers}; {cold.replays} replays"')
+    return ", ".join(told)
 
 
 def _ms(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""The generations in progress: their number is bounded where a function says so, and a forced delete can end them."""
+"""The generations in progress in this process: a forced delete can end them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ Owner = tuple[str, str]
 """Tenant and function."""
 MAX_REVOCATIONS = 10_000
 """Remembered for calls that were on their way here; the oldest is forgotten."""
-RETRY_AFTER = 1.0
 
 
 class Running:
@@ -23,24 +22,13 @@ class Running:
         self._revocations: OrderedDict[Owner, tuple[float, ServiceError]] = OrderedDict()
 
     @contextmanager
-    def track(
-        self, tenant: str, function: str, received: float, limit: int | None = None
-    ) -> Iterator[asyncio.Future[ServiceError]]:
-        """Yields a future that gets the reason when the generation must end early.
-
-        Raises ServiceError: `rate_limited` while `limit` generations of the function run in this process, the reason
-        itself when the call was `received` (monotonic seconds) before the function was revoked.
-        """
+    def track(self, tenant: str, function: str, received: float) -> Iterator[asyncio.Future[ServiceError]]:
+        """Yields a future that gets the reason when the generation must end early. Raises the reason itself when the
+        call was `received` (monotonic seconds) before the function was revoked."""
         owner = (tenant, function)
         since, reason = self._revocations.get(owner, (received, None))
         if reason is not None and received <= since:
             raise reason
-        if limit is not None and len(self._revoked.get(owner, ())) >= limit:
-            raise ServiceError(
-                "rate_limited",
-                f"function {function} runs {limit} generations already, its max_concurrency",
-                retry_after=RETRY_AFTER,
-            )
         revoked: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
         self._revoked.setdefault(owner, set()).add(revoked)
         try:

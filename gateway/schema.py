@@ -92,9 +92,9 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
     plan: str
     """wait: computed once all of it was there; pipeline: layer by layer as it came; assist: begun by CPU workers"""
     load_ms: float
-    """from the first byte wanted until it was on the device"""
+    """from the first byte wanted until it was on the device; 0: it was not yet when the request ended"""
     exposed_ms: float
-    """of that, what the computation waited for"""
+    """what the computation waited for adapter bytes, from when nothing else kept it waiting"""
     fetch_ms: float = 0.0
     """of `load_ms`, until it was in the node's host memory"""
     layers_cpu: int = 0
@@ -282,11 +282,13 @@ class HealthReply(msgspec.Struct, frozen=True):
 
 
 class NodeItem(msgspec.Struct, frozen=True):
-    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet."""
+    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet;
+    `circuit` is whether the gateway worker that answers can reach it (`half_open`: one request may try)."""
 
     record: dict[str, Any]
     reserved: int
     age: float
+    circuit: Literal["closed", "open", "half_open"]
 
 
 class NodeList(msgspec.Struct, frozen=True):

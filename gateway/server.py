@@ -1,4 +1,4 @@
-"""The application under gunicorn: one worker, restarted by the arbiter when it dies, stopped within a bound."""
+"""The application under gunicorn: workers, restarted by the arbiter when they die, stopped within a bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
 from cluster.lifeline import die_with_parent
-from gateway.config import GatewayConfig, check_config
+from cluster.redis_link import RedisAway, check_redis
+from gateway.config import ConfigError, GatewayConfig, check_config
 from gateway.http_protocol import BoundedHttp
 from gateway.logs import JsonFormatter, configure_logs
 
@@ -35,6 +36,11 @@ def run(config: GatewayConfig) -> None:
     """Serve until TERM or INT; exits the process. Raises ConfigError before anything is bound."""
     check_config(config)
     configure_logs()
+    if config.redis is not None:
+        try:
+            check_redis(config.redis)
+        except RedisAway as error:
+            raise ConfigError(f"redis: {error}") from None
     if config.workers > 1:
         os.environ[MULTIPROCESS] = _fresh_folder(Path(config.tmp_dir) / "metrics")
     _Server(config).run()

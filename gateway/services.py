@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic, time
 
 import aiohttp
+import msgspec
 from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
@@ -19,23 +20,30 @@ from adapters.registry import Registry
 from adapters.sources import Sources
 from adapters.store import ObjectStore
 from adapters.tenants import Tenants
+from cluster.errors import ServiceError
+from cluster.record_check import RecordRates
 from cluster.secret import read_secret
-from cluster.state import ClusterState, MemoryClusterState
+from cluster.state import ClusterState
 from cluster.text import BaseText
+from gateway.attainment import Attainment
+from gateway.breaker import Breakers
 from gateway.cache import GraceCache
 from gateway.called import CalledDigests
 from gateway.callers import Callers
-from gateway.concurrency import TenantPlaces
-from gateway.config import GatewayConfig, usage_directory
+from gateway.config import GatewayConfig, share, usage_directory
 from gateway.deploy_slots import DeploySlots
 from gateway.dispatch import Dispatcher
+from gateway.explain_schema import reply_of
+from gateway.explanations import MemoryExplanations
 from gateway.functions import Functions
 from gateway.last_hour import LastHour
 from gateway.metrics import Metrics
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
+from gateway.peers import Answered, Asked, Called, Changed, Counted, Message, Peers, Revoked, TenantChanged
+from gateway.placing import Placer
 from gateway.running import Running
-from gateway.scheduling.policy import make_policy
+from gateway.shared_state import open_shared
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.usage.ledger import UsageLedger, open_ledger
 
@@ -61,20 +69,61 @@ class Services:
     """Whether the store answers: anyone may ask that without a key, so it is asked once a second at most."""
     tenants: Tenants
     callers: Callers
-    places: TenantPlaces
     usage: UsageLedger
     functions: Functions
     cluster: ClusterState
+    peers: Peers
+    record_rates: RecordRates
     secret: str
     dispatcher: Dispatcher
+    breakers: Breakers
     node_calls: NodeCalls
     running: Running
     metrics: Metrics
     last_hour: LastHour
+    attainment: Attainment
     called: CalledDigests
+    explanations: MemoryExplanations
     deploys: DeploySlots
     sources: Sources
     source_threads: LeavableThreads
+
+    def tenant_changed(self, tenant: str) -> None:
+        """After any change of the tenant, its keys included."""
+        self._forget_tenant(tenant)
+        self.peers.tell(TenantChanged(tenant))
+
+    def revoke(self, tenant: str, function: str, why: str) -> None:
+        """End the function's generations, on all workers."""
+        self.running.revoke(tenant, function, ServiceError("cancelled", why))
+        self.peers.tell(Revoked(tenant, function, why))
+
+    def heard(self, message: Message) -> None:
+        """Another worker has told this."""
+        match message:
+            case Changed(tenant, function):
+                self.functions.forget(tenant, function)
+            case TenantChanged(tenant):
+                self._forget_tenant(tenant)
+            case Revoked(tenant, function, why):
+                self.running.revoke(tenant, function, ServiceError("cancelled", why))
+            case Called(tenant, digest):
+                self.called.note(tenant, digest)
+            case Counted(tenant, function, counts):
+                self.last_hour.add_told(tenant, function, counts)
+            case Asked(number, call, whose):
+                found = self.explanations.find_here(call, whose)
+                if found is not None:
+                    self.peers.tell(Answered(number, msgspec.json.encode(reply_of(found))))
+
+    def counted(self) -> list[Message]:
+        """What the other workers have not been told of the last hour."""
+        untold = self.last_hour.take_untold()
+        return [Counted(tenant, function, counts) for (tenant, function), counts in untold.items()]
+
+    def _forget_tenant(self, tenant: str) -> None:
+        self.callers.forget(tenant)
+        self.functions.forget_tenant(tenant)
 
 
 def _compare_clocks(store: ObjectStore) -> None:
@@ -99,10 +148,9 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     registry, tenants = Registry(store, base), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
-    cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
     secret = read_secret(Path(config.secret_file))
-    running, last_hour, called = Running(), LastHour(monotonic), CalledDigests()
-    callers, places = Callers(config, tenants, threads, monotonic), TenantPlaces()
+    running, last_hour, attainment = Running(), LastHour(monotonic), Attainment(monotonic)
+    callers = Callers(config, tenants, threads, monotonic)
     # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with (
@@ -110,10 +158,23 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         aiohttp.ClientSession(
             connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
         ) as session,
+        open_shared(config, secret) as shared,
     ):
-        client = NodeClient(session, cluster, secret, connect=config.connect_seconds, silence=config.node_silence)
-        policy = make_policy(config.policy)
-        yield Services(
+        peers = shared.peers
+        called = CalledDigests(lambda tenant, digest: peers.tell(Called(tenant, digest)))
+        breakers = Breakers(monotonic, metrics.count_opened_circuit)
+        client = NodeClient(
+            session,
+            shared.cluster,
+            secret,
+            connect=config.connect_seconds,
+            silence=config.node_silence,
+            first_silence=config.record_expiry,
+            breakers=breakers,
+        )
+        explanations = MemoryExplanations()
+        placer = Placer(shared.cluster, config.policy, base.fingerprint, metrics, explanations, gateways=config.workers)
+        services = Services(
             config=config,
             base=base,
             text=BaseText(Path(config.model_dir)),
@@ -125,26 +186,36 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             ),
             tenants=tenants,
             callers=callers,
-            places=places,
             usage=usage,
-            functions=Functions(config, registry, threads, monotonic),
-            cluster=cluster,
+            functions=Functions(
+                config, registry, threads, monotonic, lambda tenant, name: peers.tell(Changed(tenant, name))
+            ),
+            cluster=shared.cluster,
+            peers=peers,
+            record_rates=RecordRates(monotonic),
             secret=secret,
             dispatcher=Dispatcher(
-                cluster, policy, client, base.fingerprint, running, metrics, last_hour, called, places
+                shared.cluster, placer, client, running, metrics, last_hour, attainment, called, shared.limits
             ),
+            breakers=breakers,
             node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
             running=running,
             metrics=metrics,
             last_hour=last_hour,
+            attainment=attainment,
             called=called,
+            explanations=explanations,
             deploys=DeploySlots(
-                uploads=config.max_uploads,
-                tenant_uploads=config.max_tenant_uploads,
-                stores=config.max_deploys,
-                tenant_stores=config.max_tenant_deploys,
+                uploads=share(config.max_uploads, config),
+                tenant_uploads=share(config.max_tenant_uploads, config),
+                stores=share(config.max_deploys, config),
+                tenant_stores=share(config.max_tenant_deploys, config),
                 wait_seconds=config.deploy_wait,
             ),
             sources=Sources(config.allowed_sources),
             source_threads=LeavableThreads(SOURCE_THREADS),
         )
+        if config.redis is not None:
+            peers.on_message, peers.collect = services.heard, services.counted
+            last_hour.share()
+        yield services

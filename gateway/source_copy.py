@@ -16,7 +16,7 @@ from adapters.errors import StoreUnavailable
 from adapters.s3_url import S3Place
 from adapters.sources import Forbidden, SourceFiles, Sources
 from cluster.errors import ServiceError
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, upload_prefix
 from gateway.multipart import disk_needed
 from gateway.threads import LeavableThreads
 
@@ -40,7 +40,7 @@ async def copied_source(
     Raises ServiceError `unavailable`, InvalidRequest, TooLarge.
     """
     with disk_needed():
-        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="upload-", dir=config.tmp_dir))
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=upload_prefix(), dir=config.tmp_dir))
     stop, deadline = Event(), time.monotonic() + config.deploy_seconds
     work = partial(sources.copy, place, folder, limit=config.deploy_body, deadline=deadline, stop=stop)
     copying = asyncio.ensure_future(threads.run(work))

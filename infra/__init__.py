@@ -1,1 +1,6 @@
-"""How gateway and node are installed: systemd units and a Containerfile. Node pools are not built yet."""
+"""Node pools: from what serverless.yml declares to machines, with Terraform as the engine.
+
+`stack` says what is wanted, `render` writes it as a Terraform root module over the hand-written ones in `modules/`,
+`workspace` plans, applies and destroys through `terraform`, and `local` starts and ends the processes of the backend of
+that name. The folders `systemd` and `container` hold how gateway and node are installed.
+"""

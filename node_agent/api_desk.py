@@ -8,10 +8,11 @@ import secrets
 from collections import deque
 from pathlib import Path
 
+from cluster.crowd import Crowd, room_for_others
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, NodeRecord
 from node_agent.api_questions import Questions
-from node_agent.api_reply import RequestEvent
+from node_agent.api_reply import RETRY_AFTER, RequestEvent
 from node_agent.api_request import Limits, check_request
 from node_agent.config import NodeConfig
 from node_agent.engine_link import EngineLink, LinkDown
@@ -35,8 +36,6 @@ EVENT_LIMIT = 4096
 BACKSTOP = 5.0
 """Seconds after a request's deadline, which the engine keeps, when this process stops waiting for the engine."""
 ACKNOWLEDGED_LIMIT = 4096
-RETRY_AFTER = 1.0
-"""Seconds that callers are asked to wait when this node is full or away."""
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +52,11 @@ class Ended(Exception):
 class InFlight:
     """A request that was given to the engine, until its Finished."""
 
-    def __init__(self, id: str) -> None:
-        self.id = id
+    def __init__(self, id: str, tenant: str, rank: int = 0, prompt_tokens: int = 0) -> None:
+        self.id, self.tenant, self.rank, self.prompt_tokens = id, tenant, rank, prompt_tokens
         self.admitted = False
+        self.pictured = False
+        """the engine's last picture has it in the batch"""
         self.timer: asyncio.TimerHandle | None = None
         self._events: deque[RequestEvent] = deque()
         self._ended: Ended | None = None
@@ -101,6 +102,7 @@ class Desk:
         self._epoch = secrets.token_hex(8)
         self._seq = 0
         self._in_flight: dict[str, InFlight] = {}
+        self._crowd = Crowd()
         self._acknowledged: deque[str] = deque(maxlen=ACKNOWLEDGED_LIMIT)
         self._stats: Stats | None = None
         self._error = "the engine is starting"
@@ -131,12 +133,19 @@ class Desk:
             timeout=request.timeout,
             adapter=request.adapter,
             ignore_eos=request.ignore_eos,
+            function=request.function,
+            weight=request.weight,
+            slo_class=request.slo_class,
+            ttft=request.ttft,
+            tpot=request.tpot,
         )
         self._send(command)
-        entry = InFlight(request.id)
+        rank = max(request.adapter.ranks, default=0) if request.adapter is not None else 0
+        entry = InFlight(request.id, request.tenant, rank, len(request.token_ids))
         late = request.timeout + self.backstop
         entry.timer = asyncio.get_running_loop().call_later(late, self._expire, entry, late)
         self._in_flight[request.id] = entry
+        self._crowd.join(request.tenant, request.weight)
         return entry
 
     def cancel(self, entry: InFlight) -> None:
@@ -162,8 +171,17 @@ class Desk:
         check_request(request, self.limits, self.ready.max_context)
         if request.id in self._in_flight:
             raise ServiceError("conflict", f"request {request.id} is in flight already")
-        if self.queued >= self._config.engine.queue_limit:
+        if self._full_for(request):
             raise ServiceError("overloaded", f"{self.queued} requests wait already", retry_after=RETRY_AFTER)
+
+    def _full_for(self, request: GenerateRequest) -> bool:
+        """The engine decides who gives way in a full queue; only those who may take another's place get there then."""
+        limit = self._config.engine.queue_limit
+        if self.queued < limit:
+            return False
+        return self.queued >= limit + room_for_others(limit) or not self._crowd.gives_way(
+            request.tenant, request.weight
+        )
 
     def _send(self, command: Command) -> None:
         if self._link is None:
@@ -182,6 +200,8 @@ class Desk:
     def _remove(self, entry: InFlight) -> None:
         if self._in_flight.get(entry.id) is entry:
             del self._in_flight[entry.id]
+            if not entry.admitted:
+                self._crowd.leave(entry.tenant)
         if entry.timer is not None:
             entry.timer.cancel()
         self.changed.set()
@@ -213,6 +233,8 @@ class Desk:
 
     def _note(self, stats: Stats) -> None:
         before, self._stats = self._stats, stats
+        for entry in self._in_flight.values():
+            entry.pictured = entry.admitted  # what was told before a picture is in it
         # Contexts grow with every token; they are told with the next record, but are no reason for one.
         if before is None or (before.residents, before.batch_ranks) != (stats.residents, stats.batch_ranks):
             self.changed.set()
@@ -223,6 +245,7 @@ class Desk:
             return  # it was given up after its deadline
         if isinstance(event, Admitted):
             entry.admitted = True
+            self._crowd.leave(entry.tenant)
             self.changed.set()
         if not entry.put(event):
             self.cancel(entry)
@@ -256,6 +279,7 @@ class Desk:
         """The node as it is now; each has a higher `seq`."""
         self._seq += 1
         ready, stats, queued = self.ready, self._stats, self.queued
+        waiting = [entry for entry in self._in_flight.values() if not entry.pictured]
         return NodeRecord(
             id=self._config.node_id,
             epoch=self._epoch,
@@ -271,11 +295,20 @@ class Desk:
             kv_blocks_free=stats.kv_blocks_free if stats else 0,
             kv_blocks=ready.kv_blocks if ready else 0,
             block_tokens=ready.block_tokens if ready else self._config.engine.block_tokens,
+            max_rows=ready.max_rows if ready else 0,
             batch_ranks=stats.batch_ranks if stats else [],
             batch_contexts=stats.batch_contexts if stats else [],
+            batch_slots=stats.batch_slots if stats else [],
+            queued_ranks=[entry.rank for entry in waiting],
+            prompt_tokens_left=sum(entry.prompt_tokens for entry in waiting)
+            + (stats.prompt_tokens_left if stats else 0),
+            loading_bytes=stats.loading_bytes if stats else 0,
+            performance=stats.performance if stats else None,
+            forecast_ratio=stats.forecast_ratio if stats else None,
             adapter_bytes_free=stats.adapter_bytes_free if stats else 0,
             adapter_bytes=ready.adapter_bytes if ready else 0,
             residents=stats.residents if stats else [],
+            tightest_tpot=stats.tightest_tpot if stats else None,
             acknowledged=list(self._acknowledged),
             device=ready.device if ready else "",
             error=self.error,

@@ -11,6 +11,8 @@ from node_agent.stops import StopMatcher
 
 RETRYABLE = frozenset({"unavailable", "overloaded", "node_failed", "internal"})
 """Failures that another node may not have."""
+RETRY_AFTER = 1.0
+"""Seconds that callers are asked to wait when this node is full or away."""
 
 RequestEvent = Admitted | Generated | Finished
 
@@ -65,7 +67,8 @@ class Reply:
 
     def _finish(self, event: Finished) -> Event:
         if event.reason == "error" and not self.stopped:
-            return self.fail(event.error_type or "internal", event.error or "the engine failed")
+            later = RETRY_AFTER if event.error_type == "overloaded" else None
+            return self.fail(event.error_type or "internal", event.error or "the engine failed", later)
         text = ""
         if not self.stopped:
             text, self.stopped = self._matcher.feed(self._text.flush())
@@ -82,6 +85,7 @@ class Reply:
                 prefill=event.prefill,
                 total=time.monotonic() - self._received,
                 cold_start=event.cold_start,
+                preemptions=event.preemptions,
             ),
             text=text,
         )

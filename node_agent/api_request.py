@@ -92,6 +92,9 @@ def check_request(request: GenerateRequest, limits: Limits, max_context: int) ->
     _require(
         sum(map(len, request.stop)) <= STOP_CHARACTERS, "stop", f"has more than {STOP_CHARACTERS} characters in all"
     )
+    for field in ("weight", "ttft", "tpot"):
+        value = getattr(request, field)
+        _require(value is None or 0 < value < math.inf, field, "must be a finite number above 0")
     _check_sampling(request.sampling)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from adapters.artifact import FORMAT_VERSION, ArtifactHeader, LayerBlock, Pair
 from adapters.base_model import PROJECTIONS, BaseModel
-from node_agent.adapter_memory.layout import lay_out
+from node_agent.adapter_memory.layout import lay_out_uniform
 from node_agent.adapter_memory.pool import Pool
 from node_agent.engine.loop import Engine
 
@@ -33,7 +32,5 @@ def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
 
 def fitting(pool: Pool, base: BaseModel, itemsize: int, rank: int) -> int:
     """How many adapters of one rank, on all projections of all layers, an empty pool takes."""
-    pairs = tuple(Pair(projection, rank, 1.0, 0, 0) for projection in range(len(PROJECTIONS)))
-    block = LayerBlock(0, 0, "", pairs)
-    header = ArtifactHeader(FORMAT_VERSION, "", base.fingerprint, "float32", (block,) * base.num_layers)
-    return pool.pages.count // lay_out(header, base, itemsize, pool.page_units).pages
+    layout = lay_out_uniform(base, rank, range(len(PROJECTIONS)), itemsize, pool.page_units)
+    return pool.pages.count // layout.pages

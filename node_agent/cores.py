@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -20,6 +21,14 @@ def spare_cores(engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> l
     cores = sorted(os.sched_getaffinity(0))
     spare = max(0, usable_cores(cgroup) - engine_threads)
     return cores[len(cores) - spare :]
+
+
+def move_threads(old: set[int], new: set[int]) -> None:
+    """Those of this process that may run on just the cores `old` stay on `new` from now on, and what they start too."""
+    for task in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            if os.sched_getaffinity(task) == old:
+                os.sched_setaffinity(task, new)
 
 
 def _quota_v2(cgroup: Path) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,17 @@ def record_event(device: torch.device) -> Event:
     return event
 
 
+def device_name(device: torch.device) -> str:
+    """Of the hardware: the GPU's, or the processor's, as its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return device.type
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), device.type)
+
+
 def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """How long the work takes on the device: by events on its stream, on a CPU by the clock. Returns when it has
     ended."""
@@ -62,6 +74,20 @@ def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+def cpu_name() -> str:
+    """The processor's, as the kernel has it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def hardware_name(device: torch.device) -> str:
+    """What computes: the GPU's name, or the processor's and how many threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def pick_device(name: str) -> torch.device:

@@ -24,6 +24,7 @@ from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, command_decoder, encode
 from node_agent.log import CAPACITY, set_up_logging
+from node_agent.performance.setup import use_performance
 
 STATS_INTERVAL = 0.2
 """Seconds between two pictures of an idle engine; a working one sends them at most every MIN_STATS_INTERVAL."""
@@ -216,6 +217,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, request_stop)
     try:
         engine, base = build_engine(config.engine, wake.set)
+        use_performance(engine, config.engine, base)
     except (ValueError, OSError) as error:
         log.error("engine can't start", extra={"reason": str(error)})
         return 1

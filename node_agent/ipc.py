@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from cluster.frames import frame
-from cluster.messages import Adapter, ColdStart, Resident, Sampling
+from cluster.messages import Adapter, ColdStart, Resident, Sampling, SloClass
+from cluster.performance_model import PerformanceModel
 from cluster.residency import AdapterStates, HeldTier
 
 
@@ -24,6 +25,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """Seconds until the deadline, counted from receipt."""
     adapter: Adapter | None = None
     ignore_eos: bool = False
+    function: str = ""
+    weight: float = 1.0
+    slo_class: SloClass = "standard"
+    ttft: float | None = None
+    tpot: float | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -105,10 +111,13 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     cold_start: ColdStart
     error_type: str = ""
     error: str = ""
+    preemptions: int = 0
+    """How often it gave its place in the batch to a strict request, to be computed again later."""
 
 
-class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """A picture of the engine, sent on change and at least every 0.2 s."""
+class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
+    """A picture of the engine, sent on change and at least every 0.2 s. What was said before it on the connection is in
+    it."""
 
     running: int
     queued: int
@@ -117,6 +126,15 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     batch_ranks: list[int]
     batch_contexts: list[int]
     residents: list[Resident]
+    batch_slots: list[int] = []
+    """Of each running request, the slot of its adapter; -1: the base alone."""
+    prompt_tokens_left: int = 0
+    """Of running requests' prompts, not computed yet."""
+    loading_bytes: int = 0
+    performance: PerformanceModel | None = None
+    forecast_ratio: float | None = None
+    tightest_tpot: float | None = None
+    """Seconds; the least that any request here was promised."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):

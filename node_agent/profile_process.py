@@ -1,6 +1,7 @@
 """Measures a node's profile thoroughly: `python -m node_agent.profile_process`, settings on standard input.
 
-Writes the profile's file, and on standard output one JSON object per line: steps as they begin, then the profile.
+Writes the files of the cold-start profile and of the performance model, and on standard output one JSON object per
+line: steps as they begin, then both.
 """
 
 from __future__ import annotations
@@ -11,17 +12,28 @@ from pathlib import Path
 
 import msgspec
 
+from adapters.errors import StoreUnavailable
+from cluster.performance_file import PerformanceProfile, write_performance
+from cluster.performance_fit import BadFit, BadSample
 from node_agent.child import die_with_parent, read_config
+from node_agent.coldstart.profile import Profile, write_profile
 from node_agent.config import ProfileProcessConfig
 from node_agent.log import set_up_logging
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
     text: str
+    share: float | None = None
+    """of it that is done"""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
+
+
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    cold_start: Profile
+    performance: PerformanceProfile
 
 
 def main() -> int:
@@ -36,9 +48,11 @@ def main() -> int:
         report.write(msgspec.json.encode(message) + b"\n")
 
     from node_agent.coldstart.measure import LONG, measure
-    from node_agent.coldstart.profile import write_profile
+    from node_agent.coldstart.profile import ProfileError, check
     from node_agent.coldstart.setup import profile_key
     from node_agent.engine.setup import build_engine
+    from node_agent.performance.setup import measure_performance, performance_file
+    from node_agent.performance.sweep import SweepTooSlow
 
     assert config.profile is not None  # the command line names it
     tell(Step("loading the base model"))
@@ -49,12 +63,23 @@ def main() -> int:
         return 1
     workers = engine.assist.workers if engine.assist is not None else None
     key = profile_key(engine, config, base, workers)
-    profile = measure(
+    cold = measure(
         key, engine.runner, engine.blocks, engine.store, workers, LONG, lambda text: tell(Step(f"measuring {text}"))
     )
-    engine.close()
-    write_profile(profile, Path(config.profile))
-    report.write(msgspec.json.encode(profile) + b"\n")
+    try:
+        check(cold)
+        write_profile(cold, Path(config.profile))
+        performance = measure_performance(engine, config, base, lambda text, share: tell(Step(text, share)))
+        write_performance(performance, performance_file(config.profile))
+    except (OSError, ProfileError) as error:
+        tell(Failed(str(error)))
+        return 1
+    except (BadFit, BadSample, SweepTooSlow, StoreUnavailable) as error:
+        tell(Failed(f"its performance model: {error} (Its cold-start profile is written.)"))
+        return 1
+    finally:
+        engine.close()
+    tell(Measured(cold, performance))
     return 0
 
 

@@ -8,7 +8,20 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli import functions, invoke, nodes, profile, registry, serve, usage, versions
+from garnish.cli import (
+    explain,
+    functions,
+    infra,
+    invoke,
+    logs,
+    nodes,
+    profile,
+    registry,
+    serve,
+    simulate,
+    usage,
+    versions,
+)
 from garnish.errors import FrontDoorError
 from garnish.text import printable
 
@@ -26,9 +39,13 @@ functions.register(app)
 versions.register(app)
 invoke.register(app)
 nodes.register(app)
+explain.register(app)
 profile.register(app)
 usage.register(app)
+logs.register(app)
 registry.register(app)
+simulate.register(app)
+infra.register(app)
 
 
 @app.command()

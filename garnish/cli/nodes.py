@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,8 +54,18 @@ def list_nodes(url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = 
         found = client.ask(nodes_call(), NodeList)
     shown = ("id", "state", "running", "queued", "kv_blocks_free", "url", "error")
     rows = [[str(node.record.get(field, "")) for field in shown] for node in found.nodes]
-    screen.table(["ID", "STATE", "RUNNING", "QUEUED", "KV BLOCKS FREE", "URL", "ERROR"], rows)
+    for row, node in zip(rows, found.nodes, strict=True):
+        row.insert(5, observed_over_forecast(node.record))
+    screen.table(["ID", "STATE", "RUNNING", "QUEUED", "KV BLOCKS FREE", "OBSERVED/FORECAST", "URL", "ERROR"], rows)
     screen.result(found)
+
+
+def observed_over_forecast(record: Mapping[str, Any]) -> str:
+    """How its passes compare with what its performance model says of them."""
+    ratio = record.get("forecast_ratio")
+    if ratio is not None:
+        return f"{ratio:.2f}"
+    return "-" if record.get("performance") else "no model"
 
 
 def adapters(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:

@@ -1,4 +1,4 @@
-"""`garnish profile`: what cold starts cost on this host, measured."""
+"""`garnish profile`: what passes and cold starts cost on this host, measured."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def profile(
     node_id: Annotated[str, typer.Option("--node-id", help="The node whose profile it becomes.")] = "node-1",
     as_json: AsJson = False,
 ) -> None:
-    """Measure this host for the cold-start planner, while it serves nothing.
+    """Measure this host for the scheduler and the cold-start planner, while it serves nothing. Takes minutes.
 
-    A node without a profile measures a short one when it starts.
+    A node that was not profiled measures itself shortly when it starts, where that takes seconds.
     """
     from garnish.config import load_service_file
     from garnish.measurement import run_measurement
@@ -37,10 +37,16 @@ def profile(
         found = run_measurement(config, screen.progress)
         screen.end_progress()
         screen.result(found)
-        _show(found, Path(config.profile or ""), screen)
+        show(found, Path(config.profile or ""), screen)
 
 
-def _show(found: dict[str, Any], file: Path, screen: Any) -> None:
+def show(found: dict[str, Any], file: Path, screen: Any) -> None:
+    _show_cold_start(found["cold_start"], screen)
+    _show_performance(found["performance"], screen)
+    screen.line(f"written to {file} and {file.with_suffix('.performance.json').name}")
+
+
+def _show_cold_start(found: dict[str, Any], screen: Any) -> None:
     layer = ", ".join(f"{tokens}: {seconds * 1e3:.2f} ms" for tokens, seconds in found["layer"])
     screen.line(f"a layer on the device, by prompt tokens: {layer}")
     link = found["link"]
@@ -51,4 +57,33 @@ def _show(found: dict[str, Any], file: Path, screen: Any) -> None:
     else:
         rate = 1e-9 / cpu["per_product"] if cpu["per_product"] else float("inf")
         screen.line(f"a CPU worker: {cpu['fixed'] * 1e6:.0f} us a handoff, {rate:.1f} billion multiplications a second")
-    screen.line(f"written to {file}")
+
+
+def _show_performance(found: dict[str, Any], screen: Any) -> None:
+    decode, prefill = found["decode"]["model"], found["prefill"]["model"]
+    terms = {
+        "max_rank": "rows x largest rank",
+        "request_ranks": "ranks of requests",
+        "adapter_ranks": "ranks of adapters",
+    }
+    screen.line(
+        f"a decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.1f} us a row "
+        f"+ {decode['per_context'] * 1e9:.1f} ns a token of context "
+        f"+ {decode['per_rank'] * 1e6:.2f} us of the {terms[decode['rank_term']]}{_quality(found['decode'])}"
+    )
+    screen.line(
+        f"a pass over prompts: {prefill['base'] * 1e3:.2f} ms + {prefill['per_token'] * 1e6:.1f} us a token "
+        f"+ {prefill['per_token2'] * 1e9:.2f} ns a token squared "
+        f"+ {prefill['per_token_rank'] * 1e9:.1f} ns a token and rank{_quality(found['prefill'])}"
+    )
+    forms = ", ".join(f"{form['r2']:.3f} ({form['kernel']})" for form in found["paper"])
+    if forms:
+        screen.line(f"a decode step by the rank term alone, batches of 4 to 32: R^2 {forms}")
+
+
+def _quality(fit: dict[str, Any]) -> str:
+    quality = fit["quality"]
+    return (
+        f" (R^2 {quality['r2']:.3f}, held-out error {quality['heldout_median_error']:.1%}, "
+        f"{quality['samples']} configurations, {quality['set_aside']} set aside)"
+    )

@@ -39,7 +39,7 @@ def deploy_file(file: Path, url: str | None, state: Path, screen: Screen, *, dry
         return
     _ask(plan, screen, yes)
     deployed = []
-    for reply in carry_out(plan, service, connect, screen.progress):
+    for reply in carry_out(plan, connect, screen.progress):
         screen.end_progress()
         rank = max(reply.ranks, default=0)
         screen.line(f"{reply.function}: version {reply.version}, rank {rank}, {reply.bytes} bytes")

@@ -43,13 +43,14 @@ def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host 
     from garnish.screen import Screen
     from garnish.settings import gateway_config, resolve_base
     from garnish.up.greeting import show_keys
-    from garnish.up.prepare import check_port, local_url, make_keys, state_directory
+    from garnish.up.prepare import check_port, check_shared, local_url, make_keys, state_directory
     from gateway.server import run
 
     service = load_service_file(file)
     with state_directory(state) as own:
         config = gateway_config(service, resolve_base(service), own, host=host, port=port)
         check_port(config.host, config.port)
+        check_shared(config)
         show_keys(own, *make_keys(service, own, local_url(config.host, config.port)), Screen())
         run(config)
 
@@ -60,6 +61,7 @@ def node(
     state: State = DEFAULT_STATE,
     secret_file: Annotated[Path | None, typer.Option("--secret-file", help="The cluster secret's file.")] = None,
     node_id: Annotated[str | None, typer.Option("--node-id", help="Its name (default: the host's name).")] = None,
+    host: Annotated[str, typer.Option("--host", help="Listen here; the gateway must reach it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 0,
 ) -> None:
     """Serve one node, which reports to a gateway."""
@@ -76,6 +78,7 @@ def node(
         node_id=node_id or socket.gethostname(),
         gateway_url=gateway_url,
         secret_file=secret_file,
+        host=host,
         port=port,
         stop_seconds=SERVICE_STOP_SECONDS,
     )

@@ -14,13 +14,16 @@ import msgspec
 
 from adapters.errors import AdapterError, NotFound
 from adapters.open_store import open_checked_store
+from adapters.slo import Slo
 from adapters.tenants import Limits, Tenants
+from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.connection import Connection
 from garnish.credentials import FILE_NAME, Credentials, prepare_keys, read_credentials, write_credentials
 from garnish.errors import StartError
 from garnish.protocol import CONFIG_FILE
+from garnish.service_file import Tenant
 from garnish.settings import (
     UP_SHUTDOWN_SECONDS,
     Base,
@@ -96,6 +99,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     url = local_url(gateway.host, gateway.port)
     _check_adapters(service)
     check_port(gateway.host, gateway.port)
+    check_shared(gateway)
     credentials, new_keys = make_keys(service, state, url)
     # Nodes that share this host share its cores; a node alone decides for itself.
     threads = max(1, usable_cores() // options.nodes) if options.nodes > 1 else None
@@ -141,12 +145,29 @@ def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str
     """Make the tenants what the file says; those of `before` that it no longer names are left to the admin routes."""
     names = {*tenant_names(service), *([OPEN_TENANT] if service.auth == "none" else [])}
     for name in names:
-        written = service.tenants.get(name)
-        tenants.put(name, declared=True, limits=(written.limits if written else None) or Limits())
+        written = service.tenants.get(name) or Tenant()
+        tenants.put(
+            name,
+            declared=True,
+            limits=written.limits or Limits(),
+            slo=written.slo or Slo(),
+            weight=1.0 if written.weight is None else written.weight,
+        )
     for name in set(before) - names:
         with suppress(NotFound):  # another registry than the credentials were made for
             tenants.get(name)
             tenants.put(name, declared=False)
+
+
+def check_shared(config: GatewayConfig) -> None:
+    """Raises StartError when the gateway's workers are to share a Redis that does not answer."""
+    if config.redis is not None:
+        try:
+            check_redis(config.redis)
+        except RedisAway as error:
+            raise StartError(
+                f"gateway.redis: {error}; start it, or leave the key out to serve with one worker"
+            ) from None
 
 
 def check_secret(file: Path) -> None:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from cluster.errors import ServiceError
 from cluster.messages import NodeRecord, VersionMismatch
+from cluster.record_check import BadRecord, check_record
 from cluster.secret import is_authorized
 from cluster.state import TooManyNodes
 from gateway.bodies import read_body
@@ -30,10 +31,13 @@ async def record(request: Request) -> Response:
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
         told = _decoder.decode(body)
+        if not services.record_rates.allows(told.id):
+            raise ServiceError("rate_limited", f"node {told.id[:60]} sends too many records", retry_after=1.0)
+        check_record(told, request.client.host if request.client else "", services.config.node_hosts)
         await services.cluster.publish(told)
     except msgspec.DecodeError as error:
         raise ServiceError("invalid_request", f"not a node record: {error}") from error
-    except VersionMismatch as error:
+    except (VersionMismatch, BadRecord) as error:
         raise ServiceError("invalid_request", str(error)) from error
     except TooManyNodes as error:
         raise ServiceError("overloaded", str(error)) from error

@@ -41,6 +41,7 @@ async def invoke(request: Request) -> ASGIApp:
         options=_options(call),
         watch=watch,
         receive=request.receive,
+        request_id=request.state.request_id,
     )
     if call.stream or asks_for_events(request.headers.get("accept", "")):
         return _stream(services, invocation, request.state.request_id)

@@ -16,7 +16,8 @@ async def metrics(request: Request) -> Response:
     await services.callers.admin(request)
     known_only(request)
     records = [node.record for node in await services.cluster.nodes()]
-    return Response(services.metrics.render(records), headers={"content-type": CONTENT_TYPE_LATEST})
+    text = services.metrics.render(records, services.attainment.all(), services.cluster.stale)
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 routes = [ExactRoute("/metrics", metrics, methods=["GET"])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,6 +12,7 @@ from adapters.artifact import artifact_key
 from adapters.errors import NotFound
 from cluster.errors import ServiceError
 from cluster.messages import Adapter, NodeRecord
+from cluster.record_check import BadRecord, check_record
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.state import NodeView
 from gateway import node_schema, schema
@@ -22,7 +25,7 @@ from gateway.services import Services, services_of
 
 async def nodes(request: Request) -> Response:
     services = await _admin(request)
-    return json_response(schema.NodeList(nodes=[_item(node) for node in await services.cluster.nodes()]))
+    return json_response(schema.NodeList(nodes=[_item(services, node) for node in await services.cluster.nodes()]))
 
 
 async def adapters(request: Request) -> Response:
@@ -64,10 +67,14 @@ async def _set_draining(request: Request, path: str) -> Response:
     node = await _node(services, request)
     await services.node_calls.order(node, path)
     _, record = await services.node_calls.ask(node, "/record", NodeRecord)
+    try:
+        check_record(record, urlsplit(node.url).hostname or "", services.config.node_hosts)
+    except BadRecord as error:
+        raise ServiceError("node_failed", f"node {node.id} says something that can't be: {error}") from error
     await services.cluster.publish(record)
     for view in await services.cluster.nodes():
         if view.record.id == node.id:
-            return json_response(_item(view))
+            return json_response(_item(services, view))
     raise ServiceError("node_failed", f"node {node.id} has fallen silent")
 
 
@@ -113,8 +120,14 @@ async def _named(services: Services, request: Request, ref: node_schema.AdapterR
     return Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks)
 
 
-def _item(node: NodeView) -> schema.NodeItem:
-    return schema.NodeItem(record=msgspec.to_builtins(node.record), reserved=node.reserved, age=round(node.age, 3))
+def _item(services: Services, node: NodeView) -> schema.NodeItem:
+    record = node.record
+    return schema.NodeItem(
+        record=msgspec.to_builtins(record),
+        reserved=node.reserved,
+        age=round(node.age, 3),
+        circuit=services.breakers.circuit(record.id, record.epoch),
+    )
 
 
 def _adapter(state: AdapterState) -> node_schema.NodeAdapter:

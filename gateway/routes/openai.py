@@ -77,6 +77,7 @@ async def completions(request: Request) -> ASGIApp:
         watch=watch,
         receive=request.receive,
         choices=call.n or 1,
+        request_id=request.state.request_id,
     )
     return await _answer(services, invocation, request, call, _head(invocation, call, False, call.logprobs is not None))
 
@@ -104,6 +105,7 @@ async def chat_completions(request: Request) -> ASGIApp:
         watch=watch,
         receive=request.receive,
         choices=call.n or 1,
+        request_id=request.state.request_id,
     )
     return await _answer(services, invocation, request, call, _head(invocation, call, True, bool(call.logprobs)))
 

@@ -8,17 +8,13 @@ from starlette.responses import Response
 from adapters.errors import NotFound
 from adapters.names import NAME_RULE, is_name
 from adapters.tenant_removal import delete_tenant
-from adapters.tenants import Limits, Slo, Tenant
-from cluster.errors import ServiceError
+from adapters.tenants import Limits, Tenant
 from gateway import admin_schema as schema
 from gateway.bodies import decode_json, read_body, require_json
 from gateway.params import known_only
 from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
-
-UNBUILT = ("rps", "tokens_per_minute")
-"""Limits that nothing enforces yet: accepting them would be a promise."""
 
 
 async def tenant(request: Request) -> Response:
@@ -33,7 +29,7 @@ async def tenant(request: Request) -> Response:
         return await _put(services, request, name)
     if request.method == "DELETE":
         return await _delete(services, name)
-    return json_response(_reply(await services.threads.read(services.tenants.get, name)))
+    return json_response(_reply(services, await services.threads.read(services.tenants.get, name)))
 
 
 async def _put(services: Services, request: Request, name: str) -> Response:
@@ -41,20 +37,20 @@ async def _put(services: Services, request: Request, name: str) -> Response:
     config = services.config
     data = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
     asked = decode_json(data, schema.TenantRequest)
-    _refuse_unbuilt(asked)
     try:
-        made, created = await services.threads.write(services.tenants.replace, name, asked.limits or Limits())
+        made, created = await services.threads.write(
+            services.tenants.replace, name, asked.limits or Limits(), asked.slo, asked.weight
+        )
     finally:
-        services.callers.forget(name)
-    return json_response(_reply(made), 201 if created else 200)
+        services.tenant_changed(name)
+    return json_response(_reply(services, made), 201 if created else 200)
 
 
 async def _delete(services: Services, name: str) -> Response:
     try:
         await services.threads.write(delete_tenant, services.tenants, services.registry, name)
     finally:
-        services.callers.forget(name)
-        services.functions.forget_tenant(name)
+        services.tenant_changed(name)
     return Response(status_code=204)
 
 
@@ -76,24 +72,18 @@ async def revoke_key(request: Request) -> Response:
     try:
         await services.threads.write(services.tenants.revoke_key, name, request.path_params["key_id"])
     finally:
-        services.callers.forget(name)
+        services.tenant_changed(name)
     return Response(status_code=204)
 
 
-def _refuse_unbuilt(asked: schema.TenantRequest) -> None:
-    limits = asked.limits or Limits()
-    refused = [f"limits.{field}" for field in UNBUILT if getattr(limits, field) is not None]
-    refused += ["slo"] if asked.slo not in (None, Slo()) else []
-    refused += ["weight"] if asked.weight != 1 else []
-    if refused:
-        raise ServiceError(
-            "validation_failed", f"{refused[0]} is not built yet in this version: leave it out", param=refused[0]
-        )
-
-
-def _reply(tenant: Tenant) -> schema.TenantReply:
+def _reply(services: Services, tenant: Tenant) -> schema.TenantReply:
     keys = [schema.KeyItem(key.key_id, key.created, key.revoked) for key in tenant.keys]
-    return schema.TenantReply(tenant.id, tenant.slo, tenant.limits, tenant.weight, tenant.declared, keys)
+    promised = tenant.slo.ttft_ms or tenant.slo.tpot_ms
+    windows = [
+        schema.Attainment(each.seconds, each.calls, each.share("ttft"), each.share("tpot"), each.share("all"))
+        for each in (services.attainment.of(tenant.id) if promised else ())
+    ]
+    return schema.TenantReply(tenant.id, tenant.slo, tenant.limits, tenant.weight, tenant.declared, keys, windows)
 
 
 routes = [

@@ -8,8 +8,10 @@ import numpy as np
 from cluster.errors import ServiceError
 from cluster.node_table import Demand, NodeTable
 from cluster.state import ClusterState
+from gateway.scheduling.decision import Picture, picture
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.scores import Scores, ScoringPolicy
 
 RETRY_AFTER = 1.0
 """Seconds after which a caller may find a free place or a started node."""
@@ -23,6 +25,16 @@ class Placed(msgspec.Struct, frozen=True):
     node_id: str
     epoch: str
     url: str
+    forecast: float | None = None
+    """Seconds from now to the first token; None where the policy makes no forecast."""
+
+
+class Trace(msgspec.Struct):
+    """How a placement went, for whoever is asked about it later."""
+
+    tries: int = 0
+    picture: Picture | None = None
+    """Of the last choice; None when there was nothing to choose from."""
 
 
 async def place(
@@ -31,29 +43,54 @@ async def place(
     base: str,
     request: PlacementRequest,
     excluded: frozenset[str] = frozenset(),
+    trace: Trace | None = None,
 ) -> Placed:
-    """Reserve a place. Raises ServiceError: `unavailable` when no node could serve, `overloaded` when all are full."""
-    demand = Demand(request.rank, request.prompt_tokens, request.max_tokens, request.tpot)
+    """Reserve a place, and fill `trace`. Raises ServiceError: `unavailable` when no node could serve, `overloaded` when
+    all are full or the policy refuses them all."""
+    demand = Demand(request.rank, request.prompt_tokens, request.max_tokens, request.tpot, request.displaces)
     for attempt in range(ATTEMPTS):
         nodes = await state.table()
         serving = able(nodes, base, request, excluded)
         if not serving.size:
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
-        free = serving[~nodes.full[serving]]
-        row = policy.choose(nodes, free, request) if free.size else None
-        if row is None:
+        free = serving[~(nodes.crammed if request.displaces else nodes.full)[serving]]
+        if not free.size:
             break
+        row = policy.choose(nodes, free, request)
+        scores = policy.last if isinstance(policy, ScoringPolicy) else None
+        if trace is not None:
+            trace.tries, trace.picture = attempt + 1, picture(nodes, free, request, row, scores)
+        if row is None:
+            raise _refusal(scores)
         record = nodes.record(row)
         # The last attempt takes the place whatever has changed meanwhile, if there is one.
         seen = int(nodes.generation[row]) if attempt < ATTEMPTS - 1 else None
         if await state.reserve(record.id, request.id, demand, seen):
-            return Placed(node_id=record.id, epoch=record.epoch, url=record.url)
+            return Placed(record.id, record.epoch, record.url, _forecast(scores, row))
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
 
 
 def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
     """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending."""
-    rows = np.flatnonzero(nodes.live & nodes.ready & (nodes.max_context >= request.prompt_tokens + request.max_tokens))
-    return np.array(
-        [row for row in rows.tolist() if nodes.record(row).base == base and nodes.ids[row] not in excluded], np.int64
+    serving = nodes.live & nodes.ready & (nodes.base == nodes.base_number(base))
+    serving &= nodes.max_context >= request.prompt_tokens + request.max_tokens
+    for node_id in excluded:
+        row = nodes.row(node_id)
+        if row is not None:
+            serving[row] = False
+    return np.flatnonzero(serving)
+
+
+def _forecast(scores: Scores | None, row: int) -> float | None:
+    if scores is None:
+        return None
+    value = float(scores.terms.ttft[np.searchsorted(scores.terms.candidates, row)])
+    return value if np.isfinite(value) else None
+
+
+def _refusal(scores: Scores | None) -> ServiceError:
+    return ServiceError(
+        "overloaded",
+        "no node can keep what is promised for this call; try again later",
+        retry_after=scores.retry_after if scores and scores.retry_after else RETRY_AFTER,
     )

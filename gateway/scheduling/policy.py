@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from cluster.node_table import NodeTable
-from gateway.scheduling.least_loaded import LeastLoaded
+from gateway.scheduling.baselines import FirstFit, MostIdle, Random
+from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.toppings import Toppings
 
 
 class Policy(Protocol):
@@ -18,20 +22,37 @@ class Policy(Protocol):
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         """`candidates` i64[C], C >= 1: rows of `nodes` that are able to serve the request, by ascending row. Returns
-        one of them; None refuses them all. Only reads; must not do anything whose cost grows with the number of
-        adapters."""
+        one of them; None refuses them all. Must not change `nodes`, nor do anything whose cost grows with the number
+        of adapters; may remember what it chose."""
         ...
+
+
+class PolicySettings(msgspec.Struct, frozen=True):
+    clock: Callable[[], float] = time.monotonic
+    """Seconds."""
+    seed: int = 0
+    gateways: int = 1
+    """Processes that place requests, of which this is one."""
 
 
 class UnknownPolicy(ValueError):
     """No policy of that name."""
 
 
-POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType({"least_loaded": LeastLoaded})
+POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = MappingProxyType(
+    {
+        "rank_aware": lambda settings: RankAware(settings.clock, gateways=settings.gateways),
+        "toppings": lambda _: Toppings(),
+        "first_fit": lambda _: FirstFit(),
+        "random": lambda settings: Random(settings.seed),
+        "most_idle": lambda _: MostIdle(),
+    }
+)
+_DEFAULTS = PolicySettings()
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str, settings: PolicySettings = _DEFAULTS) -> Policy:
     """Raises UnknownPolicy with the names that exist."""
     if name not in POLICIES:
         raise UnknownPolicy(f"placement policy {name!r} does not exist; known: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]()
+    return POLICIES[name](settings)

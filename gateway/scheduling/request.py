@@ -19,8 +19,17 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     rank: int = 0
     """the adapter's largest; 0 for the base alone"""
     expected_tokens: float = 0.0
-    """that the answer will have, as learnt of its function; 0: not known"""
+    """that the answer will have, as learnt of its function; 0: not known, then half of `max_tokens` counts"""
+    typical_tokens: float = 0.0
+    """of the answers that others get here; 0: not known, then as this one's"""
     ttft: float | None = None
     """that the caller was promised; None: nothing"""
     tpot: float | None = None
     slo_class: SloClass = "standard"
+    displaces: bool = False
+    """may take another tenant's place in a full queue"""
+
+    @property
+    def answer_tokens(self) -> float:
+        """What is counted with: at least 1."""
+        return max(1.0, self.expected_tokens or self.max_tokens / 2)

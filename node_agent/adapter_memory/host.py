@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from cluster.messages import Adapter
 from node_agent.adapter_memory.loader import Loader
@@ -117,6 +117,14 @@ class HostTier:
         if host.holds <= 0:
             raise RuntimeError(f"a hold on {host.digest} was released twice")
         host.holds -= 1
+
+    def bytes_awaited(self, elsewhere: Container[str]) -> int:
+        """Of adapters that queued requests wait for, but for those that are `elsewhere`. Of one whose header is still
+        being read nothing is known."""
+        hosts = (self._all.get(digest) for digest in self._waiters if digest not in elsewhere)
+        return sum(
+            host.layout.live for host in hosts if host is not None and host.layout is not None and not host.failed
+        )
 
     @property
     def used(self) -> int:

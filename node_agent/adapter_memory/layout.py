@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from adapters.artifact import ArtifactHeader
+from adapters.artifact import FORMAT_VERSION, ArtifactHeader, LayerBlock, Pair
 from adapters.base_model import PROJECTIONS, BaseModel
 from node_agent.types import GROUPS
 
@@ -152,6 +152,15 @@ def lay_out(header: ArtifactHeader, base: BaseModel, itemsize: int, page_units: 
     rank, scale, first = _table_part(layers)
     pages = -(-cursor.at // page_units)
     return AdapterLayout(tuple(layers), tuple(spans), place, rank, scale, first, page_units, pages, live)
+
+
+def lay_out_uniform(
+    base: BaseModel, rank: int, projections: Sequence[int], itemsize: int, page_units: int
+) -> AdapterLayout:
+    """Of an adapter that has the same rank on these projections of every layer."""
+    pairs = tuple(Pair(projection, rank, 1.0, 0, 0) for projection in projections)
+    layers = (LayerBlock(0, 0, "", pairs),) * base.num_layers
+    return lay_out(ArtifactHeader(FORMAT_VERSION, "", base.fingerprint, "float32", layers), base, itemsize, page_units)
 
 
 def _spans(begin: int, end: int, page_units: int) -> tuple[Span, ...]:

@@ -12,7 +12,7 @@ import torch
 from adapters.artifact import ArtifactHeader
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.disk_cache import CachedFile
-from node_agent.adapter_memory.layout import AdapterLayout
+from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.device import Event
 from node_agent.types import LayerState
@@ -144,6 +144,16 @@ class DeviceAdapter:
     @property
     def size(self) -> int:
         return self.layout.size
+
+    @property
+    def bytes_left(self) -> int:
+        """Of layers that are not on the device."""
+        return sum(
+            (span.end - span.begin) * ROW_ALIGN
+            for spans, state in zip(self.layout.spans, self.copy.layers, strict=True)
+            if state != LayerState.DEVICE
+            for span in spans
+        )
 
     @property
     def idle(self) -> bool:

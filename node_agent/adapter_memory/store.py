@@ -24,11 +24,11 @@ from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import Loader
-from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostHold
+from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter, HostHold
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable, rows_for
-from node_agent.adapter_memory.weights import AdapterWeights, ArrivingWeights, LayerWeights
+from node_agent.adapter_memory.weights import AdapterWeights, ArrivingWeights, LayerWeights, view_weights
 from node_agent.config import EngineConfig
 from node_agent.device import Event
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
@@ -255,6 +255,26 @@ class AdapterStore:
         self._evict(digest)
         return True
 
+    # --- for measurements
+
+    def lend(self, digest: str, layout: AdapterLayout) -> Lease | None:
+        """Room on the device for an adapter that nobody deployed; its weights are whatever lies there. None: there is
+        too little that is free. It goes with `release` and `discard`."""
+        room = self._make_room(digest, layout)
+        if room is None:
+            return None
+        host = HostAdapter(digest, "", layout=layout, complete=True)
+        copy = CopyStates.of(len(layout.layers))
+        copy.layers = [LayerState.DEVICE] * len(layout.layers)
+        entry = DeviceAdapter(
+            host, layout, self._free_slots.pop(), *room, time.monotonic(), copy, leases=1, settled=True
+        )
+        positions = layout.positions(entry.pages)
+        entry.weights = view_weights(self.pool, positions, layout, self.base)
+        self.table.set(entry.slot, entry.run, layout, positions)
+        self.device[digest] = entry
+        return Lease(digest, entry.slot, layout.ranks)
+
     # --- what the engine calls once per iteration
 
     def poll(self) -> None:
@@ -284,6 +304,11 @@ class AdapterStore:
     def free_bytes(self) -> int:
         """Bytes that are free, or held by adapters that nobody leases."""
         return self.pool.free_bytes + sum(entry.size for entry in self.device.values() if entry.idle)
+
+    @property
+    def loading_bytes(self) -> int:
+        """On their way to the device, or awaited there by queued requests; layers that have arrived do not count."""
+        return sum(entry.bytes_left for entry in self._loading) + self.hosts.bytes_awaited(self.device)
 
     @property
     def leases(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,11 +68,12 @@ class ColdStarts:
         """CPU workers can take work now."""
         return self.workers is not None and self.workers.usable > 0
 
-    def plan(self, lease: Lease, n_tokens: int) -> Plan:
-        """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants."""
+    def plan(self, lease: Lease, n_tokens: int, ahead: float) -> Plan:
+        """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants. `ahead`:
+        seconds for which the device computes other cold chunks first."""
         if self.profile is None:
             return Plan("wait")
-        costs = self.costs(lease, n_tokens, self.profile)
+        costs = replace(self.costs(lease, n_tokens, self.profile), ahead=ahead)
         possible = tuple(name for name in self.way.plans if name != "assist" or self.assists)
         choice = choose(costs, possible or ("wait",))
         if choice.name != "wait":
@@ -82,6 +83,10 @@ class ColdStarts:
         return Plan(
             choice.name, choice.assisted, choice.exposed, extra, tuple(costs.load.tolist()), choice.seconds, rest
         )
+
+    def warm_seconds(self, tokens: int, layers: int) -> float:
+        """Of so many layers of a chunk of `tokens` whose weights are there; 0 without a profile."""
+        return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
     def observe(self, lease: Lease, outcome: Outcome) -> None:
         """Learn from a chunk of the leased adapter that was computed."""

@@ -108,7 +108,7 @@ class Keeper:
                 now = time.monotonic()
                 for index, place in enumerate(self._places):
                     if place.worker is None and place.due <= now:
-                        self._start(index, place)
+                        self._try_start(index, place, now)
                 self._wait(min(self._next_look(place, now) for place in self._places))
                 for place in self._places:
                     self._tend(place)
@@ -118,9 +118,22 @@ class Keeper:
                     place.worker.process.kill()
                     self._reap(place, place.worker)
 
+    def _try_start(self, index: int, place: _Place, now: float) -> None:
+        """The host may be short of memory, processes or descriptors for a while: the others work on."""
+        try:
+            self._start(index, place)
+        except OSError as error:
+            log.warning("a worker can't be started", extra={"worker": index, "reason": str(error)})
+            self._back_off(place, now)
+
+    @staticmethod
+    def _back_off(place: _Place, now: float) -> None:
+        place.due = now + place.backoff
+        place.backoff = min(2 * place.backoff, LONGEST_BACKOFF)
+
     def _start(self, index: int, place: _Place) -> None:
+        """Raises OSError, and leaves nothing then."""
         self._epochs += 1
-        self.restarts += self._epochs > len(self._places)
         config = self._config(index, self._epochs)
         process = subprocess.Popen(
             [sys.executable, "-m", "node_agent.coldstart.worker_process"],
@@ -129,12 +142,19 @@ class Keeper:
             pass_fds=self._fds,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            with process:
+                process.kill()
+            raise
+        self.restarts += self._epochs > len(self._places)
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it ended at once: its pidfd says so
             stream.write(msgspec.json.encode(config))
         place.output.clear()
-        place.worker = WorkerState(index, self._epochs, process, os.pidfd_open(process.pid), time.monotonic())
+        place.worker = WorkerState(index, self._epochs, process, pidfd, time.monotonic())
 
     def _next_look(self, place: _Place, now: float) -> float:
         """Seconds."""
@@ -189,8 +209,7 @@ class Keeper:
         self.deaths += 1
         if now - worker.began >= STEADY:
             place.backoff = FIRST_BACKOFF
-        place.due = now + place.backoff
-        place.backoff = min(2 * place.backoff, LONGEST_BACKOFF)
+        self._back_off(place, now)
         self._reap(place, worker)
         extra = {"worker": worker.index, "pid": worker.process.pid, "code": worker.process.returncode}
         log.warning("worker ended", extra=extra)

@@ -15,6 +15,7 @@ import torch
 
 from adapters.artifact import ArtifactHeader, LayerBlock, Pair
 from adapters.base_model import BaseModel
+from cluster.least_squares import nonnegative
 from cluster.messages import Sampling
 from node_agent.adapter_memory.layout import AdapterLayout, lay_out
 from node_agent.adapter_memory.store import AdapterStore
@@ -55,11 +56,9 @@ def measure(
 ) -> Profile:
     """On a node that serves nothing meanwhile. `progress` is told of each step."""
     progress("a layer on the device")
-    layer = tuple(
-        (tokens, _layer_seconds(runner, blocks, tokens, effort.rounds))
-        for tokens in effort.tokens
-        if blocks.blocks_for(tokens) <= blocks.free
-    )
+    room = blocks.free * runner.block_tokens
+    lengths = sorted({min(tokens, room) for tokens in effort.tokens})
+    layer = tuple((tokens, _layer_seconds(runner, blocks, tokens, effort.rounds)) for tokens in lengths)
     progress("the link from host memory")
     link = measure_link(store, effort.rounds)
     cpu = handoff = None
@@ -213,12 +212,4 @@ def fit_cpu(samples: list[tuple[int, int, float]]) -> CpuLora:
     """Least squares of relative errors over (tokens, elements, seconds); no cost is negative."""
     seconds = np.array([sample[2] for sample in samples])
     columns = np.array([[1.0, elements, tokens * elements] for tokens, elements, _ in samples])
-    free = [0, 1, 2]
-    while True:
-        found, *_ = np.linalg.lstsq(columns[:, free] / seconds[:, None], np.ones(len(samples)), rcond=None)
-        if (found >= 0).all():
-            break
-        free = [column for column, value in zip(free, found, strict=True) if value >= 0]
-    costs = np.zeros(3)
-    costs[free] = found
-    return CpuLora(*costs.tolist())
+    return CpuLora(*nonnegative(columns / seconds[:, None], np.ones(len(samples))).tolist())

@@ -29,6 +29,8 @@ class ChunkCosts:
     """f64[N]: seconds from now until the layer is in host memory; 0 for what is there"""
     latency: float = 0.0
     """of the link, once"""
+    ahead: float = 0.0
+    """until the device comes to the chunk's first layer: other chunks are before it"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Choice:
     seconds: float
     """forecast of the chunk's end"""
     exposed: float
-    """forecast of the time beyond a warm chunk's"""
+    """forecast of the time beyond a warm chunk's, those ahead of it included"""
 
     def order(self, layers: int) -> list[int]:
         """The order in which the layers are to be loaded."""
@@ -52,7 +54,7 @@ def forecast(costs: ChunkCosts) -> np.ndarray:
     layers = len(costs.load)
     assisted = np.arange(layers + 1)
     link = np.full(layers + 1, costs.latency)
-    done = np.zeros(layers + 1)
+    done = np.full(layers + 1, costs.ahead)
     for i in range(layers):
         loads = assisted <= i
         arrived = np.where(loads, np.maximum(link, costs.in_host[i]) + costs.load[i], link)
@@ -68,7 +70,7 @@ def wait_seconds(costs: ChunkCosts) -> float:
     link = costs.latency if costs.load.any() else 0.0
     for i in range(len(costs.load)):
         link = max(link, float(costs.in_host[i])) + float(costs.load[i])
-    return link + costs.device * len(costs.load)
+    return max(link, costs.ahead) + costs.device * len(costs.load)
 
 
 def choose(costs: ChunkCosts, allowed: tuple[str, ...] = ("wait", "pipeline", "assist")) -> Choice:
@@ -78,14 +80,14 @@ def choose(costs: ChunkCosts, allowed: tuple[str, ...] = ("wait", "pipeline", "a
     ends = forecast(costs)
     best: Choice | None = None
     for name in ("wait", "pipeline", "assist"):
-        if name not in allowed:
-            continue
+        if name not in allowed or (name == "wait" and costs.ahead and "pipeline" in allowed):
+            continue  # the chunks ahead may end sooner than is thought, and `wait` could make nothing of it
         assisted = 1 + int(np.argmin(ends[1:])) if name == "assist" else 0
         seconds = wait_seconds(costs) if name == "wait" else float(ends[assisted])
         if not np.isfinite(seconds):
             continue
         if best is None or seconds < best.seconds - NOT_WORTH * warm:
-            best = Choice(name, assisted, seconds, max(0.0, seconds - warm))
+            best = Choice(name, assisted, seconds, max(0.0, seconds - warm - costs.ahead))
     if best is None:
         raise ValueError(f"none of {allowed} is possible here")
     return best

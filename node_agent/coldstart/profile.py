@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ class ProfileKey(msgspec.Struct, frozen=True):
     """fingerprint"""
     dtype: str
     device: str
-    """the device's name"""
+    """the hardware's name"""
     threads: int
     workers: int
     simulated_bandwidth: float = 0.0
@@ -131,8 +132,10 @@ def check(profile: Profile) -> None:
     if any(not 0 < seconds < 1e3 for _, seconds in profile.layer):
         raise ProfileError("layer: seconds must be positive")
     for name, link in (("link", profile.link), ("handoff", profile.handoff)):
-        if link is not None and (not link.bandwidth > 0 or not 0 <= link.latency < 1e3):
-            raise ProfileError(f"{name}: bandwidth must be positive, latency not negative")
+        if link is not None and not (1 <= link.bandwidth < inf and 0 <= link.latency < 1e3):
+            raise ProfileError(f"{name}: bandwidth must be at least a byte a second, latency not negative")
     cpu = profile.cpu
+    if cpu is None and profile.key.workers:
+        raise ProfileError(f"cpu: {profile.key.workers} workers, of whom none answered when they were measured")
     if cpu is not None and not all(0 <= value < 1e3 for value in (cpu.fixed, cpu.per_element, cpu.per_product)):
         raise ProfileError("cpu: costs must not be negative")

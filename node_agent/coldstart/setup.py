@@ -15,13 +15,14 @@ from kernels.handoff_device import stream_kernels
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
-from node_agent.coldstart.measure import SHORT, Effort, measure
-from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, read_profile, write_profile
+from node_agent.coldstart.measure import SHORT, measure
+from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, check, read_profile, write_profile
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.stream import BrokenHandoff, StreamPool
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
-from node_agent.cores import spare_cores
+from node_agent.cores import move_threads, spare_cores
+from node_agent.device import device_name
 from node_agent.engine.loop import Engine
 from node_agent.types import GROUPS
 
@@ -74,6 +75,8 @@ def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, th
         log.warning("CPU workers are slowed: each repeats its work", extra={"repeats": config.worker_repeats})
     workers.start()
     os.sched_setaffinity(0, workers.other_cores)  # an armed worker gives nothing of its core
+    if threads > 1:  # a team, which has come into being with the model
+        move_threads(workers.all_cores, workers.other_cores)
     ready = workers.wait_ready(START_LIMIT_S)
     if ready < count:
         log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": count})
@@ -114,7 +117,7 @@ def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: 
     return ProfileKey(
         base=base.fingerprint,
         dtype=str(engine.runner.dtype).removeprefix("torch."),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=device_name(device),
         threads=torch.get_num_threads(),
         workers=0 if workers is None else workers.layout.workers,
         simulated_bandwidth=0.0 if link is None else link.bandwidth,
@@ -130,23 +133,28 @@ def use_profile(engine: Engine, config: EngineConfig, base: BaseModel, workers: 
         return
     key = profile_key(engine, config, base, workers)
     file = Path(config.profile) if config.profile else None
-    profile = _from_file(file, key) or measure_node(engine, key, workers, SHORT, file)
+    profile = _from_file(file, key)
+    if profile is None:
+        profile = measure(key, engine.runner, engine.blocks, engine.store, workers, SHORT)
+        _keep(profile, file)
     if workers is not None and profile.cpu is None:
         log.warning("cold starts go without CPU workers: none answered while they were measured")
         workers.close()
+        move_threads(workers.other_cores, workers.all_cores)
         workers = None
     assist = None if workers is None else Assist(engine.store, base, profile, workers)
     engine.plan_cold_starts(ColdStarts(engine.store, base, way, profile, workers), assist)
 
 
-def measure_node(
-    engine: Engine, key: ProfileKey, workers: WorkerPool | None, effort: Effort, file: Path | None
-) -> Profile:
-    """Measure, and write the file if there is to be one."""
-    profile = measure(key, engine.runner, engine.blocks, engine.store, workers, effort)
-    if file is not None:
+def _keep(profile: Profile, file: Path | None) -> None:
+    """For the next start, which measures again what is not kept: it serves no worse for that."""
+    if file is None:
+        return
+    try:
+        check(profile)  # a worker that did not answer just now may do so then
         write_profile(profile, file)
-    return profile
+    except (ProfileError, OSError) as error:
+        log.warning("the profile is not kept", extra={"reason": str(error)})
 
 
 def _from_file(file: Path | None, key: ProfileKey) -> Profile | None:

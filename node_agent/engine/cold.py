@@ -85,12 +85,15 @@ class ColdPasses:
         assert request.lease is not None and request.cold is not None
         phases = request.cold
         begun = time.monotonic()
-        plan = self.cold_start.plan(request.lease, length)
+        ahead = sum(
+            self.cold_start.warm_seconds(cold.row.length, self.num_layers - cold.run.layer) for cold in self.open
+        )
+        plan = self.cold_start.plan(request.lease, length, ahead)
         row = Row(request, length)
         if not phases.planned:
             phases.planned, phases.load_forecast = begun, sum(plan.load)
         if plan.name != "wait" and phases.plan == "wait":
-            phases.plan, phases.forecast = plan.name, plan.exposed
+            phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed
             if row.wants_logits and request.max_tokens > 1:
                 phases.forecast += plan.rest
         run, lora = self._start(row, plan)

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from dataclasses import dataclass
 
-from cluster.messages import ColdStart
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
+from node_agent.cores import move_threads
 from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
+from node_agent.engine.endings import finished
+from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
 from node_agent.engine.request import ColdPhases, Request
+from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.scheduler import Admission, choose_hot
-from node_agent.ipc import Admitted, EngineEvent, Finished, Generated, Stats, Submit, Top
+from node_agent.engine.waiting import WaitingQueue
+from node_agent.ipc import Admitted, EngineEvent, Generated, Stats, Submit, Top
 from node_agent.lora_choice import choose_lora
+from node_agent.performance.drift import Drift
 from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
 LEAST_HOT_SHARE = 4
 """Of an iteration's prompt tokens, one in so many is left for adapters that are there, whatever the cold ones take."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_context: int
-    vocab_size: int
-    max_rows: int
-    max_cold: int
-    chunk_tokens: int
-    queue_limit: int
 
 
 class Engine:
@@ -53,13 +47,16 @@ class Engine:
         self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
         self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
-        self.queue: list[Request] = []
+        self.queue = WaitingQueue(limits.queue_limit)
+        self.callers = Callers()
         self.running: dict[str, Request] = {}
         self.cold = ColdPasses(
             cold_start, self._start_cold, self._book, runner.device, runner.num_layers, limits.max_cold
         )
         self.orders = Orders(store)
         self.assist: Assist | None = None
+        self.drift: Drift | None = None
+        """The performance model that the node publishes; None: it has none."""
         self._freeing: list[tuple[Event, list[int]]] = []
         self._events: list[EngineEvent] = []
 
@@ -71,35 +68,28 @@ class Engine:
     def close(self) -> None:
         """Nothing runs any more."""
         if self.assist is not None:
-            self.assist.workers.close()
-            os.sched_setaffinity(0, self.assist.workers.all_cores)
+            workers = self.assist.workers
+            workers.close()
+            move_threads(workers.other_cores, workers.all_cores)
         self.store.close()
 
     # --- what the process around it calls
 
     def submit(self, message: Submit) -> None:
         """Queue a request, or answer at once why not. Its adapter's load starts now."""
-        request = Request(
-            id=message.id,
-            tenant=message.tenant,
-            tokens=list(message.token_ids),
-            max_tokens=message.max_tokens,
-            sampling=message.sampling,
-            deadline=time.monotonic() + message.timeout,
-            adapter=message.adapter,
-            ignore_eos=message.ignore_eos,
-        )
+        request = request_of(message)
         problem = self._problem(request)
         if problem is not None:
             self._finish(request, "error", *problem)
             return
+        self.callers.note(request)
         if request.adapter is not None:
             request.found = self.store.announce(request.adapter)
-        self.queue.append(request)
+        self.queue.add(request)
 
     def cancel(self, request_id: str) -> None:
         """Ends the request if it has not ended; otherwise does nothing."""
-        request = self.running.get(request_id) or next((r for r in self.queue if r.id == request_id), None)
+        request = self.running.get(request_id) or self.queue.get(request_id)
         if request is not None:
             self._finish(request, "cancelled")
 
@@ -138,7 +128,7 @@ class Engine:
             return False
         most = self.limits.chunk_tokens
         left = max(most - used, most // LEAST_HOT_SHARE)
-        rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, left)
+        rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, left, self.queue.turn)
         if rows:
             self._run_hot(rows, n_decode)
         return bool(rows)
@@ -168,32 +158,32 @@ class Engine:
             adapter_bytes_free=self.store.free_bytes,
             batch_ranks=[max(r.lease.ranks, default=0) if r.lease else 0 for r in self.running.values()],
             batch_contexts=[r.computed for r in self.running.values()],
+            batch_slots=[r.lease.slot if r.lease else -1 for r in self.running.values()],
             residents=self.store.residents(),
+            prompt_tokens_left=sum(max(0, r.prompt_len - r.computed) for r in self.running.values()),
+            loading_bytes=self.store.loading_bytes,
+            performance=self.drift.published if self.drift else None,
+            forecast_ratio=self.drift.forecast_ratio if self.drift else None,
+            tightest_tpot=self._tightest_tpot(),
         )
+
+    def _tightest_tpot(self) -> float | None:
+        """The least that anyone here was promised."""
+        return min((r.tpot for r in [*self.queue, *self.running.values()] if r.tpot is not None), default=None)
 
     # --- inside an iteration
 
     def _problem(self, request: Request) -> tuple[str, str] | None:
-        whole = request.prompt_len + request.max_tokens
-        if request.id in self.running or any(r.id == request.id for r in self.queue):
+        if request.id in self.running or self.queue.get(request.id):
             return "conflict", f"request {request.id} is running already"
-        if not request.tokens or request.max_tokens < 1:
-            return "validation_failed", "a request needs at least one prompt token and max_tokens of at least 1"
-        if whole > self.limits.max_context:
-            return (
-                "validation_failed",
-                f"{request.prompt_len} prompt tokens and {request.max_tokens} more exceed the context of "
-                f"{self.limits.max_context}",
-            )
-        if min(request.tokens) < 0 or max(request.tokens) >= self.limits.vocab_size:
-            return "validation_failed", f"a token id is outside the vocabulary of {self.limits.vocab_size}"
-        if self.blocks.blocks_for(whole) > self.blocks.total:
-            return (
-                "too_large",
-                f"{whole} tokens need {self.blocks.blocks_for(whole)} KV blocks; this node has {self.blocks.total}",
-            )
-        if len(self.queue) >= self.limits.queue_limit:
-            return "overloaded", f"{len(self.queue)} requests are queued on this node"
+        problem = problem_of(request, self.limits, self.blocks)
+        if problem is not None or not self.queue.full:
+            return problem
+        full = "overloaded", f"{self.limits.queue_limit} requests are queued on this node"
+        other = self.queue.gives_way(request)
+        if other is None:
+            return full
+        self._finish(other, "error", *full)
         return None
 
     def _expire(self) -> None:
@@ -209,20 +199,43 @@ class Engine:
     def _admit(self) -> None:
         if not self.queue:
             return
-        admission = Admission(list(self.running.values()), self.limits.max_rows, self.blocks, self.store)
+        running = list(self.running.values())
+        reserves = Reserves(self.callers, self.queue, running, self.limits.max_rows, self.blocks.total)
+        admission = Admission(running, self.limits.max_rows, self.blocks, self.store, reserves, self._preempt)
         admission.look_at(self.queue)
+        for request in admission.admitted:
+            self._retract(request)
+            self._begin(request)
         for entry in admission.refused:
             log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
             self._retract(entry.request)
             self._finish(entry.request, "error", entry.type, entry.message)
-        for request in admission.admitted:
-            self._retract(request)
-            request.admitted = time.monotonic()
-            if request.lease is not None and not self.store.loaded(request.lease):
-                request.cold = ColdPhases(request.admitted)
-                request.found = self.store.source(request.lease) if request.found == "none" else request.found
-            self.running[request.id] = request
+
+    def _begin(self, request: Request) -> None:
+        """The request has its place."""
+        now = time.monotonic()
+        if request.lease is not None and (request.held or not self.store.loaded(request.lease)):
+            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held)
+            if not request.admitted and request.found == "none":
+                request.found = self.store.source(request.lease)
+        self.running[request.id] = request
+        if not request.admitted:
+            request.admitted = now
             self._events.append(Admitted(request.id, request.found))
+
+    def _preempt(self, request: Request) -> None:
+        """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt. No pass
+        that was begun computes any of it."""
+        if request.lease is not None:
+            self.store.release(request.lease, [], served=bool(request.first_token))
+            request.lease = None
+        self.blocks.release(request.blocks)
+        request.blocks, request.computed, request.wants_whole = [], 0, False
+        request.preemptions += 1
+        del self.running[request.id]
+        if request.adapter is not None:
+            self.store.announce(request.adapter)
+        self.queue.add(request)
 
     def _retract(self, request: Request) -> None:
         if request.adapter is not None:
@@ -237,14 +250,14 @@ class Engine:
             return loaded
         now = time.monotonic()
         if not loaded:
-            if request.decoding:  # its prompt is computed, and its next token waits for the rest
+            if request.decoding or request.wants_whole:  # no cold pass can be opened for its next step
                 cold.waits_since = cold.waits_since or now
             return False
         cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
         if cold.planned and not cold.fetch:
             self.cold_start.observe_load(cold.load_forecast, self.store.arrived(request.lease) - cold.planned)
         if not cold.opened:
-            cold.exposed = now - cold.begun
+            cold.exposed += now - cold.begun
         elif cold.waits_since:
             cold.exposed += now - cold.waits_since
         return True
@@ -281,9 +294,19 @@ class Engine:
         return self.runner.start(batch, lora), lora
 
     def _run_hot(self, rows: list[Row], n_decode: int) -> None:
+        begun = time.perf_counter()
+        output = self.forward(rows, n_decode)
+        if self.drift is not None:
+            self.drift.observe(rows, n_decode, time.perf_counter() - begun)
+        self._book(rows, output)
+
+    def forward(self, rows: list[Row], n_decode: int) -> StepOutput:
+        """One hot pass, of which the first `n_decode` rows decode. Returns when its tokens are there."""
         run = self.runner.start(*self._tensors(rows, n_decode))
         run.advance(self.runner.num_layers)
-        self._book(rows, run.finish())
+        output = run.finish()
+        output.done.synchronize()
+        return output
 
     def _tensors(self, rows: list[Row], n_decode: int) -> tuple[StepBatch, PassLora | None]:
         batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
@@ -315,6 +338,7 @@ class Engine:
         if request.penalised:
             request.counts[token] += 1
         self._events.append(Generated(request.id, token, top))
+        self.queue.charge_token(request)
         if token in self.eos_ids and not request.ignore_eos:
             self._finish(request, "stop")
         elif request.generated >= request.max_tokens:
@@ -330,6 +354,7 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, error_type: str = "", error: str = "") -> None:
         """Free all that the request holds, then say how it ended."""
+        self._is_loaded(request)  # what came since the last look belongs to what is said
         after = self.cold.drop(request)
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))
@@ -342,11 +367,13 @@ class Engine:
             request.blocks = []
         if self.running.get(request.id) is request:
             del self.running[request.id]
-        elif request in self.queue:
+        elif self.queue.get(request.id) is request:
             self.queue.remove(request)
             self._retract(request)
+        if not self.busy:
+            self.queue.shares.reset()
         self._free_blocks()
-        self._events.append(_finished(request, reason, error_type, error))
+        self._events.append(finished(request, reason, error_type, error))
 
     def _free_blocks(self) -> None:
         if not self._freeing:
@@ -358,35 +385,3 @@ class Engine:
             else:
                 still.append((event, blocks))
         self._freeing = still
-
-
-def _finished(request: Request, reason: str, error_type: str, error: str) -> Finished:
-    now = time.monotonic()
-    return Finished(
-        id=request.id,
-        reason=reason,
-        queue=(request.admitted or now) - request.arrived,
-        prefill=(request.first_token or now) - request.admitted if request.admitted else 0.0,
-        cold_start=_cold_start(request, now),
-        error_type=error_type,
-        error=error,
-    )
-
-
-def _cold_start(request: Request, now: float) -> ColdStart:
-    cold = request.cold
-    if cold is None:
-        return ColdStart(request.found, "none", 0.0, 0.0)
-    # a request that ended before its adapter came, and never began, was exposed until now
-    exposed = cold.exposed if cold.load or cold.opened else now - cold.begun
-    return ColdStart(
-        request.found,
-        cold.plan,
-        cold.load,
-        exposed,
-        fetch=cold.fetch,
-        layers_cpu=cold.layers_cpu,
-        layers_device=cold.layers_device,
-        replays=cold.replays,
-        forecast=cold.forecast,
-    )

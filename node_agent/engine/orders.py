@@ -26,6 +26,8 @@ class _Underway:
     order: Prefetch
     deadline: float
     lease: Lease | None = None
+    waits: bool = True
+    """counted by the store as one who waits for the adapter"""
     to_host: bool = False
     """there was no room on the device"""
 
@@ -81,14 +83,24 @@ class Orders:
             if host.failed:
                 return self._fail(each, host.failed)
             return host.complete and self._end(each)
-        return may_place and self._place(each)
+        if store.ready(adapter.digest):  # for a request, meanwhile
+            return self._end(each)
+        if may_place:
+            return self._place(each)
+        found = store.hosts.get(adapter.digest)
+        if found is not None and found.complete:
+            self._retract(each)  # its bytes must not keep out those of the requests for which it steps back
+        return False
 
     def _place(self, each: _Underway) -> bool:
         """Take room as a request would; true if there will never be any."""
+        if not each.waits:
+            self._store.announce(each.order.adapter)
+            each.waits = True
         found = self._store.acquire(each.order.adapter)
         if isinstance(found, Lease):
             each.lease = found
-            self._store.retract(found.digest)
+            self._retract(each)
         elif isinstance(found, NoRoom):
             each.to_host = True
         elif isinstance(found, TooLarge):
@@ -97,6 +109,11 @@ class Orders:
         elif isinstance(found, LoadFailed):
             return self._fail(each, found.reason)
         return False
+
+    def _retract(self, each: _Underway) -> None:
+        if each.waits:
+            self._store.retract(each.order.adapter.digest)
+            each.waits = False
 
     def _fail(self, each: _Underway, reason: str) -> bool:
         digest = each.order.adapter.digest
@@ -107,8 +124,7 @@ class Orders:
         digest = each.order.adapter.digest
         if each.lease is not None:
             self._store.release(each.lease, [])
-        else:
-            self._store.retract(digest)
+        self._retract(each)
         tier = tier_of(self._store, digest)
         self._answers.append(Answer(each.order.id, tier=tier, error_type=error_type, error=error))
         return True

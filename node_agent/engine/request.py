@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from cluster.messages import Adapter, Sampling
+from cluster.messages import Adapter, Sampling, SloClass
 from node_agent.types import Lease
 
 
@@ -25,7 +25,7 @@ class ColdPhases:
     planned: float = 0.0
     """when this was; monotonic, 0: never"""
     exposed: float = 0.0
-    """seconds in which its computation waited for adapter bytes"""
+    """seconds in which its computation waited for adapter bytes, before its admission too"""
     load: float = 0.0
     """seconds that the adapter's load took; 0 while it goes on"""
     fetch: float = 0.0
@@ -34,11 +34,15 @@ class ColdPhases:
     layers_device: int = 0
     """layers of cold chunks, by where the adapter's part was computed"""
     waits_since: float = 0.0
-    """when its prompt was computed, but not its whole adapter there; monotonic"""
+    """when its next step could be computed, but for adapter bytes that no cold pass can do without; monotonic"""
     opened: bool = False
     """a chunk began before the whole adapter was there"""
     replays: int = 0
     """chunks that were computed again because a worker failed"""
+
+
+USUAL_TTFT = 10.0
+"""Seconds in which a request without a promise is due: finite, so that those with one can't pass it for ever."""
 
 
 @dataclass(eq=False)
@@ -53,6 +57,11 @@ class Request:
     deadline: float
     adapter: Adapter | None
     ignore_eos: bool
+    function: str = ""
+    weight: float = 1.0
+    slo_class: SloClass = "standard"
+    ttft: float | None = None
+    tpot: float | None = None
     found: str = "none"
     """where the adapter was when the request arrived"""
     arrived: float = field(default_factory=time.monotonic)
@@ -62,6 +71,10 @@ class Request:
     lease: Lease | None = None
     short_since: float = 0.0
     """when it first found too little adapter memory"""
+    held_at: float = 0.0
+    """when it was last kept out of the batch by its adapter's bytes alone; monotonic, 0: by something else"""
+    held: float = 0.0
+    """seconds in which it was"""
     admitted: float = 0.0
     first_token: float = 0.0
     cold: ColdPhases | None = None
@@ -71,9 +84,20 @@ class Request:
     """a worker failed it: its chunk waits for the whole adapter"""
     counts: Counter[int] = field(default_factory=Counter)
     """generated tokens, kept only where a penalty needs them"""
+    preemptions: int = 0
+    """how often it gave its place to a strict request; what it has computed since the last one is in `computed`"""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+
+    @property
+    def due(self) -> float:
+        """When its first token is; monotonic seconds."""
+        return self.arrived + (USUAL_TTFT if self.ttft is None else self.ttft)
+
+    @property
+    def rank(self) -> int:
+        return max(self.adapter.ranks, default=0) if self.adapter else 0
 
     @property
     def generated(self) -> int:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cluster.messages import Adapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.batch import Row
 from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.preemption import choose_victims
 from node_agent.engine.request import Request
+from node_agent.engine.reserves import Reserves, Room
+from node_agent.engine.waiting import WaitingQueue
 from node_agent.types import Lease, LoadFailed, NoRoom, Pending, TooLarge
 
 
@@ -29,78 +33,170 @@ STARVED_AFTER = 1.0
 
 
 class Admission:
-    """One look at the queue: first come, first served, within free rows, KV blocks and adapter memory.
+    """One look at the queue: in the order of fair shares, within free rows, KV blocks and adapter memory, and what is
+    kept for others (`reserves`).
 
-    A request reserves the blocks of its whole length, so an admitted one always ends. Two exceptions to the order keep
-    one request's wait from becoming everyone's:
+    A request reserves the blocks of its whole length, so an admitted one always ends. Exceptions to the order:
+    - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
     - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
-      them) half of the KV blocks: the others are passed over and go on loading.
+      them) half of the KV blocks: the others are passed over and go on loading. Strict ones may hold what is kept for
+      them besides.
     - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
       a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
       steady use could.
+    - Behind one that waits for rows or KV blocks only strict ones pass: with what is kept for them and what best-effort
+      requests give up to them (`preempt`, which frees what each holds), so that they keep no other out for ever. And
+      behind one of a tenant with much to do, those of light tenants (`Reserves.light`): with what is kept for these.
     """
 
-    def __init__(self, running: list[Request], max_rows: int, blocks: BlockPool, store: AdapterStore) -> None:
-        self.blocks, self.store = blocks, store
+    def __init__(
+        self,
+        running: list[Request],
+        max_rows: int,
+        blocks: BlockPool,
+        store: AdapterStore,
+        reserves: Reserves,
+        preempt: Callable[[Request], None],
+    ) -> None:
+        self.blocks, self.store, self.reserves, self._preempt = blocks, store, reserves, preempt
+        self._running = list(running)
         self.free_rows = max_rows - len(running)
         loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
         self._loading_rows_left = max(1, max_rows // 4) - len(loading)
         self._loading_blocks = sum(len(r.blocks) for r in loading)
+        self._strict_loading = sum(r.slo_class == "strict" for r in loading)
         self._room_is_short = False
         self._starved = False
+        self._passed = False
+        """one waits for rows or blocks: others may pass it with what is kept for them only"""
+        self._by_light = False
+        """requests of light tenants, too, and not only strict ones"""
         self.admitted: list[Request] = []
         self.refused: list[Refused] = []
 
-    def look_at(self, queue: list[Request]) -> None:
-        """Removes from `queue` what it admits or refuses."""
-        left: list[Request] = []
-        for i, request in enumerate(queue):
-            need = self.blocks.blocks_for(request.prompt_len + request.max_tokens)
-            if len(self.admitted) == self.free_rows or need > self.blocks.free:
-                left += queue[i:]
-                break
-            if not self._lease(request, need):
-                left.append(request)
-        queue[:] = left
+    def look_at(self, queue: WaitingQueue) -> None:
+        """Takes out of `queue` what it admits or refuses."""
+        _note_held(queue)
+        if queue.strict and not self._walk(queue, best_effort=False):
+            return
+        if self.free_rows > 0:
+            self._walk(queue, best_effort=True)
 
-    def _lease(self, request: Request, need: int) -> bool:
-        """False: it stays in the queue."""
+    def _walk(self, queue: WaitingQueue, best_effort: bool) -> bool:
+        """One walk through the queue, or through all of it but for best effort. False: a strict request waits for rows
+        or blocks; then no other may pass it."""
+        for request in queue.in_order():
+            if request.slo_class == "strict":
+                if not self._try_strict(request, queue):
+                    return False
+            elif request.slo_class == "best_effort" and not best_effort:
+                continue
+            elif not self._passed:
+                need = self._need(request)
+                if self._fits(need, self.reserves.kept_from(request)):
+                    self._enter(request, need, queue)
+                else:
+                    self._passed = True
+                    self._by_light = not self.reserves.light(request.tenant) and self._light_wait(queue)
+            elif self._by_light and self.reserves.light(request.tenant):
+                self._try_light(request, queue)
+            if self._passed and not queue.strict and not self._by_light:
+                break
+        return True
+
+    def _try_strict(self, request: Request, queue: WaitingQueue) -> bool:
+        """False: it waits for rows or blocks."""
+        need, room = self._need(request), Room(self.free_rows, self.blocks.free)
+        if self._passed:
+            kept = self.reserves.for_strict()
+            room = Room(min(room.rows, kept.rows), min(room.blocks, kept.blocks))
+        victims = choose_victims(self._running, Room(1 - room.rows, need - room.blocks))
+        if victims is None:
+            return False
+        self._enter(request, need, queue, victims)
+        return True
+
+    def _light_wait(self, queue: WaitingQueue) -> bool:
+        """Whether there may be room for a tenant for which some is kept."""
+        return self.free_rows > 0 and any(map(self.reserves.light, queue.tenants))
+
+    def _try_light(self, request: Request, queue: WaitingQueue) -> None:
+        """Admit it if what is kept for the likes of it does."""
+        need = self._need(request)
+        if need <= self.reserves.most_blocks and self._fits(need, self.reserves.kept_from(request)):
+            self._enter(request, need, queue)
+
+    def _need(self, request: Request) -> int:
+        return self.blocks.blocks_for(request.prompt_len + request.max_tokens)
+
+    def _fits(self, need: int, kept: Room) -> bool:
+        return self.free_rows > kept.rows and self.blocks.free >= need + kept.blocks
+
+    def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> None:
+        """Admit or refuse it, or leave it in the queue when its adapter can't come in yet."""
         if request.adapter is not None:
-            digest = request.adapter.digest
-            ready = self.store.ready(digest)
-            if self._starved or (self._room_is_short and not self.store.on_device(digest)):
-                return False
-            if not ready and not self._may_load(need):
-                return False
-            found = self.store.acquire(request.adapter)
-            if isinstance(found, (Pending, NoRoom)):
-                self._wait(request, isinstance(found, NoRoom))
-                return False
+            found = self._lease(request, request.adapter, need)
+            if found is None:
+                return
             if not isinstance(found, Lease):
                 self.refused.append(_refuse(request, found))
-                return True
+                queue.remove(request)
+                return
             request.lease = found
-            if not ready:
-                self._loading_rows_left -= 1
-                self._loading_blocks += need
+        for victim in victims:
+            self._running.remove(victim)
+            self.reserves.left(victim, len(victim.blocks))
+            self.free_rows += 1
+            self._preempt(victim)
         taken = self.blocks.allocate(need)
         assert taken is not None
         request.blocks = taken
+        self.free_rows -= 1
+        self.reserves.entered(request, need)
+        queue.take(request)
         self.admitted.append(request)
-        return True
 
-    def _may_load(self, need: int) -> bool:
+    def _lease(self, request: Request, adapter: Adapter, need: int) -> Lease | TooLarge | LoadFailed | None:
+        """None: not now."""
+        ready = self.store.ready(adapter.digest)
+        if self._starved or (self._room_is_short and not self.store.on_device(adapter.digest)):
+            return None
+        if not ready and not self._may_load(request, need):
+            return None
+        found = self.store.acquire(adapter)
+        if isinstance(found, (Pending, NoRoom)):
+            self._wait(request, isinstance(found, NoRoom))
+            return None
+        if isinstance(found, Lease) and not ready:
+            self._loading_rows_left -= 1
+            self._loading_blocks += need
+            self._strict_loading += request.slo_class == "strict"
+        return found
+
+    def _may_load(self, request: Request, need: int) -> bool:
+        if request.slo_class == "strict" and self._strict_loading < self.reserves.for_strict().rows:
+            return True
         if self._loading_rows_left <= 0:
             return False
         return not self._loading_blocks or self._loading_blocks + need <= self.blocks.total // 2
 
     def _wait(self, request: Request, for_room: bool) -> None:
-        if not for_room:
-            return
         now = time.monotonic()
+        if not for_room:
+            request.held_at = now
+            return
         request.short_since = request.short_since or now
         self._room_is_short = True
         self._starved = self._starved or now - request.short_since >= STARVED_AFTER
+
+
+def _note_held(queue: Iterable[Request]) -> None:
+    """Book what passed since the last look at those whose adapter's bytes were all that they waited for then."""
+    now = time.monotonic()
+    for request in queue:
+        if request.held_at:
+            request.held += now - request.held_at
+            request.held_at = 0.0
 
 
 def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:
@@ -113,16 +209,22 @@ def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:
     return Refused(request, "unavailable", f"{name} could not be loaded on this node", found.reason)
 
 
-def choose_hot(running: list[Request], loaded: Callable[[Request], bool], chunk_tokens: int) -> tuple[list[Row], int]:
+def choose_hot(
+    running: list[Request],
+    loaded: Callable[[Request], bool],
+    chunk_tokens: int,
+    turn: Callable[[Request], float],
+) -> tuple[list[Row], int]:
     """Rows of the next hot pass (decode rows first, each part in order of adapter slots), and how many decode.
 
     Every decoding request advances (one whose prompt was computed before its whole adapter was there waits for the
-    rest); prompt chunks share what is left of `chunk_tokens`, oldest first.
+    rest); prompt chunks share what is left of `chunk_tokens`: those of strict requests first, then those of the least
+    `turn` (their tenants' counters), then the oldest.
     """
     decode = [Row(r, 1) for r in running if r.decoding and loaded(r)]
     budget = max(chunk_tokens - len(decode), 1)
     prefill: list[Row] = []
-    for request in running:
+    for request in sorted(running, key=lambda request: (request.slo_class != "strict", turn(request))):
         if not budget:
             break
         if request.decoding or request.in_cold_pass or not loaded(request):

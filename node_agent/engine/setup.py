@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +19,18 @@ from node_agent.coldstart.setup import cores_to_leave, start_workers, use_profil
 from node_agent.config import EngineConfig
 from node_agent.cores import usable_cores
 from node_agent.device import DTYPES, free_memory, pick_device
-from node_agent.engine.loop import Engine, Limits
+from node_agent.engine.limits import Limits
+from node_agent.engine.loop import Engine
+from node_agent.engine.reserves import Callers
 from node_agent.ipc import Finished, Submit
 from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token, load_model
 
 MAX_CPU_KV = 1 << 30
 SMALL_MODEL = 8 << 20
 """Bytes of weights."""
+PREPARED_PRODUCTS = 16384
+"""Shapes for which torch's CPU library keeps what it has generated. By itself it keeps 1,024: fewer than prompts of
+some lengths have with adapters of some ranks, whose rows are cut at page borders, and each costs a millisecond anew."""
 
 
 class WarmUpFailed(RuntimeError):
@@ -38,6 +44,7 @@ def build_engine(
     config: EngineConfig, on_change: Callable[[], None], load: LoadModel = load_model
 ) -> tuple[Engine, BaseModel]:
     """Load the base model, allocate the pools and warm up. Raises ValueError or OSError on bad settings."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PREPARED_PRODUCTS))  # read at the first product
     device = pick_device(config.device)
     if device.type == "cuda" and (config.load_link or config.store_link):
         raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
@@ -84,6 +91,7 @@ def warm_up(engine: Engine) -> None:
     last = engine.take_events()[-1]
     if not isinstance(last, Finished) or last.reason != "length":
         raise WarmUpFailed(f"the dummy request ended with {last}")
+    engine.callers = Callers()  # no place is kept for the dummy's tenant
 
 
 def _kv_blocks(config: EngineConfig, model: PreTrainedModel) -> int:

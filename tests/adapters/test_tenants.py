@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.keys import Principal, new_key, parse_key
 from adapters.names import NAME
+from adapters.slo import Slo
 from adapters.store import ObjectStore
-from adapters.tenants import Limits, Slo, Tenant, Tenants
+from adapters.tenants import Limits, Tenant, Tenants
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from adapters.artifact import LayerBlock
 from benchmarks.cold_busy import confined, descendants
 from benchmarks.cold_rig import Run, Served
-from benchmarks.cold_settings import figures_of, variants_of
+from benchmarks.cold_settings import _after_own_load, figures_of, variants_of
 from benchmarks.cold_single import interrupted, regret_figures
 from benchmarks.cold_stream import earliest, ideal
 from benchmarks.coldstart import Study, parse, run_parts
@@ -76,7 +76,8 @@ def test_interruptions_are_counted_between_first_token_and_end() -> None:
 def test_figures() -> None:
     def measured(factor: float) -> dict[str, Any]:
         return {
-            "ttft": factor, "tpt": factor, "e2e": factor, "tpot": factor, "exposed_s": [0.0, 0.1 * factor],
+            "ttft": factor, "tpt": factor, "e2e": factor, "tpot": 2 * factor, "others_tpot": factor,
+            "exposed_s": [0.0, 0.1 * factor],
             "exposed_share": [0.0, 0.5], "cpu_busy": 0.1, "device_busy": 0.6,
         }  # fmt: skip
 
@@ -159,3 +160,9 @@ def test_a_busy_host_has_other_processes_on_its_last_core() -> None:
         finally:
             os.kill(grandchild, signal.SIGKILL)
     assert os.sched_getaffinity(0) == before
+
+
+def test_others_are_told_from_a_requests_own_load() -> None:
+    """Four tokens, the second of which waits for the adapter: only what comes after it is others' doing."""
+    assert _after_own_load([1.0, 9.0, 9.5, 10.5]) == pytest.approx(0.75)
+    assert _after_own_load([1.0, 9.0]) is None

@@ -31,11 +31,43 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
         ),
         ("gateway", ["--model"], {"rps", "added_p50_ms", "added_p99_ms", "idle_streams_held"}),
         (
+            "scheduling",
+            ["--model"],
+            {
+                *(
+                    f"{figure}_{policy}_sim60_papers"
+                    for figure in ("attain", "mean_tpt", "decision_p99_us")
+                    for policy in (
+                        "rank_aware",
+                        "toppings",
+                        "first_fit",
+                        "random",
+                        "most_idle",
+                        "dlora",
+                    )
+                ),
+                "attain_rank_aware_testbed8_papers_0.6",
+                "mean_tpt_random_testbed8_papers_0.6",
+                "oracle_gap_papers",
+            },
+        ),
+        (
+            "fidelity",
+            ["--dtype", "float32", "--model"],
+            {"ttft_error", "tpt_error", "attain_gap", "speedup_over_real_time"},
+        ),
+        (
             "scale",
             ["--model"],
             {"deploy_ms_at_40", "deploy_ms_at_400", "resolve_us_at_4000", "list_page_ms", "s3_gc_s"},
         ),
         ("exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
+        (
+            "perfmodel",
+            ["--dtype", "float32", "--threads", "1", "--adapter-memory", "16", "--model"],
+            {"r2_decode", "r2_prefill", "r2_paper_form", "heldout_median_error", "eval_us"},
+        ),
+        ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
         ("serve", ["--base"], SERVE),
         (
             "coldstart",

@@ -6,11 +6,12 @@ import math
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.messages import NodeRecord, Resident
-from cluster.node_table import DEVICE, HOST, TIERS, Demand, NodeTable
+from cluster.node_table import ASSUMED, DEVICE, HOST, MOST, RANK_TERMS, TIERS, Demand, NodeTable
 
 RECORD = NodeRecord(
     id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,
@@ -19,9 +20,14 @@ RECORD = NodeRecord(
 
 RANKS = st.lists(st.integers(0, 512), max_size=6)
 RECORDS = st.builds(
-    lambda node, epoch, ranks, waiting, tpot, adapters, acknowledged: msgspec.structs.replace(
+    lambda node, epoch, base, ranks, waiting, tpot, adapters, used, acknowledged: msgspec.structs.replace(
         RECORD,
         id=node,
+        base=base,
+        running=len(ranks),
+        performance=msgspec.structs.replace(
+            ASSUMED, decode=msgspec.structs.replace(ASSUMED.decode, rank_term=RANK_TERMS[len(ranks) % 3])
+        ),
         epoch=epoch,
         batch_ranks=ranks,
         batch_slots=[rank % 3 for rank in ranks],
@@ -29,15 +35,17 @@ RECORDS = st.builds(
         queued=len(waiting),
         queued_ranks=waiting,
         tightest_tpot=tpot,
-        residents=[Resident(digest, tier, 1, 0) for digest, tier in adapters.items()],
+        residents=[Resident(digest, tier, 1, digest in used) for digest, tier in adapters.items()],
         acknowledged=acknowledged,
     ),
     st.sampled_from("abc"),
     st.sampled_from("12"),
+    st.sampled_from("bc"),
     RANKS,
     RANKS,
     st.none() | st.floats(0.001, 1),
     st.dictionaries(st.sampled_from("xyz"), st.sampled_from(["device", "host", "disk"])),
+    st.sets(st.sampled_from("xyz")),
     st.lists(st.sampled_from("pqr"), max_size=2),
 )
 DEMANDS = st.builds(
@@ -99,12 +107,28 @@ def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str,
         assert table.adapter_ranks[row] == sum(distinct.values()) + sum(ranks[len(record.batch_ranks) :])
         assert table.reserved[row] == len(held)
         assert table.full[row] == (record.queued + len(held) >= record.queue_limit)
+        assert table.kv_promised[row] == sum(demand.prompt_tokens + demand.max_tokens for demand in held)
+        assert table.base[row] == table.base_number(record.base) > 0
+        kinds = [(len(ranks) * max([0, *ranks])), sum(ranks), table.adapter_ranks[row]]
+        assert table.decode_ranks[row] == kinds[table.rank_term[row]]
+        assert table.requests[row] == len(record.batch_ranks) + record.queued + len(held)
+        assert table.decode_there[row] == pytest.approx(
+            ASSUMED.decode.seconds(
+                int(table.requests[row]),
+                int(table.contexts[row] + table.prompt_tokens[row]),
+                int(table.decode_ranks[row]),
+            )
+        )
         assert table.prompt_tokens[row] == sum(demand.prompt_tokens for demand in held)
         promised = [value for value in (record.tightest_tpot, *(d.tpot for d in held)) if value is not None]
         assert table.tightest_tpot[row] == min(promised, default=math.inf)
         for digest in "xyz":
             tier = next((r.tier for r in record.residents if r.digest == digest), None)
             assert table.tiers(digest).get(row) == TIERS.get(tier or "")
+            assert (row in table.users(digest)) == any(r.digest == digest and r.in_use for r in record.residents)
+    rows = {table.row(name) for name in records}
+    assert all(set(table.tiers(digest)) | table.users(digest) <= rows for digest in "xyz")
+    assert all((table.base_number(base) > 0) == any(r.base == base for r in records.values()) for base in "bc")
 
 
 def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> None:
@@ -113,3 +137,40 @@ def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> N
     assert not table.modelled[row]
     assert 0 < table.decode_base[row] < np.inf
     assert DEVICE < HOST
+
+
+def test_no_count_is_negative_or_too_large_to_reckon_with() -> None:
+    table = NodeTable(1)
+    odd = {"running": -5, "queued": 1 << 70, "batch_contexts": [1 << 70], "batch_ranks": [-3], "loading_bytes": -1}
+    row = table.put(msgspec.structs.replace(RECORD, tightest_tpot=math.nan, **odd))
+    assert (table.running[row], table.queued[row], table.contexts[row]) == (0, MOST, MOST)
+    assert (table.max_rank[row], table.request_ranks[row], table.loading_bytes[row]) == (0, 0, 0)
+    assert table.tightest_tpot[row] == math.inf
+    table.put(msgspec.structs.replace(RECORD, tightest_tpot=-1.0))
+    table.reserve(row, "p", Demand(tpot=0.05))
+    assert table.tightest_tpot[row] == 0.05
+
+
+def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    table = NodeTable(1)
+    odd = msgspec.structs.replace(ASSUMED, decode=msgspec.structs.replace(ASSUMED.decode, per_row=math.nan))
+    for _ in range(3):
+        row = table.put(msgspec.structs.replace(RECORD, performance=odd))
+    assert table.model_problem(row) == "decode.per_row is nan, not between 0 and 1e+06"
+    assert (table.modelled[row], table.decode_per_row[row]) == (False, ASSUMED.decode.per_row)
+    assert caplog.text.count("the performance model of node a is not used: decode.per_row") == 1
+    table.put(msgspec.structs.replace(RECORD, performance=msgspec.structs.replace(ASSUMED, exposed_share=0.5)))
+    assert (table.model_problem(row), table.modelled[row], table.exposed_share[row]) == (None, True, 0.5)
+    table.remove("a")
+    assert table.model_problem(row) is None
+
+
+def test_a_model_of_another_base_is_not_used() -> None:
+    table = NodeTable(1)
+    own = msgspec.structs.replace(ASSUMED, key=msgspec.structs.replace(ASSUMED.key, base="b"))
+    row = table.put(msgspec.structs.replace(RECORD, performance=own, base=""))
+    assert table.model_problem(row) is None, "its base is not known yet"
+    table.put(msgspec.structs.replace(RECORD, performance=own, base="c"))
+    assert table.model_problem(row) == "key.base is b, and the node serves c"
+    table.put(msgspec.structs.replace(RECORD, performance=own))
+    assert (table.model_problem(row), bool(table.modelled[row])) == (None, True)

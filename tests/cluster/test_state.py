@@ -1,63 +1,26 @@
-"""Cluster state in memory: ordering, expiry, reservations, bounds; checked by a model in a drawn run."""
+"""Cluster state, in memory and in Redis: ordering, expiry, reservations, bounds; checked by a model in a drawn run."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from contextlib import AsyncExitStack
+from functools import partial
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from worlds import World, record, until
 
-from cluster.messages import NodeRecord, Resident, VersionMismatch
+from benchmarks.redis_server import RedisServer
+from cluster.messages import Resident, VersionMismatch
 from cluster.node_table import Demand
-from cluster.state import FORGET_SECONDS, PAST_EPOCHS, RESERVATION_SECONDS, MemoryClusterState, TooManyNodes
-
-RECORD = NodeRecord(
-    id="a",
-    epoch="1",
-    seq=1,
-    url="http://127.0.0.1:1",
-    state="ready",
-    base="b",
-    base_id="base",
-    max_context=100,
-    running=0,
-    queued=0,
-    queue_limit=2,
-    kv_blocks_free=10,
-    kv_blocks=10,
-    block_tokens=16,
-)
+from cluster.state import PAST_EPOCHS, RESERVATION_SECONDS, ClusterState, TooManyNodes
 
 
-def record(**changed: Any) -> NodeRecord:
-    return msgspec.structs.replace(RECORD, **changed)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def state(clock: Clock) -> MemoryClusterState:
-    return MemoryClusterState(clock, expiry=2.0, max_nodes=3)
-
-
-def test_newer_records_win(state: MemoryClusterState) -> None:
-    async def main() -> None:
+def test_newer_records_win(world: World) -> None:
+    async def main(state: ClusterState) -> None:
         assert await state.publish(record(seq=5, running=5))
         assert not await state.publish(record(seq=4, running=4))
         assert not await state.publish(record(seq=5, running=9))
@@ -66,14 +29,14 @@ def test_newer_records_win(state: MemoryClusterState) -> None:
         assert not await state.publish(record(epoch="1", seq=99))  # late, from the process before
         assert [node.record.running for node in await state.nodes()] == [1]
 
-    asyncio.run(main())
+    world.run(main)
 
 
-def test_residents_are_indexed_once_per_record(state: MemoryClusterState) -> None:
+def test_residents_are_indexed_once_per_record(world: World) -> None:
     def resident(digest: str, tier: str) -> Resident:
         return Resident(digest=digest, tier=tier, bytes=1, in_use=0)
 
-    async def main() -> None:
+    async def main(state: ClusterState) -> None:
         assert await state.publish(record(seq=1, residents=[resident("x", "host"), resident("y", "device")]))
         first, again = (await state.nodes())[0], (await state.nodes())[0]
         assert first.tiers == {"x": "host", "y": "device"}
@@ -83,37 +46,37 @@ def test_residents_are_indexed_once_per_record(state: MemoryClusterState) -> Non
         assert await state.publish(record(seq=2, residents=[resident("y", "host")]))
         assert (await state.nodes())[0].tiers == {"y": "host"}
 
-    asyncio.run(main())
+    world.run(main)
 
 
-def test_remembered_epochs_are_bounded(state: MemoryClusterState) -> None:
-    async def main() -> None:
+def test_remembered_epochs_are_bounded(world: World) -> None:
+    async def main(state: ClusterState) -> None:
         for epoch in range(PAST_EPOCHS + 3):
             assert await state.publish(record(epoch=f"e{epoch}"))
         assert not await state.publish(record(epoch=f"e{PAST_EPOCHS + 1}"))
         assert await state.publish(record(epoch="e0"))
 
-    asyncio.run(main())
+    world.run(main)
 
 
-def test_an_old_record_does_not_keep_a_node_alive(state: MemoryClusterState, clock: Clock) -> None:
-    async def main() -> None:
+def test_an_old_record_does_not_keep_a_node_alive(world: World) -> None:
+    async def main(state: ClusterState) -> None:
         await state.publish(record(seq=5))
-        clock.now += 1.5
+        await world.wait(1.5)
         await state.publish(record(seq=4))
-        clock.now += 0.5
+        await world.wait(0.5)
         assert await state.nodes() == []
         assert not await state.reserve("a", "r", Demand(), None)
-        assert await state.silence("a", "1") == 2.0
+        assert await state.silence("a", "1") >= 2.0
         assert await state.silence("a", "2") == await state.silence("z", "1") == math.inf
         await state.publish(record(seq=6))
-        assert [node.age for node in await state.nodes()] == [0.0]
+        assert [node.age < 2.0 for node in await state.nodes()] == [True]
 
-    asyncio.run(main())
+    world.run(main, expiry=2.0)
 
 
-def test_reservations_count_and_end(state: MemoryClusterState, clock: Clock) -> None:
-    async def main() -> None:
+def test_reservations_count_and_end(world: World) -> None:
+    async def main(state: ClusterState) -> None:
         await state.publish(record())
         assert await state.reserve("a", "r1", Demand(), None)
         assert await state.reserve("a", "r2", Demand(), None)
@@ -122,84 +85,151 @@ def test_reservations_count_and_end(state: MemoryClusterState, clock: Clock) -> 
         assert await state.reserve("a", "r3", Demand(), None)
         await state.publish(record(seq=2, acknowledged=["r2", "unknown"]))
         assert [node.reserved for node in await state.nodes()] == [1]
-        clock.now += RESERVATION_SECONDS
-        await state.publish(record(seq=3))
-        assert [node.reserved for node in await state.nodes()] == [0]
         await state.release("z", "r3")
+        await state.release("a", "r3")
+        await state.release("a", "r3")
+        assert [node.reserved for node in await state.nodes()] == [0]
 
-    asyncio.run(main())
+    world.run(main)
 
 
-def test_a_new_process_has_no_reservations(state: MemoryClusterState) -> None:
-    async def main() -> None:
+def test_reservations_end_by_themselves(world: World) -> None:
+    async def main(state: ClusterState) -> None:
+        await state.publish(record(queue_limit=1))
+        assert await state.reserve("a", "r1", Demand(rank=8), None)
+        await world.wait(0.5)
+        assert [node.reserved for node in await state.nodes()] == [0]
+        table = await state.table()
+        assert table.max_rank.max() == 0
+        assert await state.reserve("a", "r2", Demand(), None)
+
+    world.run(main, reservation_seconds=0.5)
+
+
+def test_a_place_is_taken_only_by_who_has_seen_the_ones_before(world: World) -> None:
+    async def main(state: ClusterState) -> None:
+        await state.publish(record(queue_limit=9))
+        table = await state.table()
+        row = table.row("a")
+        assert row is not None
+        seen = int(table.generation[row])
+        assert await state.reserve("a", "r1", Demand(rank=8, prompt_tokens=5, max_tokens=7, tpot=0.5), seen)
+        assert not await state.reserve("a", "r2", Demand(), seen)
+        table = await state.table()
+        assert (table.max_rank[row], table.prompt_tokens[row], table.tightest_tpot[row]) == (8, 5, 0.5)
+        assert table.reservations(row) == {"r1": Demand(rank=8, prompt_tokens=5, max_tokens=7, tpot=0.5)}
+        await state.publish(record(seq=2, queue_limit=9))
+        assert await state.reserve("a", "r2", Demand(), int(table.generation[row]))
+
+    world.run(main)
+
+
+def test_a_new_process_has_no_reservations(world: World) -> None:
+    async def main(state: ClusterState) -> None:
         await state.publish(record())
         await state.reserve("a", "r1", Demand(), None)
         await state.publish(record(epoch="2"))
         assert [node.reserved for node in await state.nodes()] == [0]
+        assert await state.reserve("a", "r2", Demand(), None)
+        assert await state.reserve("a", "r3", Demand(), None)
 
-    asyncio.run(main())
+    world.run(main)
 
 
-def test_nodes_are_bounded_and_forgotten(state: MemoryClusterState, clock: Clock) -> None:
-    async def main() -> None:
+def test_nodes_are_bounded_and_forgotten(world: World) -> None:
+    async def main(state: ClusterState) -> None:
         for node_id in "abc":
             await state.publish(record(id=node_id))
         with pytest.raises(TooManyNodes):
             await state.publish(record(id="d"))
-        clock.now += FORGET_SECONDS
+        await world.wait(2.0)
         assert await state.publish(record(id="d"))
         assert [node.record.id for node in await state.nodes()] == ["d"]
 
-    asyncio.run(main())
+    world.run(main, max_nodes=3, forget_seconds=2.0)
 
 
-def test_other_protocol_versions_are_refused(state: MemoryClusterState) -> None:
-    with pytest.raises(VersionMismatch):
-        asyncio.run(state.publish(record(v=99)))
+def test_other_protocol_versions_are_refused(world: World) -> None:
+    async def main(state: ClusterState) -> None:
+        with pytest.raises(VersionMismatch):
+            await state.publish(record(v=99))
+
+    world.run(main)
 
 
 class Reservations(RuleBasedStateMachine):
-    """One live node against a plain list of (request, end)."""
+    """One live node, reserved by two states that share it, against a plain list of (request, end)."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__()
-        self.clock = Clock()
-        self.state = MemoryClusterState(self.clock, expiry=math.inf)
+        self.world = world
+        self.runner = asyncio.Runner()
         self.open: dict[str, float] = {}
         self.seq = 0
         self.queued = 0
-        self.publish([], 0)
+        self.runner.run(self._begin())
+        self.publish([], 0, 0)
 
-    @rule(acknowledged=st.lists(st.sampled_from("abcdef"), max_size=3), queued=st.integers(0, 4))
-    def publish(self, acknowledged: list[str], queued: int) -> None:
+    async def _begin(self) -> None:
+        self.stack = AsyncExitStack()
+        # Redis's clock can't be turned: there, nothing ends by itself.
+        options = {"expiry": math.inf, "reservation_seconds": 600.0 if self.world.server else RESERVATION_SECONDS}
+        states = [await self.stack.enter_async_context(self.world.open(**options)) for _ in range(2)]
+        # Memory is one process's own.
+        self.states = states if self.world.server else states[:1] * 2
+
+    def teardown(self) -> None:
+        self.runner.run(self.stack.aclose())
+        self.runner.close()
+
+    @rule(acknowledged=st.lists(st.sampled_from("abcdef"), max_size=3), queued=st.integers(0, 4), by=st.integers(0, 1))
+    def publish(self, acknowledged: list[str], queued: int, by: int) -> None:
         self.seq += 1
         self.queued = queued
         sent = record(seq=self.seq, queued=queued, queue_limit=4, acknowledged=acknowledged)
-        assert asyncio.run(self.state.publish(sent))
+        assert self.runner.run(self.states[by].publish(sent))
         self.open = {name: end for name, end in self.open.items() if name not in acknowledged}
 
-    @rule(request=st.sampled_from("abcdef"))
-    def reserve(self, request: str) -> None:
-        live = {name: end for name, end in self.open.items() if end > self.clock.now}
+    @rule(request=st.sampled_from("abcdef"), by=st.integers(0, 1))
+    def reserve(self, request: str, by: int) -> None:
+        live = {name: end for name, end in self.open.items() if end > self.world.clock.now}
         free = self.queued + len(live) < 4
-        assert asyncio.run(self.state.reserve("a", request, Demand(), None)) is free
+        assert self.runner.run(self.states[by].reserve("a", request, Demand(), None)) is free
         if free:
-            self.open[request] = self.clock.now + RESERVATION_SECONDS
+            self.open[request] = self.world.clock.now + RESERVATION_SECONDS
 
-    @rule(request=st.sampled_from("abcdef"))
-    def release(self, request: str) -> None:
-        asyncio.run(self.state.release("a", request))
+    @rule(request=st.sampled_from("abcdef"), by=st.integers(0, 1))
+    def release(self, request: str, by: int) -> None:
+        self.runner.run(self._see_all())  # who releases has reserved, and so knows of it
+        self.runner.run(self.states[by].release("a", request))
         self.open.pop(request, None)
 
     @rule(seconds=st.floats(0, 4))
     def wait(self, seconds: float) -> None:
-        self.clock.now += seconds
+        if self.world.server is None:
+            self.world.clock.now += seconds
 
     @invariant()
     def counts_agree(self) -> None:
-        live = sum(end > self.clock.now for end in self.open.values())
-        assert [node.reserved for node in asyncio.run(self.state.nodes())] == [live]
+        self.runner.run(self._see_all())
+
+    async def _see_all(self) -> None:
+        live = sum(end > self.world.clock.now for end in self.open.values())
+        for state in self.states:
+            await until(partial(self._sees, state, live))
+
+    async def _sees(self, state: ClusterState, live: int) -> bool:
+        return [node.reserved for node in await state.nodes()] == [live]
 
 
-Reservations.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
-TestReservations = Reservations.TestCase
+def test_drawn_reservations_in_memory() -> None:
+    run_state_machine_as_test(
+        lambda: Reservations(World(None)), settings=settings(max_examples=40, stateful_step_count=20, deadline=None)
+    )
+
+
+def test_drawn_reservations_in_redis(shared_redis: RedisServer) -> None:
+    run_state_machine_as_test(
+        lambda: Reservations(World(shared_redis)),
+        settings=settings(max_examples=10, stateful_step_count=15, deadline=None),
+    )

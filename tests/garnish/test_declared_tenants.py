@@ -9,6 +9,7 @@ import pytest
 
 from adapters.errors import Conflict, NotFound
 from adapters.local_store import LocalStore
+from adapters.slo import Slo
 from adapters.tenants import Limits, Tenants
 from garnish.config import ServiceFile, load_service_file
 from garnish.up.prepare import make_keys
@@ -25,15 +26,24 @@ def service(folder: Path, text: str) -> ServiceFile:
 def test_the_file_decides(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    make_keys(service(tmp_path, "tenants: {a: {limits: {adapters: 5}}, b: {limits: {bytes: 1KiB}}}\n"), state, URL)
+    make_keys(
+        service(
+            tmp_path,
+            "tenants: {a: {limits: {adapters: 5}, weight: 2, slo: {class: strict}}, b: {limits: {bytes: 1KiB}}}\n",
+        ),
+        state,
+        URL,
+    )
     tenants = Tenants(LocalStore(tmp_path / "registry"))
     assert (tenants.get("a").limits, tenants.get("b").limits) == (Limits(adapters=5), Limits(bytes=1024))
+    assert (tenants.get("a").slo, tenants.get("a").weight) == (Slo(slo_class="strict"), 2.0)
     for name in ("a", "b"):
         with pytest.raises(Conflict):
             tenants.replace(name, Limits())
     credentials, made = make_keys(service(tmp_path, "tenants: {a: {}}\n"), state, URL)
     assert (made, list(credentials.keys)) == ({}, ["a"])
     assert tenants.get("a").limits == Limits()
+    assert (tenants.get("a").slo, tenants.get("a").weight) == (Slo(), 1.0)
     assert not tenants.get("b").declared
     assert tenants.get("b").limits == Limits(bytes=1024), "what is no longer declared stays as it was"
     tenants.delete("b")

@@ -27,7 +27,9 @@ VALUES = WORDS | SIZES | NUMBERS | st.sampled_from([None, True, [], {}, ["x"], {
 SHAPE: dict[str, Any] = {
     "registry": None,
     "auth": None,
-    "gateway": ("host", "port", "workers", "secret_file", "redis", "webhook_hosts", "allowed_sources"),
+    "gateway": (
+        "host", "port", "workers", "secret_file", "redis", "webhook_hosts", "allowed_sources", "node_hosts", "policy",
+    ),
     "node": (
         "device", "runner", "dtype", "adapter_memory", "kv_memory", "host_memory", "cpu_workers", "cold_start",
         "predictor", "tensor_parallel", "disk_cache", "simulate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from garnish.screen import Screen
+from garnish.screen import Screen, progress_bar
 from garnish.text import printable
 
 
@@ -17,7 +17,7 @@ def test_a_pipe_gets_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     screen.line("[bold]:smile: \x1b[0m 🦜")
     screen.table(["A", "B"], [["1", "[x]"]])
     screen.progress("loading")
-    screen.progress("loading")
+    screen.progress("loading", 0.5)
     screen.end_progress()
     assert capsys.readouterr() == ("[bold]:smile: \x1b[0m 🦜\n1\t[x]\n", "loading\n")
 
@@ -28,3 +28,10 @@ def test_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
     screen.table(["A"], [["1"]])
     screen.result({"a": [1]})
     assert capsys.readouterr().out == '{"a":[1]}\n'
+
+
+@pytest.mark.parametrize(
+    ("share", "bar"), [(0.0, "░" * 30 + " 0%"), (0.5, "█" * 15 + "░" * 15 + " 50%"), (1.0, "█" * 30 + " 100%")]
+)
+def test_a_bar_shows_how_much_is_done(share: float, bar: str) -> None:
+    assert progress_bar(share) == bar

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from adapters.slo import Slo
 from adapters.tenants import Limits
 from garnish.config import ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.errors import ServiceFileError
@@ -132,16 +133,10 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("gateway.redis", "gateway: {redis: 'redis://127.0.0.1:6379/0'}"),
-        ("gateway.workers", "gateway: {workers: 2}"),
         ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
         ("node.runner", "node: {runner: lightllm}"),
         ("node.predictor", "node: {predictor: lstm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
-        ("tenants.acme.weight", "tenants: {acme: {weight: 2}}"),
-        ("tenants.acme.slo", "tenants: {acme: {slo: {ttft_ms: 500}}}"),
-        ("tenants.acme.limits.rps", "tenants: {acme: {limits: {adapters: 5, rps: 50}}}"),
-        ("tenants.acme.limits.tokens_per_minute", "tenants: {acme: {limits: {tokens_per_minute: 50}}}"),
         ("functions.f.provisioned", "functions: {f: {adapter: a, provisioned: 1}}"),
         ("functions.f.idle_ttl", "functions: {f: {adapter: a, idle_ttl: 15m}}"),
     ],
@@ -154,9 +149,60 @@ def test_what_is_not_built_is_refused(tmp_path: Path, field: str, text: str) -> 
 
 
 def test_limits_that_are_enforced(tmp_path: Path) -> None:
-    service = load(tmp_path, HEAD + "tenants: {a: {limits: {adapters: 5, bytes: 2GiB, concurrent: 8}}, b: }")
-    assert service.tenants["a"].limits == Limits(adapters=5, bytes=2 << 30, concurrent=8)
+    written = "{adapters: 5, bytes: 2GiB, concurrent: 8, rps: 0.5, tokens_per_minute: 5000}"
+    service = load(tmp_path, HEAD + f"tenants: {{a: {{limits: {written}}}, b: }}")
+    limits = Limits(adapters=5, bytes=2 << 30, concurrent=8, rps=0.5, tokens_per_minute=5000)
+    assert service.tenants["a"].limits == limits
     assert service.tenants["b"].limits is None
+
+
+def test_workers_share_a_redis(tmp_path: Path) -> None:
+    shared = "redis://:word@127.0.0.1:6379/0"
+    service = load(tmp_path, HEAD + f"gateway: {{workers: 2, redis: '{shared}', node_hosts: [nodes.example]}}")
+    assert (service.gateway.workers, service.gateway.redis, service.gateway.node_hosts) == (
+        2,
+        shared,
+        ["nodes.example"],
+    )
+    for text, field in [
+        ("{workers: 2}", "gateway.workers"),
+        ("{workers: 2, redis: 'http://:word@h'}", "gateway.redis"),
+        ("{redis: 'redis://:word@h:port'}", "gateway.redis"),
+        ("{workers: 33, redis: 'redis://h'}", "gateway.workers"),
+    ]:
+        with pytest.raises(ServiceFileError) as refused:
+            load(tmp_path, HEAD + f"gateway: {text}")
+        assert (refused.value.field, refused.value.line) == (field, 3)
+        assert "word" not in str(refused.value)
+
+
+def test_weights_and_slos(tmp_path: Path) -> None:
+    slo = "{ttft_ms: 500, tpot_ms: 60, attain: 0.95, class: strict}"
+    service = load(
+        tmp_path, HEAD + f"tenants: {{a: {{weight: 2, slo: {slo}}}, b: {{slo: {{class: best_effort}}}}, c: }}"
+    )
+    assert (service.tenants["a"].weight, service.tenants["a"].slo) == (2.0, Slo(500, 60, 0.95, "strict"))
+    assert service.tenants["b"].slo == Slo(slo_class="best_effort")
+    assert (service.tenants["c"].weight, service.tenants["c"].slo) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weight", "{weight: 0}"),
+        ("weight", "{weight: .inf}"),
+        ("weight", "{weight: .nan}"),
+        ("slo.ttft_ms", "{slo: {ttft_ms: 0}}"),
+        ("slo.ttft_ms", "{slo: {ttft_ms: .inf}}"),
+        ("slo.attain", "{slo: {attain: 1.5}}"),
+        ("slo.class", "{slo: {class: gold}}"),
+        ("slo.clas", "{slo: {clas: strict}}"),
+    ],
+)
+def test_weights_and_slos_that_mean_nothing(tmp_path: Path, field: str, value: str) -> None:
+    with pytest.raises(ServiceFileError) as refused:
+        load(tmp_path, HEAD + f"tenants: {{acme: {value}}}")
+    assert (refused.value.field, refused.value.line) == (f"tenants.acme.{field}", 3)
 
 
 def test_environment_gives_any_kind_of_value(tmp_path: Path) -> None:

@@ -7,14 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from running_gateway import Running
-
-from adapters.local_store import LocalStore
-from adapters.tenants import Limits, Tenants
+from served_app import served
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 
 class Folder:
@@ -91,25 +94,42 @@ def test_an_adapter_that_is_not_there(folder: Folder) -> None:
     assert "nowhere: expected a PEFT adapter's" in done.stderr
 
 
-def test_tenants_become_what_the_file_says(gateway: Running, tmp_path: Path) -> None:
-    folder, admin = Folder(tmp_path, gateway.url, gateway.keys["admin"]), gateway.client("admin")
-    store = Tenants(LocalStore(Path(gateway.config.registry)))
-    store.put("other", declared=True, limits=Limits(adapters=2))
-    admin.put("/tenants/acme", json={"limits": {"concurrent": 9}})
-    tenants = "{acme: {limits: {adapters: 5}}, globex: {limits: {bytes: 1MiB}}, other: {}}"
-    (tmp_path / "serverless.yml").write_text(f"service: s\nbase_model: b\ntenants: {tenants}\n")
-    plan = [
-        "tenant acme: set limits to adapters 5 (from concurrent 9)",
-        "tenant globex: create",
-        "tenant other: limits are adapters 2 by the service's own file; restart it with this one",
-    ]
-    assert folder.run("--dry-run").stdout.splitlines() == plan
-    assert admin.get("/tenants/globex").status_code == 404
-    actions = [step["action"] for step in folder.deploy()["plan"]["tenants"]]
-    assert actions == ["change", "create", "restart"]
-    found = [admin.get(f"/tenants/{name}").json()["limits"] for name in ("acme", "globex", "other")]
-    assert found == [{"adapters": 5}, {"bytes": 1 << 20}, {"adapters": 2}]
-    assert [step["action"] for step in folder.deploy()["plan"]["tenants"]] == ["none", "none", "restart"]
-    # Without tenants in the file those of the service are left as they are.
-    (tmp_path / "serverless.yml").write_text("service: s\nbase_model: b\n")
-    assert folder.run("--dry-run").stdout == "tenant default: create\n"
+@pytest.fixture
+def tenants() -> Iterator[tuple[str, dict[str, Any]]]:
+    """What API.md says of tenants that exist and that do not, over a dict."""
+    known: dict[str, Any] = {"acme": {}, "initech": {}}
+
+    async def tenant(request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        if request.method == "PUT":
+            known[name] = await request.json()
+            return JSONResponse({"id": name}, 201)
+        return JSONResponse({"limits": {}, "slo": {}, "weight": 1.0, "declared": name == "initech", **known[name]})
+
+    async def functions(request: Request) -> JSONResponse:
+        if request.headers["x-garnish-tenant"] in known:
+            return JSONResponse({"functions": [], "next": None})
+        content = {"type": "not_found", "message": "there is no such tenant", "param": None, "request_id": "r"}
+        return JSONResponse({"error": content}, 404)
+
+    routes = [Route("/tenants/{name}", tenant, methods=["GET", "PUT"]), Route("/functions", functions)]
+    with served(Starlette(routes=routes)) as url:
+        yield url, known
+
+
+def test_an_administrator_makes_and_changes_tenants(tenants: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    url, known = tenants
+    folder = Folder(tmp_path, url, f"gak_{'0' * 12}_{'0' * 64}")
+    file = tmp_path / "serverless.yml"
+    file.write_text("service: s\nbase_model: b\ntenants: {acme: {}, globex: {weight: 2}, initech: {weight: 3}}\n")
+    later = "tenant initech: is taken from the gateway's own serverless.yml at its next start\n"
+    assert folder.run("--dry-run").stdout == "tenant acme: nothing to do\ntenant globex: create\n" + later
+    folder.deploy()
+    assert known == {"acme": {}, "globex": {"weight": 2}, "initech": {}}
+    assert [step["action"] for step in folder.deploy()["plan"]["tenants"]] == ["none", "none", "later"]
+    file.write_text("service: s\nbase_model: b\ntenants: {globex: {slo: {ttft_ms: 500, class: strict}}}\n")
+    assert folder.run("--dry-run").stdout == "tenant globex: change slo\n"
+    folder.deploy()
+    slo = {"ttft_ms": 500, "tpot_ms": None, "attain": 0.99, "class": "strict"}
+    assert known["globex"] == {"limits": {}, "slo": slo, "weight": 2}
+    assert [step["action"] for step in folder.deploy()["plan"]["tenants"]] == ["none"]

@@ -1,4 +1,4 @@
-"""Small parts by themselves: placement, labels, counters, threads, field names, log lines."""
+"""Small parts by themselves: labels, counters, threads, field names, log lines."""
 
 from __future__ import annotations
 
@@ -7,111 +7,20 @@ import json
 import logging
 import threading
 import time
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
-from cluster.messages import NodeRecord, Resident
-from cluster.node_table import Demand, NodeTable
-from cluster.state import MemoryClusterState
 from gateway.bodies import convert, field_of
 from gateway.last_hour import Counts, LastHour
 from gateway.logs import JsonFormatter
 from gateway.metrics import LabelCap
 from gateway.running import Running
-from gateway.scheduling.least_loaded import LeastLoaded
-from gateway.scheduling.placement import place
-from gateway.scheduling.policy import UnknownPolicy, make_policy
-from gateway.scheduling.request import PlacementRequest
 from gateway.threads import READ_THREADS, LeavableThreads, StoreThreads
-
-RECORD = NodeRecord(
-    id="n",
-    epoch="1",
-    seq=1,
-    url="http://127.0.0.1:1",
-    state="ready",
-    base="b",
-    base_id="base",
-    max_context=100,
-    running=0,
-    queued=0,
-    queue_limit=4,
-    kv_blocks_free=10,
-    kv_blocks=10,
-    block_tokens=16,
-)
-REQUEST = PlacementRequest(id="r", prompt_tokens=5, max_tokens=5, digest="d", adapter_bytes=1)
-
-
-def least_loaded_of(*records: NodeRecord, reserved: dict[str, int] | None = None) -> str | None:
-    table = NodeTable(8)
-    rows = [table.put(record) for record in records]
-    for node_id, places in (reserved or {}).items():
-        row = table.row(node_id)
-        assert row is not None
-        for place_number in range(places):
-            table.reserve(row, str(place_number), Demand())
-    chosen = LeastLoaded().choose(table, np.array(rows), REQUEST)
-    return None if chosen is None else table.ids[chosen]
-
-
-def node(node_id: str, **changed: Any) -> NodeRecord:
-    return msgspec.structs.replace(RECORD, id=node_id, **changed)
-
-
-def test_least_loaded_prefers_fewer_requests_then_the_adapter_then_memory() -> None:
-    resident = [Resident(digest="d", tier="host", bytes=1, in_use=0)]
-    assert least_loaded_of(node("a", running=2), node("b", queued=1), node("c"), reserved={"c": 2}) == "b"
-    assert least_loaded_of(node("a"), node("b", residents=resident)) == "b"
-    assert least_loaded_of(node("a"), node("b", running=1, residents=resident)) == "a"
-    assert least_loaded_of(node("a"), node("b", kv_blocks_free=11)) == "b"
-
-
-def test_unknown_policies_are_named_with_the_known_ones() -> None:
-    with pytest.raises(UnknownPolicy, match=r"'best'.*least_loaded"):
-        make_policy("best")
-
-
-def test_places_spread_and_end() -> None:
-    """Each node takes its queue's length, no node more, and then the answer is `overloaded`."""
-
-    async def main() -> list[str]:
-        state = MemoryClusterState(lambda: 0.0)
-        for node_id in ("a", "b"):
-            await state.publish(msgspec.structs.replace(RECORD, id=node_id))
-        policy = LeastLoaded()
-        placed = [
-            (await place(state, policy, "b", msgspec.structs.replace(REQUEST, id=str(index)))).node_id
-            for index in range(8)
-        ]
-        with pytest.raises(ServiceError) as caught:
-            await place(state, policy, "b", msgspec.structs.replace(REQUEST, id="9"))
-        assert caught.value.type == "overloaded"
-        return placed
-
-    assert sorted(asyncio.run(main())) == ["a"] * 4 + ["b"] * 4
-
-
-def test_placement_excludes_and_needs_room_in_the_context() -> None:
-    async def main() -> None:
-        state = MemoryClusterState(lambda: 0.0)
-        await state.publish(RECORD)
-        for request, excluded in [
-            (REQUEST, frozenset({"n"})),
-            (msgspec.structs.replace(REQUEST, max_tokens=96), frozenset[str]()),
-        ]:
-            with pytest.raises(ServiceError) as caught:
-                await place(state, LeastLoaded(), "b", request, excluded)
-            assert caught.value.type == "unavailable"
-
-    asyncio.run(main())
 
 
 def test_labels_are_capped() -> None:
@@ -157,21 +66,6 @@ def test_calls_received_before_a_revocation_are_ended_when_they_come_to_run() ->
             pass
         with running.track("u", "f", before), running.track("t", "f", time.monotonic() + 1):
             assert running.count() == 2
-        assert running.count() == 0
-
-    asyncio.run(main())
-
-
-def test_a_function_runs_no_more_at_once_than_it_may() -> None:
-    async def main() -> None:
-        running = Running()
-        for _ in range(2):
-            with running.track("t", "f", 0.0, limit=2), running.track("t", "f", 0.0, limit=2):
-                with pytest.raises(ServiceError) as caught, running.track("t", "f", 0.0, limit=2):
-                    pass
-                assert (caught.value.type, caught.value.retry_after) == ("rate_limited", 1.0)
-                with running.track("t", "g", 0.0, limit=1), running.track("u", "f", 0.0, limit=1):
-                    assert running.count() == 4
         assert running.count() == 0
 
     asyncio.run(main())

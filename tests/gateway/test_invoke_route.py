@@ -40,7 +40,8 @@ def test_reply_and_headers(client: httpx.Client, gateway: Running) -> None:
     assert reply.headers["x-garnish-node"] == "node-0"
     assert reply.headers["x-garnish-cold-start"] == "host"
     steps = [part.split(";")[0] for part in reply.headers["server-timing"].split(", ")]
-    assert {"auth", "resolve", "schedule", "queue", "load", "prefill", "decode"} <= set(steps)
+    assert {"auth", "resolve", "schedule", "queue", "fetch", "load", "exposed", "prefill", "decode"} <= set(steps)
+    assert 'cold;desc="wait: 0 layers on CPU workers and 0 on the device; 0 replays"' in reply.headers["server-timing"]
     asked = gateway.nodes[0].received[0]
     assert asked.adapter is not None
     assert asked.adapter.digest == body.digest

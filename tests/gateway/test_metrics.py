@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.messages import NodeRecord, Resident
@@ -66,6 +67,9 @@ def test_nodes_as_they_are_now() -> None:
     assert found["garnish_resident_adapters", frozenset({("node", "n1"), ("tier", "device")})] == 2
     assert found["garnish_resident_bytes", frozenset({("node", "n1"), ("tier", "host")})] == 5
     assert found["garnish_node_kv_blocks_free", frozenset({("node", "n3")})] == 5
+    assert not any(name == "garnish_node_forecast_ratio" for name, _ in found), "nothing is known of it yet"
+    known = samples(metrics.render([replace(node("n1", "ready"), forecast_ratio=1.25)]))
+    assert known["garnish_node_forecast_ratio", frozenset({("node", "n1")})] == 1.25
     again = samples(metrics.render([]))
     assert not any(name.startswith("garnish_node") for name, _ in again), "a node that is gone is gone"
 

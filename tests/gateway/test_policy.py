@@ -38,7 +38,7 @@ def test_stated_fields_change_and_null_takes_one_back(gateway: Running, client: 
 
 def test_what_is_not_enforced_is_refused(client: httpx.Client) -> None:
     for field, value, param in [
-        ("slo_class", "strict", "slo_class"),
+        ("slo_class", "gold", "slo_class"),
         ("provisioned", 1, "provisioned"),
         ("idle_ttl", 60, "idle_ttl"),
         ("odd", 1, "odd"),
@@ -81,5 +81,5 @@ def test_a_function_runs_no_more_at_once_than_its_policy_says(gateway: Running, 
         assert [future.result() for future in running] == [200, 200]
     assert client.post("/invoke/f", json=CALL).status_code == 200
     more = client.post("/v1/completions", json=CALL | {"model": "f", "n": 3})  # a call that is three generations
-    assert more.status_code == 429
-    assert len(node.received) <= 6
+    assert more.status_code == 400, "never, with this policy"
+    assert len(node.received) == 3

@@ -34,6 +34,7 @@ def test_a_tenants_life(gateway: Running, pirate: dict) -> None:
         "weight": 1.0,
         "declared": False,
         "keys": [],
+        "attainment": [],
     }
     key = admin.post("/tenants/new/keys")
     assert (key.status_code, key.headers["cache-control"]) == (201, "no-store")
@@ -83,10 +84,13 @@ def test_only_for_administrators(gateway: Running, method: str, path: str) -> No
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"limits": {"rps": 5}}, "limits.rps"),
-        ({"limits": {"tokens_per_minute": 5}}, "limits.tokens_per_minute"),
-        ({"slo": {"ttft_ms": 500}}, "slo"),
-        ({"weight": 2}, "weight"),
+        ({"limits": {"rps": 0}}, "limits.rps"),
+        ({"limits": {"tokens_per_minute": -5}}, "limits.tokens_per_minute"),
+        ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
+        ({"slo": {"class": "gold"}}, "slo.class"),
+        ({"slo": {"slo_class": "strict"}}, "slo.slo_class"),
+        ({"weight": 0}, "weight"),
+        ({"weight": 1e9}, "weight"),
         ({"limits": {"adapters": 0}}, "limits.adapters"),
         ({"limits": {"adapters": 1.5}}, "limits.adapters"),
         ({"limits": {"bytes": -1}}, "limits.bytes"),
@@ -154,6 +158,39 @@ def test_concurrent_generations(start: Callable[..., Running]) -> None:
     assert running.client("admin", **{"x-garnish-tenant": "acme"}).post(
         "/v1/completions", json=chat | {"n": 2}
     ).status_code == 200  # fmt: skip
+
+
+def test_rates(start: Callable[..., Running]) -> None:
+    running = start(cache_seconds=0.0)
+    running.node()
+    admin, acme, base = running.client("admin"), running.client("acme"), running.base.id
+    limits = {"rps": 0.02, "tokens_per_minute": 1.0}
+    assert admin.put("/tenants/acme", json={"limits": limits}).json()["limits"] == limits
+    call = {"prompt": "x", "max_tokens": 2}
+    assert acme.post(f"/invoke/{base}", json=call).status_code == 200, "a full bucket does for any call"
+    for path, body in ((f"/invoke/{base}", call | {"stream": True}), ("/v1/completions", call | {"model": base})):
+        refused = acme.post(path, json=body)
+        assert refused.status_code == 429
+        assert "per second" in refused.json()["error"]["message"]
+        assert 40 <= int(refused.headers["retry-after"]) <= 50
+    admin.put("/tenants/acme", json={"limits": {"tokens_per_minute": 1.0}})
+    refused = acme.post(f"/invoke/{base}", json=call)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limited")
+    assert "tokens per minute" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) > 60, "it went below empty"
+    assert running.client("other").post(f"/invoke/{base}", json=call).status_code == 200
+    found = admin.get("/metrics").text
+    assert 'garnish_limited_total{limit="requests",tenant="acme"} 2.0' in found
+    assert 'garnish_limited_total{limit="tokens",tenant="acme"} 1.0' in found
+
+
+def test_tokens_that_were_not_used_are_given_back(start: Callable[..., Running]) -> None:
+    running = start(cache_seconds=0.0)
+    running.node()  # ends after 8 tokens, whatever may be used
+    admin, acme, base = running.client("admin"), running.client("acme"), running.base.id
+    admin.put("/tenants/acme", json={"limits": {"tokens_per_minute": 250}})
+    for _ in range(3):
+        assert acme.post(f"/invoke/{base}", json={"prompt": "x", "max_tokens": 200}).status_code == 200
 
 
 class Clock:

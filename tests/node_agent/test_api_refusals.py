@@ -31,6 +31,7 @@ UNFIT: list[dict[str, Any]] = [
     {"timeout": float("nan")},
     {"timeout": float("inf")},
     {"timeout": 1e300},
+    *({"weight": 0.0}, {"weight": float("inf")}, {"ttft": 0.0}, {"tpot": float("nan")}),
     {"sampling": Sampling(seed=-1)},
     {"sampling": Sampling(seed=1 << 63)},
     {"sampling": Sampling(choice=-1)},
@@ -192,6 +193,31 @@ def test_a_full_queue_refuses_until_one_is_admitted(tmp_path: Path, stories_dir:
                 await assert_works(node, engine)
                 await engine.say(finished("b"))
                 await second.rest()
+
+    run_scenario(scenario())
+
+
+def test_a_full_queue_still_takes_who_has_less_waiting(tmp_path: Path, stories_dir: Path) -> None:
+    """The engine says who gives way; the caller of that one may try another node."""
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir, queue_limit=2) as node:
+            engine = await node.engine()
+            async with node.generate(request_of("a")) as first, node.generate(request_of("b")) as second:
+                await engine.hear_submit()
+                await engine.hear_submit()
+                owner = {"tenant": "other", "function": "f", "weight": 2.0}
+                promised = {"slo_class": "strict", "ttft": 0.5, "tpot": 0.1}
+                async with node.generate(request_of("c", **owner, **promised)) as third:
+                    heard = await engine.hear_submit()
+                    assert {name: getattr(heard, name) for name in (*owner, *promised)} == owner | promised
+                    assert (await refusal(node, request_of("d"))).type == "overloaded"
+                    await engine.say(finished("b", "error", error_type="overloaded", error="full"))
+                    failed = (await second.rest())[-1]
+                    assert isinstance(failed, Failed)
+                    assert (failed.type, failed.retryable, failed.retry_after) == ("overloaded", True, 1.0)
+                    await engine.say(finished("a"), finished("c"))
+                    assert [isinstance((await each.rest())[-1], Done) for each in (first, third)] == [True, True]
 
     run_scenario(scenario())
 

@@ -189,7 +189,7 @@ def test_others_decode_between_the_layers_of_a_cold_pass(
     while not engine.engine.store.discard(adapter.digest):  # from here on it lies in host memory: layers go in order
         engine.step()
     turnstile, passes = Turnstile(engine), engine.engine.cold.open
-    engine.engine.cold_start.plan = lambda lease, n_tokens: Plan("pipeline")  # type: ignore[method-assign]
+    engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan("pipeline")  # type: ignore[method-assign]
     cold = engine.submit(prompt, 8, adapter)
     engine.run(until=lambda: bool(passes))
     for layer in range(1, engine.base.num_layers):

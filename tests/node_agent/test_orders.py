@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from adapters.artifact import read_header
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from cluster.messages import Adapter
 from cluster.residency import AdapterState
 from node_agent.adapter_memory.integrity import check_memory
+from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.residency import adapter_states
 from node_agent.config import DiskCacheConfig
 from node_agent.engine import orders
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch
-from tests.node_agent.adapter_world import Turnstile
+from tests.node_agent.adapter_world import Turnstile, loaded_lease
 
 STORY = [1, 403, 407, 261]
 PutTurnstile = Callable[[LocalEngine], Turnstile]
@@ -131,6 +134,48 @@ def test_a_prefetch_does_not_go_before_requests(make_engine: MakeEngine, by_size
     assert run_with(engine, wanted) == "host"
     engine.run(until=lambda: "p" in engine.answers)
     assert engine.answers.pop("p").error_type == ""
+
+
+def test_a_prefetch_that_steps_back_holds_no_host_memory(make_engine: MakeEngine, by_size: list[Path]) -> None:
+    """Its adapter lies there whole when a request comes whose own has no room beside it: each would wait for the
+    other."""
+    engine = make_engine()
+    fetched, wanted = (engine.deploy(path) for path in by_size[-2:])
+    store = engine.engine.store
+    engine.engine.orders.take(Prefetch("p", fetched))
+    host = store.hosts.load(fetched)
+    while not host.complete:
+        store.poll()
+        time.sleep(0.001)
+    store.hosts.memory = engine_bytes(engine, wanted)
+    request = engine.submit(STORY, 2, wanted, ignore_eos=True)
+    engine.run(limit=20)
+    finished = engine.outcomes[request].finished
+    assert finished is not None and finished.reason == "length"
+    while "p" not in engine.answers:
+        engine.step()
+    assert engine.answers["p"].tier in ("device", "host")
+    assert not store.hosts.waiting(fetched.digest)
+    assert check_memory(store) == []
+
+
+def test_a_prefetched_adapter_that_a_request_brought_meanwhile(make_engine: MakeEngine, by_size: list[Path]) -> None:
+    """Others' requests wait all the time: there is nothing to place any more."""
+    engine = make_engine()
+    adapter, store, orders_ = engine.deploy(by_size[0]), engine.engine.store, engine.engine.orders
+    orders_.take(Prefetch("p", adapter))
+    held = loaded_lease(store, adapter)
+    orders_.poll(may_place=False)
+    assert orders_.answers() == [Answer("p", tier="device")]
+    store.release(held, [])
+    assert not store.hosts.waiting(adapter.digest)
+
+
+def engine_bytes(engine: LocalEngine, adapter: Adapter) -> int:
+    """Of host memory that the adapter takes."""
+    store = engine.engine.store
+    header = read_header(engine.registry.store, adapter.artifact)
+    return lay_out(header, engine.base, store.pool.data.element_size(), store.pool.page_units).size
 
 
 def test_what_can_not_be_prefetched_is_told(make_engine: MakeEngine, by_size: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct in fp32: every demo adapter in one mixed batch, drawn batches, and an 8,000-token prompt."""
+"""SmolLM2-135M-Instruct in fp32: every demo adapter in one mixed batch, drawn batches, and a long prompt."""
 
 from __future__ import annotations
 
@@ -83,14 +83,15 @@ def test_drawn_batches(
     run_and_check(engine, smollm_reference, cases)
 
 
-def test_a_meeting_of_8000_tokens(
-    served: tuple[LocalEngine, list[Case]], text: BaseText, smollm_reference: PeftReference
+@pytest.mark.parametrize("tokens", [2000, pytest.param(8000, marks=pytest.mark.slow)])
+def test_a_long_meeting(
+    tokens: int, served: tuple[LocalEngine, list[Case]], text: BaseText, smollm_reference: PeftReference
 ) -> None:
     """Prefilled in chunks beside a short request that goes on decoding meanwhile."""
     engine, kinds = served
     with gzip.open(Path(__file__).parents[1] / "data" / "qmsum" / "meeting.txt.gz", "rt") as meeting:
-        prompt = text.encode_prompt(meeting.read())[:8000]
-    assert len(prompt) == 8000
+        prompt = text.encode_prompt(meeting.read())[:tokens]
+    assert len(prompt) == tokens
     long = Case(kinds[1].directory, kinds[1].adapter, prompt, 4)
     short = Case(None, None, text.encode_prompt("The capital of France is"), 12)
     run_and_check(engine, smollm_reference, [long, short])

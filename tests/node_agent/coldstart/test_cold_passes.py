@@ -55,7 +55,7 @@ def assisted(make_engine: MakeEngine) -> LocalEngine:
     engine = make_engine(cpu_workers=1)
     layers = engine.base.num_layers
     starts = engine.engine.cold_start
-    starts.plan = lambda lease, n_tokens: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
+    starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
     return engine
 
 
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_during_a_handed_over_pass(assisted: LocalEngine, a
     link = HeldLink(assisted)
     layers = assisted.base.num_layers
     half = Plan("assist", layers // 2, 0.0, (1.0,) * layers, (0.0,) * layers)  # the later ones wait for the link
-    assisted.engine.cold_start.plan = lambda lease, n_tokens: half  # type: ignore[method-assign]
+    assisted.engine.cold_start.plan = lambda lease, n_tokens, ahead: half  # type: ignore[method-assign]
     request = assisted.submit(STORY * 9, 6, assisted.deploy(adapter_dir))
     assisted.run(until=lambda: any(cold.run.layer > 0 for cold in assisted.engine.cold.open))
     assisted.engine.cancel(request)
@@ -268,7 +268,7 @@ def test_a_load_that_fails_in_the_midst_of_a_pass_fails_its_request_alone(
 ) -> None:
     """The pass has begun a layer that is there when a later one turns out to be damaged."""
     engine = make_engine(cold_start="pipeline", cpu_workers=0, load_link=LinkConfig(2e5))
-    engine.engine.cold_start.plan = lambda lease, n_tokens: Plan("pipeline")  # type: ignore[method-assign]
+    engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan("pipeline")  # type: ignore[method-assign]
     store, failed = engine.engine.store, []
     real = store.state
 
@@ -301,7 +301,7 @@ def test_no_layer_of_a_failed_load_is_begun(assisted: LocalEngine, adapter_dir: 
     lease = assisted.engine.running[request].lease
     assert lease is not None
     starts, copy = assisted.engine.cold_start, assisted.engine.store.device[lease.digest].copy
-    plan = starts.plan(lease, len(STORY))
+    plan = starts.plan(lease, len(STORY), 0.0)
     copy.failed = "layer 0 is not what was written"
     assert starts.ready_until(lease, plan, 0) == 0
     link.open()

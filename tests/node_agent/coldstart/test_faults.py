@@ -78,7 +78,7 @@ def far(
     place = S3Place("garnish-tests", uuid.uuid4().hex)
     engine = make_engine(registry=f"s3://{place.bucket}/{place.prefix}", cpu_workers=0)
     engine.engine.store.loader.store = faulty_store(place)
-    engine.engine.cold_start.plan = lambda lease, n_tokens: Plan("pipeline")  # type: ignore[method-assign]
+    engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan("pipeline")  # type: ignore[method-assign]
     return engine
 
 

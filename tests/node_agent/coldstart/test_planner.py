@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -24,6 +25,7 @@ def costs(draw: st.DrawFn) -> ChunkCosts:
         load=np.array(draw(per_layer)),
         in_host=np.array(draw(st.one_of(st.just([0.0] * n), per_layer.map(lambda gaps: list(accumulate(gaps)))))),
         latency=draw(st.sampled_from([0.0, 0.1])),
+        ahead=draw(st.sampled_from([0.0, 0.5, 5.0])),
     )
 
 
@@ -33,7 +35,7 @@ def walk(costs: ChunkCosts, assisted: int) -> float:
     for layer in range(assisted, len(costs.load)):
         link = max(link, costs.in_host[layer]) + costs.load[layer]
         arrival[layer] = link
-    now = 0.0
+    now = costs.ahead
     for layer in range(len(costs.load)):
         if layer in arrival:
             now = max(now, arrival[layer]) + costs.device
@@ -51,11 +53,12 @@ def test_a_forecast_is_the_walk_of_its_plan(costs: ChunkCosts) -> None:
 @given(costs())
 def test_no_plan_that_ends_sooner_is_passed_over(costs: ChunkCosts) -> None:
     chosen = choose(costs)
-    ends = [wait_seconds(costs), *(walk(costs, assisted) for assisted in range(len(costs.load) + 1))]
+    may_wait = [] if costs.ahead else [wait_seconds(costs)]
+    ends = [*may_wait, *(walk(costs, assisted) for assisted in range(len(costs.load) + 1))]
     assert chosen.seconds <= min(ends) + 2 * NOT_WORTH * costs.device * len(costs.load) + 1e-9
     if chosen.name != "wait":
         assert chosen.seconds == pytest.approx(walk(costs, chosen.assisted))
-    assert chosen.exposed == pytest.approx(max(0.0, chosen.seconds - costs.device * len(costs.load)))
+    assert chosen.exposed == pytest.approx(max(0.0, chosen.seconds - costs.ahead - costs.device * len(costs.load)))
 
 
 @given(costs())
@@ -84,6 +87,13 @@ def test_a_slow_link_is_assisted_until_both_end_together() -> None:
     chosen = choose(uniform(device=1e-3, cpu=1e-3, load=2e-3, layers=32))
     assert (chosen.name, chosen.exposed) == ("assist", pytest.approx(0.0, abs=1e-9))
     assert 16 <= chosen.assisted <= 32
+
+
+def test_what_loads_while_others_are_computed_needs_no_workers() -> None:
+    load = uniform(device=1e-3, cpu=3e-3, load=2e-3, layers=32)
+    assert choose(load).name == "assist"
+    behind = choose(replace(load, ahead=64e-3))
+    assert (behind.name, behind.exposed) == ("pipeline", pytest.approx(0.0, abs=1e-9))
 
 
 def test_slow_workers_are_not_asked() -> None:

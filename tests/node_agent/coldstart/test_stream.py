@@ -230,7 +230,9 @@ def engine(make_engine: MakeEngine, stream_pools: None) -> LocalEngine:
     """Every layer of a cold prompt is for the worker."""
     made = make_engine(cpu_workers=1)
     layers = made.base.num_layers
-    made.engine.cold_start.plan = lambda lease, n_tokens: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
+    made.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan(
+        "assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers
+    )  # type: ignore[method-assign]
     return made
 
 
@@ -318,7 +320,7 @@ def test_layers_are_used_when_their_copies_are_enqueued(
     while not engine.engine.store.discard(adapter.digest):  # from here on it lies in host memory, wholly
         engine.step()
     monkeypatch.setattr(device_copy, "record_event", record)
-    engine.engine.cold_start.plan = lambda lease, n_tokens: Plan("pipeline")  # type: ignore[method-assign]
+    engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan("pipeline")  # type: ignore[method-assign]
     request = engine.submit([1, *range(50, 90)], 6, adapter, ignore_eos=True)
     enqueued = device_copy.AHEAD + 1
     passes = engine.engine.cold

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -125,6 +126,29 @@ def test_a_worker_that_stays_stopped_is_replaced(case: HostCase) -> None:
         assert pool.wait_ready(LONG) == 2 and first not in pool.pids()
         assert pool.counters().in_quarantine == 0
         check_exact(pool, case)
+
+
+def test_a_worker_that_can_not_be_started_again_for_a_while(case: HostCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the host has no memory or process left: the other works on, and the place is filled when it can be."""
+    with started(case, 2) as pool:
+        first, second = pool.pids()
+        tries = 0
+
+        def refuse(*_: object, **__: object) -> None:
+            nonlocal tries
+            tries += 1
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            os.kill(first, signal.SIGKILL)
+            eventually(lambda: tries > 1)
+            assert pool.pids() == [second]
+            check_exact(pool, case)
+        assert pool.wait_ready(LONG) == 2
+        check_exact(pool, case)
+        counters = pool.counters()
+        assert (counters.deaths, counters.restarts) == (1, 1)
 
 
 def test_all_slots_in_quarantine(case: HostCase) -> None:

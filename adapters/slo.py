@@ -1,0 +1,31 @@
+"""What a tenant's calls are promised, and how much of the nodes they get."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
+Weight = Annotated[float, Meta(ge=0.001, le=1000)]
+SloClass = Literal["strict", "standard", "best_effort"]
+CLASSES: tuple[SloClass, ...] = ("best_effort", "standard", "strict")
+"""The lowest first."""
+
+
+class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"slo_class": "class"}):
+    """None: nothing is promised."""
+
+    ttft_ms: Milliseconds | None = None
+    """From receipt to the first token."""
+    tpot_ms: Milliseconds | None = None
+    """Between two tokens, on average over a call."""
+    attain: Annotated[float, Meta(gt=0, le=1)] = 0.99
+    """The share of calls for which this is meant to hold."""
+    slo_class: SloClass = "standard"
+
+
+def lower_class(one: SloClass, other: SloClass) -> SloClass:
+    """The one of them that is promised less."""
+    return min(one, other, key=CLASSES.index)

@@ -1,0 +1,102 @@
+"""What has to be true of a service once nobody harms it any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.http_service import HttpService
+from benchmarks.redis_server import RedisServer
+
+REST_SECONDS = 60.0
+USAGE_SECONDS = 30.0
+"""A worker writes its usage to the registry every ten seconds; a killed one's is taken over by the next."""
+MODULES = {"engine": "node_agent.engine_process", "api": "node_agent.api"}
+
+
+def children(root: int) -> dict[str, list[int]]:
+    """Process ids below `garnish up` by kind: engine, api, worker (of the gateway)."""
+    parents, commands = _processes()
+    below = [root]
+    for pid in below:
+        below += [child for child, parent in parents.items() if parent == pid]
+    found: dict[str, list[int]] = {"engine": [], "api": [], "worker": []}
+    for pid in below:
+        words = commands[pid].split("\0")
+        for kind, module in MODULES.items():
+            if module in words:
+                found[kind].append(pid)
+        if "garnish.run_gateway" in commands.get(parents.get(pid, 0), "") and pid != root:
+            found["worker"].append(pid)
+    return found
+
+
+def _processes() -> tuple[dict[int, int], dict[int, str]]:
+    """Parents and command lines of all living processes."""
+    parents, commands = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                command = (entry / "cmdline").read_text()
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)], commands[int(entry.name)] = int(parent), command
+    return parents, commands
+
+
+def at_rest(service: HttpService, redis: RedisServer, prefix: str) -> dict[str, int]:
+    """What is still held REST_SECONDS after the last call, at most; empty as soon as nothing is."""
+    deadline = time.monotonic() + REST_SECONDS
+    headers = {"authorization": f"Bearer {service.admin_key}"}
+    with httpx.Client(base_url=service.url, headers=headers, timeout=30) as client:
+        while True:
+            held = _held(client, redis, prefix)
+            if not held or time.monotonic() > deadline:
+                return held
+            time.sleep(0.2)
+
+
+def _held(client: httpx.Client, redis: RedisServer, prefix: str) -> dict[str, int]:
+    try:
+        nodes = client.get("/nodes").raise_for_status().json()["nodes"]
+        metrics = client.get("/metrics").raise_for_status().text.splitlines()
+    except httpx.HTTPError:
+        return {"gateway": 1}
+    held = {"absent nodes": 2 - sum(node["record"]["state"] == "ready" for node in nodes)}
+    for node in nodes:
+        record: dict[str, Any] = node["record"]
+        leases = sum(entry["in_use"] for entry in record.get("residents", []))
+        blocks = record["kv_blocks"] - record["kv_blocks_free"]
+        own = {"running": record["running"], "queued": record["queued"], "reserved": node["reserved"]}
+        held |= {
+            f"{record['id']} {name}": count for name, count in (own | {"leases": leases, "blocks": blocks}).items()
+        }
+    open_calls = next((line.split()[1] for line in metrics if line.startswith("garnish_open_invocations ")), "0")
+    held["open invocations"] = int(float(open_calls))
+    with redis.client as shared:
+        held["places in Redis"] = sum(1 for _ in shared.scan_iter(f"{prefix}places:*"))
+        held["reservations in Redis"] = sum(1 for _ in shared.scan_iter(f"{prefix}ends:*"))
+    return {name: count for name, count in held.items() if count}
+
+
+def lost(service: HttpService, deployed: Mapping[str, str], done: int) -> dict[str, int]:
+    """What was acknowledged and is not there."""
+    with httpx.Client(base_url=service.url, headers={"authorization": f"Bearer {service.key}"}, timeout=30) as client:
+        missing = {"deploys": 0, "requests in the metering": 0}
+        for name, digest in deployed.items():
+            reply = client.get(f"/functions/{name}/versions")
+            found = reply.json()["versions"] if reply.status_code == 200 else []
+            missing["deploys"] += digest not in [version["digest"] for version in found]
+        deadline = time.monotonic() + USAGE_SECONDS
+        while True:
+            counted = client.get("/usage").raise_for_status().json()["total"]["requests"]
+            missing["requests in the metering"] = max(0, done - counted)
+            if counted >= done or time.monotonic() > deadline:
+                return missing
+            time.sleep(0.5)

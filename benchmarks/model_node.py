@@ -1,0 +1,189 @@
+"""Nodes without a model, several in one process, each timed by the simulator's own node, in real time.
+
+They speak the nodes' protocol. A call's seed says how long its answer is, which no gateway knows (it stays below
+`max_tokens`). Tokens come in pieces, the first by itself, so that the gateway's work per token is not what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from math import inf
+
+import aiohttp
+import msgspec
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from benchmarks.stub_node import TIMING
+from cluster.messages import RECORD_INTERVAL, Done, GenerateRequest, NodeRecord, Started, Token, encode_event
+from cluster.secret import authorization
+from gateway.simulation.columns import as_served, record_of
+from gateway.simulation.job import Job
+from gateway.simulation.node import SimulatedNode
+from gateway.simulation.profile import NodeProfile
+from gateway.simulation.simulator import MIN_GAP
+
+PIECE_SECONDS = 0.3
+
+
+class ModelNodesConfig(msgspec.Struct, frozen=True):
+    gateway: str
+    secret: str
+    base: str
+    base_id: str
+    max_context: int
+    profile: NodeProfile
+    names: list[str]
+
+
+@dataclass
+class Reply:
+    job: Job
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ModelNode:
+    """Its clock is `time.monotonic`; the simulated node is always brought up to now before anything else."""
+
+    def __init__(self, config: ModelNodesConfig, name: str, url: str, index: int) -> None:
+        self._config, self._name, self._url = config, name, url
+        self._node = SimulatedNode(index, config.profile, lambda _: None)
+        self._replies: list[Reply] = []
+        self._calls, self._seq = 0, 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+
+    async def generate(self, request: Request) -> Response:
+        asked = msgspec.msgpack.decode(await request.body(), type=GenerateRequest)
+        self._catch_up()
+        reply = Reply(self._job(asked))
+        self._replies.append(reply)
+        self._node.submit(reply.job, reply.job.at)
+        self._node.acknowledged[-1] = asked.id
+        self._catch_up()
+        return StreamingResponse(self._frames(reply))
+
+    async def _frames(self, reply: Reply) -> AsyncIterator[bytes]:
+        yield encode_event(Started(node=self._name, cold_start="none"))
+        await asyncio.wait_for(reply.first.wait(), 600)
+        yield _tokens(0, 1)
+        sent = 1
+        while sent < reply.job.output:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reply.ended.wait(), PIECE_SECONDS)
+            done = reply.job.output if reply.ended.is_set() else self._node.tokens(reply.job, time.monotonic())
+            if done > sent:
+                yield _tokens(sent, done)
+                sent = done
+        await asyncio.wait_for(reply.ended.wait(), 600)
+        yield encode_event(Done("length", reply.job.prompt, reply.job.output, 0, TIMING))
+
+    def _job(self, asked: GenerateRequest) -> Job:
+        self._calls += 1
+        adapter, profile = asked.adapter, self._config.profile
+        rank = max(adapter.ranks, default=0) if adapter else 0
+        return Job(
+            number=self._calls,
+            at=time.monotonic(),
+            digest=adapter.digest if adapter else None,
+            rank=rank,
+            bytes=rank * profile.bytes_per_rank,
+            prompt=len(asked.token_ids),
+            output=min(max(1, asked.sampling.seed), asked.max_tokens),
+            max_tokens=asked.max_tokens,
+            tenant=asked.tenant,
+            ttft_slo=asked.ttft,
+            tpot_slo=asked.tpot,
+        )
+
+    def _catch_up(self) -> None:
+        """What was to happen by now happens, at its own time; then a timer is set for what comes next."""
+        node, loop = self._node, asyncio.get_running_loop()
+        while node.next_time <= time.monotonic():
+            node.wake(node.next_time)
+        for reply in self._replies:
+            if reply.job.first_token:
+                reply.first.set()
+            if reply.job.outcome:
+                reply.ended.set()
+        self._replies = [reply for reply in self._replies if not reply.ended.is_set()]
+        if node.changed:
+            self._changed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if node.next_time != inf:
+            self._timer = loop.call_later(max(0.0, node.next_time - time.monotonic()), self._catch_up)
+
+    async def publish(self) -> None:
+        """Until cancelled, as `node_agent/publisher.py` does. The gateway may not be there yet."""
+        headers = {**authorization(self._config.secret), "content-type": "application/msgpack"}
+        url = self._config.gateway + "/cluster/record"
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=2)) as session:
+            while True:
+                self._changed.clear()
+                self._node.changed = False
+                record = self._record()
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.post(url, data=msgspec.msgpack.encode(record)) as reply:
+                        if reply.status == 204:
+                            del self._node.acknowledged[: len(record.acknowledged)]
+                await asyncio.sleep(MIN_GAP)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), RECORD_INTERVAL - MIN_GAP)
+
+    def _record(self) -> NodeRecord:
+        self._seq += 1
+        config = self._config
+        record = record_of(self._node, time.monotonic(), self._seq)
+        return msgspec.structs.replace(
+            record,
+            performance=as_served(self._node.profile.performance, config.base),
+            id=self._name, url=self._url, base=config.base, base_id=config.base_id, max_context=config.max_context,
+        )  # fmt: skip
+
+
+def _tokens(begin: int, end: int) -> bytes:
+    return encode_event(Token(text="x", token_ids=list(range(begin, end)), index=begin))
+
+
+async def serve(config: ModelNodesConfig) -> None:
+    """Each node has a port of its own, by which a call finds it."""
+    listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in config.names]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    nodes = {
+        port: ModelNode(config, name, f"http://127.0.0.1:{port}", index)
+        for index, (name, port) in enumerate(zip(config.names, ports, strict=True))
+    }
+
+    async def generate(request: Request) -> Response:
+        return await nodes[request.scope["server"][1]].generate(request)
+
+    app = Starlette(routes=[Route("/generate", generate, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none"))
+    publishing = [asyncio.create_task(node.publish()) for node in nodes.values()]
+    print("ready", flush=True)
+    await server.serve(sockets=listeners)
+    for task in publishing:
+        task.cancel()
+
+
+def main() -> None:
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ModelNodesConfig)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Whose turn it is: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants, and in a tenant of
+functions.
+
+A counter tells the service that its owner has had, divided by its weight; the next to be served is the one with the
+least. Who comes to wait after a pause is lifted to the least counter of those who wait, so that a pause banks no
+credit. Between any two who wait all the time, service per weight then differs by no more than one request's prompt or
+one batch's output costs, whatever they send. The engine and the simulator share this code.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
+"""Per token, as in the paper: a token of output takes about twice the time of one of a prompt."""
+RANK_PRICE = 1 / 256
+"""What a token costs more for each rank of its adapter: a quarter at rank 64."""
+MOST_IDLE_TENANTS, MOST_IDLE_FUNCTIONS = 4096, 64
+"""Remembered while they don't wait; those who are ahead least are forgotten first."""
+
+
+def token_cost(prompt: int, output: int, rank: int) -> float:
+    """Service in the unit of a prompt token of the base model. `rank`: the adapter's largest, 0 without one."""
+    return (prompt * PROMPT_PRICE + output * OUTPUT_PRICE) * (1 + rank * RANK_PRICE)
+
+
+class Counters:
+    """One level of them. `join` and `leave` tell when an owner's requests come to wait and wait no more."""
+
+    def __init__(self, most_idle: int) -> None:
+        self._most_idle = most_idle
+        self._values: dict[str, float] = {}
+        self._waiting: dict[str, int] = {}
+        self._floor = 0.0
+        self._last: str | None = None
+        """who left when nobody else waited"""
+        self._sweep_above = 2 * most_idle
+
+    def __len__(self) -> int:
+        """How many are remembered."""
+        return len(self._values)
+
+    def __getitem__(self, owner: str) -> float:
+        return self._values.get(owner, self._floor)
+
+    @property
+    def floor(self) -> float:
+        """The least counter of those who wait: nobody who comes to wait is below it."""
+        self._raise_floor()
+        return self._floor
+
+    def join(self, owner: str) -> None:
+        """One more request of the owner waits."""
+        if owner not in self._waiting:
+            self._values[owner] = max(self[owner], self.floor)
+        self._waiting[owner] = self._waiting.get(owner, 0) + 1
+
+    def leave(self, owner: str) -> None:
+        """One of them waits no more. Raises KeyError when none did."""
+        left = self._waiting[owner] - 1
+        if left:
+            self._waiting[owner] = left
+            return
+        self._raise_floor()
+        del self._waiting[owner]
+        if not self._waiting:
+            self._last = owner
+
+    def charge(self, owner: str, service: float) -> list[str]:
+        """Add service per weight to the owner's counter. Returns who was forgotten meanwhile."""
+        self._values[owner] = self[owner] + service
+        return self._sweep() if len(self._values) > self._sweep_above else []
+
+    def _raise_floor(self) -> None:
+        if self._waiting:
+            self._floor = max(self._floor, min(self._values[owner] for owner in self._waiting))
+        elif self._last is not None:
+            self._floor = max(self._floor, self[self._last])
+
+    def _sweep(self) -> list[str]:
+        """Forget those who don't wait and whose counter says no more than the floor does, and of the others those with
+        the least if they are too many."""
+        self._raise_floor()
+        idle = sorted((value, owner) for owner, value in self._values.items() if owner not in self._waiting)
+        behind = sum(value <= self._floor for value, _ in idle)
+        forgotten = [owner for _, owner in idle[: max(behind, len(idle) - self._most_idle)]]
+        for owner in forgotten:
+            del self._values[owner]
+        self._sweep_above = 2 * max(self._most_idle, len(self._values))
+        return forgotten
+
+
+class FairShares:
+    """Both levels. A tenant's service is weighted; its functions share it equally."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """When nothing waits or runs: whoever comes next begins equal."""
+        self._tenants = Counters(MOST_IDLE_TENANTS)
+        self._functions: dict[str, Counters] = {}
+
+    def join(self, tenant: str, function: str) -> None:
+        """A request comes to wait."""
+        self._tenants.join(tenant)
+        self._of(tenant).join(function)
+
+    def leave(self, tenant: str, function: str) -> None:
+        """It waits no more: it was taken up, or has gone."""
+        self._tenants.leave(tenant)
+        self._of(tenant).leave(function)
+
+    def charge(self, tenant: str, function: str, weight: float, service: float) -> None:
+        """`service` was given to a request."""
+        self._of(tenant).charge(function, service)
+        for forgotten in self._tenants.charge(tenant, service / weight):
+            self._functions.pop(forgotten, None)
+
+    def tenant(self, tenant: str) -> float:
+        """Its counter."""
+        return self._tenants[tenant]
+
+    @property
+    def floor(self) -> float:
+        """The least counter of the tenants that wait."""
+        return self._tenants.floor
+
+    def function(self, tenant: str, function: str) -> float:
+        """The function's counter among those of its tenant."""
+        return self._functions[tenant][function] if tenant in self._functions else 0.0
+
+    def _of(self, tenant: str) -> Counters:
+        return self._functions.setdefault(tenant, Counters(MOST_IDLE_FUNCTIONS))
+
+
+class Waits(Protocol):
+    """What waits for service."""
+
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def function(self) -> str: ...
+    @property
+    def due(self) -> float:
+        """When its first token is due; any clock."""
+
+
+R = TypeVar("R", bound=Waits)
+
+
+def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
+    """Each once: of the tenant with the least counter and its function with the least counter, the one that is due
+    first. Counters may be charged meanwhile: they are read anew for each, but must not fall."""
+    groups: dict[str, dict[str, list[R]]] = {}
+    for request in sorted(waiting, key=_due):
+        groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)
+
+    def of_tenant(tenant: str, functions: dict[str, list[R]]) -> tuple[float, Iterator[R]]:
+        turns = {name: (found[0].due, iter(found)) for name, found in functions.items()}
+        due = min(due for due, _ in turns.values())
+        return due, _by_turns(turns, lambda name: shares.function(tenant, name))
+
+    return _by_turns({name: of_tenant(name, functions) for name, functions in groups.items()}, shares.tenant)
+
+
+def _due(request: Waits) -> float:
+    return request.due
+
+
+def _by_turns(owners: dict[str, tuple[float, Iterator[R]]], counter: Callable[[str], float]) -> Iterator[R]:
+    """From each owner's requests, which come with the time at which the first is due: the least counter first, of
+    equal ones the earliest due."""
+    heap = [(counter(owner), due, owner) for owner, (due, _) in owners.items()]
+    heapq.heapify(heap)
+    while heap:
+        known, due, owner = heap[0]
+        now = counter(owner)
+        if now > known:
+            heapq.heapreplace(heap, (now, due, owner))
+            continue
+        request = next(owners[owner][1], None)
+        if request is None:
+            heapq.heappop(heap)
+            continue
+        yield request
+        heapq.heapreplace(heap, (counter(owner), request.due, owner))

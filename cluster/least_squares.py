@@ -1,0 +1,50 @@
+"""Least squares with coefficients that are costs, and so never negative."""
+
+from __future__ import annotations
+
+import numpy as np
+
+PATIENCE = 30
+"""Rounds per column, of which a few are used."""
+
+
+def nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """x f64[k] >= 0 that minimises |columns x - target|; columns f64[n, k], target f64[n], all finite.
+
+    Lawson and Hanson's active set (Solving Least Squares Problems, 1974, chapter 23) on columns of equal length. Of
+    columns that say the same, some solution is found. Raises ValueError when it does not converge.
+    """
+    lengths = np.linalg.norm(columns, axis=0)
+    scale = np.where(lengths > 0, lengths, 1.0)
+    unit = columns / scale
+    count = unit.shape[1]
+    x, free, barred = np.zeros(count), np.zeros(count, bool), np.zeros(count, bool)
+    least = 1e-12 * float(np.linalg.norm(target))
+    for _ in range(PATIENCE * count):
+        pull = np.where(free | barred, -np.inf, unit.T @ (target - unit @ x))
+        enters = int(np.argmax(pull))
+        if not pull[enters] > least:
+            return np.asarray(x / scale)
+        free[enters] = True
+        x = _solve(unit, target, x, free)
+        # A column that leaves at once came in by rounding alone; it stays out until another one has moved x.
+        barred = barred | (np.arange(count) == enters) if not free[enters] else np.zeros(count, bool)
+    raise ValueError(f"least squares of {columns.shape} did not converge")
+
+
+def _solve(columns: np.ndarray, target: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """From `x` towards the solution over the free columns; those that would become negative stop at 0, and are freed
+    no longer."""
+    while free.any():
+        wanted = np.zeros_like(x)
+        wanted[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
+        below = free & (wanted <= 0)
+        if not below.any():
+            return wanted
+        steps = np.where(below, x / np.where(below & (x > 0), x - wanted, 1.0), np.inf)
+        first = int(np.argmin(steps))
+        x = x + float(steps[first]) * (wanted - x)
+        x[first] = 0.0
+        free[first] = False
+        x[~free] = 0.0
+    return np.zeros_like(x)

@@ -1,0 +1,165 @@
+"""What a tenant may ask for: requests per second, tokens per minute, and places (generations under way at once).
+
+The rates are token buckets. That of the requests holds one second's worth, one request at least; that of the tokens one
+minute's. A call takes one request, and the tokens that it may use at most; what it did not use is given back at its
+end. A call of more tokens than the bucket holds needs a full one, and leaves it below empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+IDLE_BUCKETS = 1000
+"""From which on buckets that are full again are looked for and forgotten."""
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """None: not limited."""
+
+    rps: float | None = None
+    tokens_per_minute: float | None = None
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Of places: a tenant, or one of its functions (`tenant/function`)."""
+
+    name: str
+    limit: int | None
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What one call asks for."""
+
+    tenant: str
+    rates: Rates
+    tokens: int
+    """That it may use, prompt included."""
+    places: int
+    owners: tuple[Owner, ...] = ()
+    """Of the places: it takes as many from each."""
+
+    @property
+    def limited(self) -> bool:
+        return self.rates != Rates() or any(owner.limit is not None for owner in self.owners)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    why: Literal["requests", "tokens", "places"]
+    owner: Owner | None = None
+    """Whose places are taken."""
+    seconds: float | None = None
+    """Until it would be allowed, if nothing else came; None: nobody knows."""
+
+
+class LimitState(Protocol):
+    """Shared by all gateway workers, so that a limit means the whole gateway."""
+
+    async def take(self, call: Call) -> Refusal | None:
+        """Take all that the call asks for, or nothing and say why. One round trip at most, none without a limit."""
+        ...
+
+    async def settle(self, call: Call, unused_tokens: int) -> None:
+        """The call that `take` allowed has ended."""
+        ...
+
+
+class Bucket:
+    """Full at first. `now` is in seconds."""
+
+    def __init__(self, rate: float, capacity: float, now: float) -> None:
+        self.rate, self.capacity = rate, capacity
+        self.level, self._at = capacity, now
+
+    def adjust(self, rate: float, capacity: float, now: float) -> None:
+        """Let time pass, then go on with these settings."""
+        self.level = min(self.capacity, self.level + max(0.0, now - self._at) * self.rate)
+        self.rate, self.capacity, self._at = rate, capacity, max(now, self._at)
+        self.level = min(capacity, self.level)
+
+    def wait(self, needed: float) -> float:
+        """Seconds until it holds `needed`; 0: it does."""
+        missing = min(needed, self.capacity) - self.level
+        return max(0.0, missing / self.rate)
+
+    def change(self, by: float) -> None:
+        self.level = min(self.capacity, self.level + by)
+
+    def is_full(self, now: float) -> bool:
+        return self.level + (now - self._at) * self.rate >= self.capacity
+
+
+class MemoryLimits:
+    """Of one process. `share`: of each limit, what this process may give away; a place at least."""
+
+    def __init__(self, clock: Callable[[], float], share: float = 1.0) -> None:
+        self._clock = clock
+        self._share = share
+        self._buckets: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
+        self.taken: dict[str, int] = {}
+        """Places by owner."""
+
+    async def take(self, call: Call) -> Refusal | None:
+        return self.take_now(call)
+
+    async def settle(self, call: Call, unused_tokens: int) -> None:
+        self.settle_now(call, unused_tokens)
+
+    def take_now(self, call: Call) -> Refusal | None:
+        for owner in call.owners:
+            allowed = math.inf if owner.limit is None else max(1, math.floor(owner.limit * self._share))
+            if self.taken.get(owner.name, 0) + call.places > allowed:
+                return Refusal("places", owner)
+        requests, tokens = self._rates(call)
+        if requests is not None and (seconds := requests.wait(1)) > 0:
+            return Refusal("requests", seconds=seconds)
+        if tokens is not None and (seconds := tokens.wait(call.tokens)) > 0:
+            return Refusal("tokens", seconds=seconds)
+        if requests is not None:
+            requests.change(-1)
+        if tokens is not None:
+            tokens.change(-call.tokens)
+        self.count(call.owners, call.places)
+        return None
+
+    def settle_now(self, call: Call, unused_tokens: int) -> None:
+        self.count(call.owners, -call.places)
+        bucket = self._buckets.get((call.tenant, "tokens"))
+        if bucket is not None and call.rates.tokens_per_minute is not None:
+            bucket.change(unused_tokens)
+
+    def count(self, owners: Sequence[Owner], by: int) -> None:
+        for owner in owners:
+            left = self.taken.get(owner.name, 0) + by
+            if left > 0:
+                self.taken[owner.name] = left
+            else:
+                self.taken.pop(owner.name, None)
+
+    def _rates(self, call: Call) -> tuple[Bucket | None, Bucket | None]:
+        rps, tpm = call.rates.rps, call.rates.tokens_per_minute
+        requests = None if rps is None else self._bucket((call.tenant, "requests"), rps * self._share, 1.0)
+        tokens = None if tpm is None else self._bucket((call.tenant, "tokens"), tpm * self._share / 60, 60.0)
+        return requests, tokens
+
+    def _bucket(self, key: tuple[str, str], rate: float, seconds: float) -> Bucket:
+        """Of `seconds` worth of the rate, and at least 1."""
+        now, capacity = self._clock(), max(1.0, rate * seconds)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            self._forget_full(now)
+            bucket = self._buckets[key] = Bucket(rate, capacity, now)
+        bucket.adjust(rate, capacity, now)
+        return bucket
+
+    def _forget_full(self, now: float) -> None:
+        """A bucket that is full again says nothing. Looks at a few of the oldest, so that this never takes long."""
+        for key in list(self._buckets)[:2] if len(self._buckets) >= IDLE_BUCKETS else ():
+            if self._buckets[key].is_full(now):
+                del self._buckets[key]
+            else:
+                self._buckets.move_to_end(key)

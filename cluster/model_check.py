@@ -1,0 +1,44 @@
+"""Whether a performance model that a node published can be reckoned with."""
+
+from __future__ import annotations
+
+import math
+
+from cluster.performance_model import PerformanceModel
+
+MAX_SECONDS = 1e6
+"""For a coefficient or a latency: more is no measurement. Keeps sums of products finite."""
+MIN_BANDWIDTH = 1.0
+"""Bytes per second."""
+
+
+def problem_of(model: PerformanceModel, base: str = "") -> str | None:
+    """What is wrong with it, naming the field; None: nothing. `base`: what its node serves; empty: not known yet.
+
+    A NaN would make every comparison false, a negative coefficient would make a crowded node look the cheapest, and a
+    bandwidth of 0 a load infinite.
+    """
+    named = {
+        "decode.base": model.decode.base,
+        "decode.per_row": model.decode.per_row,
+        "decode.per_context": model.decode.per_context,
+        "decode.per_rank": model.decode.per_rank,
+        "prefill.base": model.prefill.base,
+        "prefill.per_token": model.prefill.per_token,
+        "prefill.per_token2": model.prefill.per_token2,
+        "prefill.per_token_rank": model.prefill.per_token_rank,
+        "to_device.latency": model.to_device.latency,
+        "from_store.latency": model.from_store.latency,
+        "exposed_share": model.exposed_share,
+    }
+    for name, value in named.items():
+        if not 0.0 <= value <= MAX_SECONDS:
+            return f"{name} is {value}, not between 0 and {MAX_SECONDS:g}"
+    for name, bandwidth in (("to_device", model.to_device.bandwidth), ("from_store", model.from_store.bandwidth)):
+        if not (MIN_BANDWIDTH <= bandwidth < math.inf):
+            return f"{name}.bandwidth is {bandwidth}, not a finite number of {MIN_BANDWIDTH:g} byte/s or more"
+    if model.decode.base + model.decode.per_row <= 0.0:
+        return "decode.base and decode.per_row are 0: a step would take no time"
+    if base and model.key.base not in ("", base):
+        return f"key.base is {model.key.base[:16]}, and the node serves {base[:16]}"
+    return None

@@ -1,0 +1,180 @@
+"""One process's picture of the nodes: their latest records, when they were heard of, and places that are held.
+
+It decides nothing about who may write it: MemoryClusterState owns one, and RedisClusterState keeps one as a mirror.
+`now` is monotonic seconds of this process. `aged`, and when a node was heard of, are of the clock by which records grow
+old: the same one, unless their owner knows of times in which no record could have come.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from cluster.messages import NodeRecord
+from cluster.node_table import Demand, NodeTable
+
+FORGET_SECONDS = 60.0
+"""An expired record is kept this long, so that streams of a silent node can tell for how long it has been silent."""
+PAST_EPOCHS = 8
+"""Replaced epochs remembered per node, so that a record delayed on its way can't bring back a dead process."""
+
+
+class TooManyNodes(ValueError):
+    """The state is full of other nodes."""
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """A live node as the scheduler sees it."""
+
+    record: NodeRecord
+    reserved: int
+    """Places given away that the node has not acknowledged yet."""
+    age: float
+    """Seconds since the record came in, by the receiver's clock."""
+    tiers: Mapping[str, str]
+    """Tier of each resident adapter by its digest: the record's `residents`, indexed once when it came in."""
+
+
+class _Node:
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.record: NodeRecord
+        self.tiers: Mapping[str, str] = {}
+        self.ends: dict[str, float] = {}
+        """When each held place ends by itself."""
+        self.past: OrderedDict[str, None] = OrderedDict()
+
+
+class NodeBook:
+    def __init__(self, *, expiry: float, max_nodes: int, forget_seconds: float = FORGET_SECONDS) -> None:
+        self.expiry = expiry
+        self.max_nodes = max_nodes
+        self.forget_seconds = forget_seconds
+        self.table = NodeTable(max_nodes)
+        self._heard = np.full(max_nodes, -math.inf)
+        self._nodes: dict[str, _Node] = {}
+        self._ends: list[tuple[float, str, str]] = []
+        """A heap of (end, node, request); entries of places that ended sooner stay until their time."""
+
+    def known(self, node_id: str) -> NodeRecord | None:
+        node = self._nodes.get(node_id)
+        return None if node is None else node.record
+
+    def heard(self, node_id: str) -> float:
+        """When its last record came; -inf of an unknown node."""
+        node = self._nodes.get(node_id)
+        return -math.inf if node is None else float(self._heard[node.row])
+
+    def ids(self) -> list[str]:
+        return list(self._nodes)
+
+    def is_newer(self, record: NodeRecord) -> bool:
+        """Within an epoch the greater `seq` wins; a new epoch is a new process."""
+        node = self._nodes.get(record.id)
+        if node is None:
+            return True
+        if record.epoch == node.record.epoch:
+            return record.seq > node.record.seq
+        return record.epoch not in node.past
+
+    def put(self, record: NodeRecord, heard: float) -> None:
+        """Take a record in, whatever is known. Ends the places that it acknowledges, and all of an epoch before.
+        Raises TooManyNodes."""
+        node = self._nodes.get(record.id)
+        if node is None:
+            if len(self._nodes) >= self.max_nodes:
+                raise TooManyNodes(f"{self.max_nodes} nodes are known already; {record.id} was not added")
+            node = self._nodes[record.id] = _Node(self.table.put(record, heard))
+        else:
+            self.table.put(record, heard)
+            if record.epoch != node.record.epoch:
+                node.ends.clear()
+                _remember(node.past, node.record.epoch)
+        for request_id in record.acknowledged:
+            node.ends.pop(request_id, None)
+        node.record = record
+        node.tiers = {entry.digest: entry.tier for entry in record.residents}
+        self._heard[node.row] = heard
+
+    def hold(self, node_id: str, request_id: str, demand: Demand, end: float) -> None:
+        """A place is given away until `end` at the latest. Nothing happens at an unknown node."""
+        node = self._nodes.get(node_id)
+        if node is None:
+            return
+        node.ends[request_id] = end
+        heapq.heappush(self._ends, (end, node_id, request_id))
+        self.table.reserve(node.row, request_id, demand)
+
+    def is_held(self, node_id: str, request_id: str) -> bool:
+        node = self._nodes.get(node_id)
+        return node is not None and request_id in node.ends
+
+    def drop(self, node_id: str, request_id: str) -> None:
+        """The place is free again. Nothing happens when it has ended already."""
+        node = self._nodes.get(node_id)
+        if node is not None and node.ends.pop(request_id, None) is not None:
+            self.table.release(node.row, request_id)
+
+    def drop_all(self, node_id: str) -> None:
+        node = self._nodes[node_id]
+        for request_id in list(node.ends):
+            self.drop(node_id, request_id)
+
+    def set_generation(self, node_id: str, generation: int) -> None:
+        node = self._nodes.get(node_id)
+        if node is not None:
+            self.table.generation[node.row] = generation
+
+    def current(self, now: float, aged: float) -> NodeTable:
+        """The table, with places whose time is over given back, and with who is alive."""
+        while self._ends and self._ends[0][0] <= now:
+            end, node_id, request_id = heapq.heappop(self._ends)
+            node = self._nodes.get(node_id)
+            if node is not None and node.ends.get(request_id) == end:
+                self.drop(node_id, request_id)
+        self.table.now = aged
+        self.table.live[:] = aged - self._heard < self.expiry
+        return self.table
+
+    def views(self, now: float, aged: float) -> list[NodeView]:
+        """Live nodes in the order of their ids."""
+        table = self.current(now, aged)
+        return [
+            NodeView(
+                record=node.record,
+                reserved=int(table.reserved[node.row]),
+                age=max(0.0, aged - float(self._heard[node.row])),
+                tiers=node.tiers,
+            )
+            for _, node in sorted(self._nodes.items())
+            if table.live[node.row]
+        ]
+
+    def silence(self, node_id: str, epoch: str, aged: float) -> float:
+        """Seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
+        node = self._nodes.get(node_id)
+        if node is None or node.record.epoch != epoch:
+            return math.inf
+        return max(0.0, aged - float(self._heard[node.row]))
+
+    def forget(self, aged: float) -> None:
+        """Nodes that have been silent for long."""
+        oldest = aged - self.forget_seconds
+        for node_id in [name for name, node in self._nodes.items() if self._heard[node.row] <= oldest]:
+            self.remove(node_id)
+
+    def remove(self, node_id: str) -> None:
+        node = self._nodes.pop(node_id)
+        self.table.remove(node_id)
+        self._heard[node.row] = -math.inf
+
+
+def _remember(past: OrderedDict[str, None], epoch: str) -> None:
+    past[epoch] = None
+    if len(past) > PAST_EPOCHS:
+        past.popitem(last=False)

@@ -1,0 +1,111 @@
+"""A measured performance model as a file: strict JSON, of bounded size, and only for what it was measured on."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+
+import msgspec
+
+from cluster.node_table import ASSUMED
+from cluster.performance_fit import LEAST_R2, DecodeFit, PaperForm, PrefillFit
+from cluster.performance_model import MODEL_VERSION, ModelKey, PerformanceModel, Transfer
+
+MAX_BYTES = 1 << 20
+LONGEST = 1e4
+"""Seconds that no cost of a model reaches."""
+AGAIN = "run `garnish profile` on this host while it serves nothing"
+
+
+class BadPerformanceFile(ValueError):
+    """The file can't be used: damaged, or of something else; says what to do."""
+
+
+class PerformanceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model, and how it came to be."""
+
+    key: ModelKey
+    decode: DecodeFit
+    prefill: PrefillFit
+    to_device: Transfer
+    from_store: Transfer | None
+    """the store itself, without a simulated link; None: there was nothing to be read"""
+    exposed_share: float
+    paper: tuple[PaperForm, ...] = ()
+    """Toppings' two-parameter forms on its grid, where that was measured"""
+    thorough: bool = False
+    """by `garnish profile`; otherwise shortly, when the node first started"""
+    version: int = MODEL_VERSION
+
+    @property
+    def model(self) -> PerformanceModel:
+        return PerformanceModel(
+            key=self.key,
+            decode=self.decode.model,
+            prefill=self.prefill.model,
+            to_device=self.to_device,
+            from_store=self.from_store or ASSUMED.from_store,
+            exposed_share=self.exposed_share,
+            version=self.version,
+        )
+
+
+def read_performance(file: Path, key: ModelKey | None) -> PerformanceProfile:
+    """`key` None: whatever it was measured on (for simulations). Raises BadPerformanceFile, or OSError."""
+    with file.open("rb") as stream:
+        text = stream.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise BadPerformanceFile(f"{file}: more than {MAX_BYTES} bytes; {AGAIN}")
+    try:
+        profile = msgspec.json.decode(text, type=PerformanceProfile)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadPerformanceFile(f"{file}: {error}; {AGAIN}") from None
+    if profile.version != MODEL_VERSION:
+        raise BadPerformanceFile(f"{file}: of version {profile.version}, here is {MODEL_VERSION}; {AGAIN}")
+    if key is not None and profile.key != key:
+        raise BadPerformanceFile(f"{file}: measured on {_differences(profile.key, key)}; {AGAIN}")
+    problem = find_problem(profile.model) or _poor(profile)
+    if problem:
+        raise BadPerformanceFile(f"{file}: {problem}; {AGAIN}")
+    return profile
+
+
+def write_performance(profile: PerformanceProfile, file: Path) -> None:
+    """Atomically: a reader sees the old one or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    part.replace(file)
+
+
+def find_problem(model: PerformanceModel) -> str:
+    """What no node can have measured, or an empty string."""
+    costs = {
+        f"{part}.{name}": value
+        for part, struct in (("decode", model.decode), ("prefill", model.prefill))
+        for name, value in msgspec.structs.asdict(struct).items()
+        if isinstance(value, float)
+    }
+    for name, value in costs.items():
+        if not 0 <= value < LONGEST:
+            return f"{name} is {value}; it must be at least 0 and below {LONGEST:g}"
+    for name, link in (("to_device", model.to_device), ("from_store", model.from_store)):
+        if not (link.bandwidth > 0 and isfinite(link.bandwidth) and 0 <= link.latency < LONGEST):
+            return f"{name} is {link}; bandwidth must be positive, latency not negative"
+    if not 0 <= model.exposed_share <= 1:
+        return f"exposed_share is {model.exposed_share}; it must lie between 0 and 1"
+    if not (costs["decode.base"] + costs["decode.per_row"] > 0):
+        return "a decode step costs nothing"
+    return ""
+
+
+def _poor(profile: PerformanceProfile) -> str:
+    for name, quality in (("decode", profile.decode.quality), ("prefill", profile.prefill.quality)):
+        if not LEAST_R2 <= quality.r2 <= 1:
+            return f"R^2 of {name} is {quality.r2}; at least {LEAST_R2:g} is wanted"
+    return ""
+
+
+def _differences(found: ModelKey, wanted: ModelKey) -> str:
+    fields = [name for name in ModelKey.__struct_fields__ if getattr(found, name) != getattr(wanted, name)]
+    return ", ".join(f"{name} {getattr(found, name)!r} (here: {getattr(wanted, name)!r})" for name in fields)

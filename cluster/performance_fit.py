@@ -1,0 +1,232 @@
+"""Fits a node's performance model to measured passes (cluster.performance_model has the forms).
+
+Costs are never negative. Errors count relative to the time measured, so that short passes are forecast as well as long
+ones; repeats of a configuration count as their median, and what lies far off all the others weighs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from cluster.least_squares import nonnegative
+from cluster.performance_model import RANK_TERMS, DecodeModel, PrefillModel, RankTerm, Transfer
+
+LEAST_R2 = 0.9
+FOLDS = 5
+LEAST_SAMPLES = 12
+"""Configurations."""
+MOST_SET_ASIDE = 0.05
+"""Share of the configurations that R^2 may leave out as disturbed; they are counted in the report."""
+FAR = 6.0
+"""Robust standard deviations from which on a configuration counts as disturbed."""
+HUBER = 1.345
+ROUNDS = 20
+LEAST_ERROR = 1e-9
+"""Relative errors below it are rounding."""
+DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
+LARGEST_ERROR = 0.5
+"""A held-out error counts as no more, so that one disturbed pass does not choose the rank term."""
+
+
+class BadSample(ValueError):
+    """A measured row that can't have been measured."""
+
+
+class BadFit(ValueError):
+    """The model does not describe what was measured; `r2` says how badly."""
+
+    def __init__(self, what: str, r2: float, samples: int, reason: str = "") -> None:
+        super().__init__(
+            f"{what}: R^2 is {r2:.3f} over {samples} configurations; at least {LEAST_R2:g} is wanted. "
+            + (reason or "Measure again while the host does nothing else.")
+        )
+        self.what, self.r2, self.samples = what, r2, samples
+
+
+class DecodeSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One decode step."""
+
+    rows: int
+    contexts: int
+    """sum over rows, in tokens"""
+    max_rank: int
+    """rows times the largest rank of the batch"""
+    request_ranks: int
+    """sum over rows"""
+    adapter_ranks: int
+    """sum over distinct adapters"""
+    seconds: float
+
+
+class PrefillSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One pass over prompts."""
+
+    tokens: int
+    squares: int
+    """sum of tokens * tokens; of a chunk from b to e: e * e - b * b"""
+    token_ranks: int
+    """sum of tokens * rank"""
+    seconds: float
+
+
+class TransferSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: int
+    seconds: float
+
+
+class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How well a model describes what it was fitted to. R^2 is of the plain times, in seconds."""
+
+    r2: float
+    heldout_median_error: float
+    """relative; each configuration forecast by a model that was fitted without it"""
+    samples: int
+    """configurations"""
+    set_aside: int
+    """of these, disturbed ones that R^2 leaves out"""
+    residuals: tuple[tuple[float, float], ...]
+    """(measured, forecast) of each configuration, seconds"""
+
+
+class DecodeFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: DecodeModel
+    quality: Quality
+    heldout_by_term: dict[RankTerm, float]
+    """mean held-out error with each rank term; the least decided"""
+
+
+class PrefillFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: PrefillModel
+    quality: Quality
+
+
+class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """t = slope * term + intercept (Toppings, equation 2), by ordinary least squares."""
+
+    kernel: Literal["bgmv", "mbgmv"]
+    slope: float
+    intercept: float
+    r2: float
+    samples: int
+
+
+def fit_decode(samples: Sequence[DecodeSample], least_r2: float = LEAST_R2) -> DecodeFit:
+    """Raises BadSample, or BadFit when no rank term describes the steps."""
+    rows, seconds = _checked(samples, DECODE_FIELDS)
+    columns = {
+        term: np.column_stack([np.ones(len(rows)), rows[:, 0], rows[:, 1], rows[:, 2 + i]])
+        for i, term in enumerate(RANK_TERMS)
+    }
+    heldout = {term: _heldout(columns[term], seconds) for term in RANK_TERMS}
+    means = {term: float(np.minimum(errors, LARGEST_ERROR).mean()) for term, errors in heldout.items()}
+    best = min(RANK_TERMS, key=means.__getitem__)
+    costs, quality = _fit("decode", columns[best], seconds, heldout[best], least_r2)
+    base, per_row, per_context, per_rank = costs
+    model = DecodeModel(base, per_row, per_context, per_rank, best)
+    return DecodeFit(model, quality, means)
+
+
+def fit_prefill(samples: Sequence[PrefillSample], least_r2: float = LEAST_R2) -> PrefillFit:
+    """Raises BadSample or BadFit."""
+    rows, seconds = _checked(samples, ("tokens", "squares", "token_ranks"))
+    columns = np.column_stack([np.ones(len(rows)), rows])
+    costs, quality = _fit("prefill", columns, seconds, _heldout(columns, seconds), least_r2)
+    return PrefillFit(PrefillModel(*costs), quality)
+
+
+def fit_transfer(samples: Sequence[TransferSample]) -> Transfer:
+    """Of transfers alone on their link. Raises BadSample; BadFit when time does not grow with size."""
+    rows, seconds = _checked(samples, ("bytes",), least=2)
+    columns = np.column_stack([np.ones(len(rows)), rows])
+    latency, per_byte = _robust(columns, seconds)
+    if not per_byte > 0:
+        raise BadFit("transfer", _r2(seconds, columns @ (latency, per_byte)), len(rows), "Larger transfers are needed.")
+    return Transfer(latency, 1 / per_byte)
+
+
+def fit_paper_form(samples: Sequence[DecodeSample], kernel: Literal["bgmv", "mbgmv"]) -> PaperForm:
+    """Whatever its R^2: it is there to be compared. Raises BadSample."""
+    rows, seconds = _checked(samples, DECODE_FIELDS)
+    term = rows[:, DECODE_FIELDS.index("max_rank" if kernel == "bgmv" else "request_ranks")]
+    columns = np.column_stack([np.ones(len(rows)), term])
+    intercept, slope = nonnegative(columns, seconds).tolist()
+    return PaperForm(kernel, slope, intercept, _r2(seconds, columns @ (intercept, slope)), len(rows))
+
+
+def _checked(
+    samples: Sequence[msgspec.Struct], fields: tuple[str, ...], least: int = LEAST_SAMPLES
+) -> tuple[np.ndarray, np.ndarray]:
+    """(f64[n, fields], seconds f64[n]) of the distinct configurations, in order; repeats are their median."""
+    found: dict[tuple[float, ...], list[float]] = {}
+    for index, sample in enumerate(samples):
+        row = tuple(float(getattr(sample, field)) for field in fields)
+        seconds = float(sample.seconds)  # type: ignore[attr-defined]
+        if not (np.isfinite(row).all() and min(row) >= 0 and 0 < seconds < np.inf):
+            raise BadSample(f"sample {index}: {sample}: counts must not be negative, seconds positive, all finite")
+        found.setdefault(row, []).append(seconds)
+    if len(found) < least:
+        raise BadSample(f"{len(found)} configurations were measured; at least {least} are needed")
+    rows = sorted(found)
+    return np.array(rows), np.array([np.median(found[row]) for row in rows])
+
+
+def _fit(
+    what: str, columns: np.ndarray, seconds: np.ndarray, heldout: np.ndarray, least_r2: float
+) -> tuple[list[float], Quality]:
+    costs = _robust(columns, seconds)
+    forecast = columns @ costs
+    kept = ~_disturbed(forecast / seconds - 1)
+    r2 = _r2(seconds[kept], forecast[kept])
+    if not r2 >= least_r2:
+        raise BadFit(what, r2, len(seconds))
+    pairs = tuple(zip(seconds.tolist(), forecast.tolist(), strict=True))
+    return costs, Quality(r2, float(np.median(heldout)), len(seconds), int((~kept).sum()), pairs)
+
+
+def _robust(columns: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Least squares of relative errors, in which large ones count by their size rather than its square (Huber)."""
+    weights = 1 / seconds
+    costs = nonnegative(columns * weights[:, None], seconds * weights)
+    for _ in range(ROUNDS):
+        errors = np.abs(columns @ costs / seconds - 1)
+        bound = HUBER * max(_spread(errors), LEAST_ERROR)
+        weights = np.sqrt(bound / np.maximum(errors, bound)) / seconds
+        before, costs = costs, nonnegative(columns * weights[:, None], seconds * weights)
+        if np.allclose(columns @ before, columns @ costs, rtol=1e-6):
+            break
+    return [float(cost) for cost in costs]
+
+
+def _heldout(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """f64[n]: relative error of each configuration, forecast by a fit to the other folds."""
+    order = np.random.default_rng(0).permutation(len(seconds))
+    errors = np.zeros(len(seconds))
+    for fold in range(FOLDS):
+        out = order[fold::FOLDS]
+        rest = np.setdiff1d(order, out)
+        errors[out] = np.abs(columns[out] @ _robust(columns[rest], seconds[rest]) / seconds[out] - 1)
+    return errors
+
+
+def _disturbed(errors: np.ndarray) -> np.ndarray:
+    """bool[n]: the farthest off, a small share at most."""
+    size = np.abs(errors)
+    far = size > FAR * max(_spread(size), LEAST_ERROR)
+    most = int(MOST_SET_ASIDE * len(errors))
+    worst = np.zeros(len(errors), bool)
+    worst[np.argsort(-size)[:most]] = True
+    return np.asarray(far & worst)
+
+
+def _spread(sizes: np.ndarray) -> float:
+    """A standard deviation, of errors' absolute values, that outliers do not move."""
+    return 1.4826 * float(np.median(sizes))
+
+
+def _r2(seconds: np.ndarray, forecast: np.ndarray) -> float:
+    whole = float(((seconds - seconds.mean()) ** 2).sum())
+    return 1 - float(((seconds - forecast) ** 2).sum()) / whole if whole > 0 else -np.inf

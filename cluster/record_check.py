@@ -1,0 +1,99 @@
+"""What a gateway believes of a node's record.
+
+The cluster secret says that the sender belongs to the cluster, not that what it says is right: a broken node must not
+make every placement wrong, and no node may have the gateway send prompts and the secret to a host that is not itself.
+Its performance model is another matter (cluster.model_check): one that can't be reckoned with is left out.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from urllib.parse import urlsplit
+
+from cluster.limits import Bucket
+from cluster.messages import NodeRecord
+
+ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)
+STATES = ("warming", "ready", "draining")
+MOST = 1 << 53
+RECORDS_PER_SECOND = 60.0
+"""Of one node; a node sends at most 50."""
+BURST_SECONDS = 2.0
+MOST_RATES = 4096
+
+
+class BadRecord(ValueError):
+    """The record contradicts itself or its sender; the message says in what."""
+
+
+def check_record(record: NodeRecord, peer: str, allowed_hosts: Collection[str]) -> None:
+    """`peer`: the address that it came from. Raises BadRecord."""
+    if not ID.fullmatch(record.id):
+        raise BadRecord(f"id: expected 1 to 253 letters, digits and . _ : -, found {record.id[:60]!r}")
+    if not 0 < len(record.epoch) <= 200:
+        raise BadRecord("epoch: expected 1 to 200 characters")
+    if record.state not in STATES:
+        raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {record.state[:60]!r}")
+    for field, value in _integers(record):
+        least = -1 if field == "batch_slots" else 0
+        if not least <= value <= MOST:
+            raise BadRecord(f"{field}: {value} is below {least} or above 2^53")
+    tpot = record.tightest_tpot
+    if tpot is not None and not 0 < tpot < math.inf:
+        raise BadRecord(f"tightest_tpot: {tpot} is no time")
+    _check_url(record.url, peer, allowed_hosts)
+
+
+def _integers(record: NodeRecord) -> Iterator[tuple[str, int]]:
+    for field in record.__struct_fields__:
+        value = getattr(record, field)
+        if isinstance(value, int):
+            yield field, value
+        elif isinstance(value, list) and value and isinstance(value[0], int):
+            yield field, min(value)
+            yield field, max(value)
+
+
+def _check_url(url: str, peer: str, allowed_hosts: Collection[str]) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise BadRecord(f"url: expected http://HOST:PORT, found {url[:100]!r}")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise BadRecord(f"url: expected a host and a port alone, found {url[:100]!r}")
+    if parts.hostname not in allowed_hosts and _address(parts.hostname) != _address(peer):
+        raise BadRecord(
+            f"url: {parts.hostname} is neither the address that the record came from ({peer}) nor in gateway.node_hosts"
+        )
+
+
+def _address(host: str) -> str:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)
+
+
+class RecordRates:
+    """Bounds how often one node's records are looked at. `clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def allows(self, node_id: str) -> bool:
+        now, capacity = self._clock(), RECORDS_PER_SECOND * BURST_SECONDS
+        bucket = self._buckets.setdefault(node_id, Bucket(RECORDS_PER_SECOND, capacity, now))
+        self._buckets.move_to_end(node_id)
+        if len(self._buckets) > MOST_RATES:
+            self._buckets.popitem(last=False)
+        bucket.adjust(RECORDS_PER_SECOND, capacity, now)
+        if bucket.wait(1) > 0:
+            return False
+        bucket.change(-1)
+        return True

@@ -1,0 +1,10 @@
+-- A gateway worker lives.
+-- KEYS: workers, version
+-- ARGV: worker, time after which a silent one is forgotten
+-- Returns the version of the picture of the nodes
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return tonumber(redis.call('GET', KEYS[2]) or '0')

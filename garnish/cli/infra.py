@@ -1,0 +1,161 @@
+"""`garnish infra`: node pools of the service file, by Terraform."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+
+if TYPE_CHECKING:
+    from garnish.screen import Screen
+    from infra.workspace import PlanNote
+
+CHANGES = 2
+"""Exit code of `plan --detailed-exitcode` when there is something to do."""
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True, help="Node pools of the service file: plan, apply, destroy, show.")
+    for command in (render, plan, apply, destroy, show):
+        group.command()(command)
+    app.add_typer(group, name="infra")
+
+
+def render(
+    out: Annotated[Path, typer.Option("--out", help="Directory for the root module and what it uses.")],
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    as_json: AsJson = False,
+) -> None:
+    """Write the Terraform files, for those who run Terraform themselves."""
+    from garnish.provision import render_to
+    from garnish.screen import Screen
+
+    screen = Screen(as_json)
+    files = render_to(file, state, out)
+    for path in files:
+        screen.line(str(path))
+    screen.result({"files": [str(path) for path in files]})
+
+
+def plan(
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    detailed: Annotated[
+        bool, typer.Option("--detailed-exitcode", help="Exit with 0 when there is nothing to do, with 2 for changes.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what would be made, changed and destroyed, and save that plan."""
+    from garnish.provision import Provision
+    from garnish.screen import Screen
+
+    with Screen(as_json) as screen:
+        note = Provision(file, state).plan(screen.progress)
+        screen.end_progress()
+        _show(note, screen)
+        if note.changes:
+            screen.line("the plan is saved: `garnish infra apply` carries it out")
+        screen.result(_result(note))
+    if detailed and note.changes:
+        raise typer.Exit(CHANGES)
+
+
+def apply(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, yes: Yes = False, as_json: AsJson = False) -> None:
+    """Carry out exactly the saved plan."""
+    from garnish.provision import Provision
+    from garnish.screen import Screen
+
+    with Screen(as_json) as screen:
+
+        def confirm(note: PlanNote) -> None:
+            screen.end_progress()
+            _show(note, screen)
+            if note.changes:
+                _ask(f"carry out {len(note.changes)} changes?", screen, yes)
+
+        note = Provision(file, state).apply(confirm, screen.progress)
+        screen.end_progress()
+        screen.line(f"applied: {_summary(note)}")
+        screen.result(_result(note))
+
+
+def destroy(
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    yes: Yes = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if the gateway can't drain the nodes first.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Drain all nodes of the pools and destroy everything that was made for them."""
+    from garnish.provision import Provision
+    from garnish.screen import Screen
+
+    with Screen(as_json) as screen:
+
+        def confirm(note: PlanNote) -> None:
+            screen.end_progress()
+            _show(note, screen)
+            _ask(f"destroy all {len(note.changes)}?", screen, yes)
+
+        note = Provision(file, state).destroy(confirm, screen.progress, force=force)
+        screen.end_progress()
+        screen.line(f"destroyed: {len(note.changes)}" if note.changes else "there is nothing to destroy")
+        screen.result(_result(note))
+
+
+def show(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+    """Show the pools: what is desired, what lives, and where the two differ."""
+    from garnish.provision import Provision
+    from garnish.screen import Screen
+
+    with Screen(as_json) as screen:
+        pools = Provision(file, state).show()
+        rows = [
+            [
+                pool.pool, pool.backend, f"{pool.min} {pool.desired} {pool.max}",
+                ", ".join(f"{node} {state}" for node, state in pool.nodes.items()) or "-",
+                "; ".join(pool.drift) or "-",
+            ]
+            for pool in pools
+        ]  # fmt: skip
+        screen.table(["POOL", "BACKEND", "MIN DESIRED MAX", "NODES", "DRIFT"], rows)
+        screen.result({"pools": pools})
+
+
+def _show(note: PlanNote, screen: Screen) -> None:
+    from garnish.provision import changes_shown
+
+    screen.table(["ACTION", "POOL", "RESOURCE", "REASON", "COSTS MONEY"], changes_shown(note.changes))
+    screen.line(_summary(note))
+
+
+def _summary(note: PlanNote) -> str:
+    counts = dict.fromkeys(("create", "change", "replace", "destroy"), 0)
+    for change in note.changes:
+        counts[change.action] += 1
+    told = [f"{count} to {action}" for action, count in counts.items() if count]
+    costing = sum(change.cost for change in note.changes)
+    return ", ".join(told) + (f" ({costing} bear on cost)" if costing else "") if told else "nothing to do"
+
+
+def _result(note: PlanNote) -> dict[str, object]:
+    return {"changes": note.changes, "made_for": note.made_for, "destroy": note.destroy}
+
+
+def _ask(question: str, screen: Screen, yes: bool) -> None:
+    """Raises FrontDoorError when there is nobody to ask, Exit when the answer is no."""
+    from garnish.errors import FrontDoorError
+
+    if yes:
+        return
+    if screen.as_json or not sys.stdin.isatty():
+        raise FrontDoorError(f"{question} Nobody can be asked: say --yes")
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)

@@ -1,0 +1,193 @@
+"""From serverless.yml to the stack of node pools that `infra` renders."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adapters.errors import InvalidRequest
+from adapters.s3_url import S3Place, parse_s3_url
+from garnish.config import ServiceFile
+from garnish.credentials import FILE_NAME, read_credentials
+from garnish.errors import ServiceFileError, StartError
+from garnish.settings import registry_of, secret_file_of
+from garnish.up.prepare import local_url
+from infra.instances import gpus_of
+from infra.memory_need import check_fits, need_of
+from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack
+from node_agent.config import EngineConfig
+
+PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
+REMOTE_MODEL = "/var/lib/garnish-data/model"
+"""Where an instance's user data puts the base model: a folder of the model's name in here."""
+ADAPTER_MEMORY = next(
+    int(field.default) for field in msgspec.structs.fields(EngineConfig) if field.name == "adapter_memory"
+)
+
+
+def stack_of(service: ServiceFile, state: Path) -> Stack:
+    """`state` is absolute. Raises FrontDoorError."""
+    return Stack(
+        service=service.service,
+        pools=tuple(
+            Pool(
+                name=name,
+                backend=pool.backend,
+                min=pool.min,
+                desired=pool.desired,
+                max=pool.max,
+                instance_type=pool.instance_type,
+                scale_to_zero_after=pool.scale_to_zero_after,
+            )
+            for name, pool in service.node_pools.items()
+        ),
+        local=_local_host(service, state),
+        aws=_aws_host(service, state),
+        registry=_registry_bucket(service),
+        state=_s3_state(service),
+    )
+
+
+def infra_directory(service: ServiceFile, state: Path) -> Path:
+    """Where the root modules of this service file's state are kept on this host."""
+    written = service.infra.state
+    if written is None or written.startswith("s3://"):
+        return state / "infra" / service.service
+    return service.path(written) / service.service
+
+
+def gateway_url_of(service: ServiceFile, state: Path) -> str:
+    """What nodes of this host report to: as the file says, else where the gateway of this state listens."""
+    if service.infra.gateway_url is not None:
+        return service.infra.gateway_url
+    known = read_credentials(state / FILE_NAME)
+    return known.url if known is not None else local_url(service.gateway.host, service.gateway.port)
+
+
+def _local_host(service: ServiceFile, state: Path) -> LocalHost:
+    return LocalHost(
+        program=PROGRAM,
+        service_file=str(service.file.absolute()),
+        state=str(state),
+        gateway_url=gateway_url_of(service, state),
+        secret_file=str(secret_file_of(service, state).absolute()),
+        registry=registry_of(service, state),
+        revision=_revision(service),
+    )
+
+
+def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
+    """None for a service without pools in AWS, whatever infra.aws says."""
+    aws = service.infra.aws
+    if aws is None or all(pool.backend != "aws" for pool in service.node_pools.values()):
+        return None
+    if service.infra.gateway_url is None:
+        raise ServiceFileError(
+            service.file, None, "infra.gateway_url", "nodes in AWS must be told where the gateway is"
+        )
+    if service.registry is None or not service.registry.startswith("s3://"):
+        raise ServiceFileError(service.file, None, "registry", "nodes in AWS need a registry on S3, s3://bucket/prefix")
+    return AwsHost(
+        region=aws.region,
+        vpc_id=aws.vpc_id,
+        subnet_ids=tuple(aws.subnet_ids),
+        gateway_security_group_id=aws.gateway_security_group_id,
+        gateway_url=service.infra.gateway_url,
+        secret_parameter=aws.secret_parameter,
+        secret_kms_key_arn=aws.secret_kms_key_arn,
+        package=aws.package,
+        image_parameter=aws.image_parameter,
+        model_source=aws.model_source,
+        node_file=node_file(service, state),
+        volume_gib=aws.volume_gib,
+        target_group_arns=tuple(aws.target_group_arns),
+        tags=tuple(sorted(aws.tags.items())),
+    )
+
+
+def node_file(service: ServiceFile, state: Path) -> str:
+    """The service file of a node elsewhere, as JSON: what it reads, and nothing of tenants, functions or secrets."""
+    node = msgspec.to_builtins(service.node)
+    simulate = {name: value for name, value in node.pop("simulate").items() if value not in (None, 1)}
+    stated = {name: value for name, value in node.items() if value is not None}
+    if simulate:
+        raise ServiceFileError(service.file, None, "node.simulate", "a simulated link is for a node without a GPU")
+    source = service.infra.aws.model_source if service.infra.aws is not None else service.base_model
+    model = f"{REMOTE_MODEL}/{Path(source).name}"
+    read = {"service": service.service, "base_model": model, "registry": registry_of(service, state), "node": stated}
+    return msgspec.json.encode(read, order="sorted").decode()
+
+
+def base_config(service: ServiceFile) -> dict[str, Any]:
+    """The base model's config.json; of a Hugging Face id only that file is fetched. Raises StartError."""
+    file = service.path(service.base_model) / "config.json"
+    try:
+        if not file.is_file():
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(service.base_model, "config.json", etag_timeout=10))
+        config: dict[str, Any] = msgspec.json.decode(file.read_bytes())
+        return config
+    except (ImportError, OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise StartError(
+            f"base_model: the config.json of {service.base_model} is needed to tell whether a node fits on a GPU, and "
+            f"can't be had ({reason}); name a directory that holds it"
+        ) from None
+
+
+def check_memory(service: ServiceFile) -> None:
+    """Raises FrontDoorError when a pool's GPUs are unknown, or too small for a node."""
+    pools = {name: pool for name, pool in service.node_pools.items() if pool.backend == "aws"}
+    if not pools:
+        return
+    node, config = service.node, base_config(service)
+    need = need_of(
+        config,
+        dtype=node.dtype,
+        adapter_memory=node.adapter_memory if node.adapter_memory is not None else ADAPTER_MEMORY,
+        kv_memory=node.kv_memory,
+    )
+    for name, pool in pools.items():
+        field = f"node_pools.{name}"
+        kind = pool.instance_type or ""
+        check_fits(field, kind, gpus_of(kind, f"{field}.instance_type"), need)
+
+
+def _registry_bucket(service: ServiceFile) -> RegistryBucket | None:
+    if service.registry is None or not service.registry.startswith("s3://"):
+        return None
+    place = _s3_place(service, "registry", service.registry)
+    managed = service.infra.aws is not None and service.infra.aws.registry_bucket == "managed"
+    return RegistryBucket(bucket=place.bucket, prefix=place.prefix, managed=managed)
+
+
+def _revision(service: ServiceFile) -> str:
+    """Of what a node reads from the file, and of the program that it runs."""
+    base = service.path(service.base_model)
+    read = [service.node, str(base) if base.exists() else service.base_model, version("garnish")]
+    return hashlib.sha256(msgspec.json.encode(read)).hexdigest()[:16]
+
+
+def _s3_state(service: ServiceFile) -> S3State | None:
+    written = service.infra.state or ""
+    if not written.startswith("s3://"):
+        if "://" in written:
+            raise ServiceFileError(
+                service.file, None, "infra.state", "expected a directory's path or s3://bucket/prefix"
+            )
+        return None
+    place = _s3_place(service, "infra.state", written)
+    return S3State(place.bucket, place.prefix)
+
+
+def _s3_place(service: ServiceFile, field: str, url: str) -> S3Place:
+    try:
+        return parse_s3_url(url)
+    except InvalidRequest as error:
+        raise ServiceFileError(service.file, None, field, str(error)) from None

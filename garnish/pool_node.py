@@ -1,0 +1,118 @@
+"""A node of a local pool, as Terraform's provisioners start and end it.
+
+`python -m garnish.pool_node create|stop SPEC`; the module local_pool makes SPEC, a JSON text. `serve SPEC` is the node.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from garnish.settings import SERVICE_STOP_SECONDS, run_directory
+from garnish.up.logs import bound_log, fresh_log, last_problem, log_of
+from infra.local.proc import is_alive
+from infra.local.processes import NodeKey, StillRunning, remember, stop
+from node_agent.supervisor import STOP_SLACK
+
+START_SECONDS = 60.0
+"""Until the node's API process listens for its engine; the base model warms after that."""
+STOP_SECONDS = SERVICE_STOP_SECONDS + STOP_SLACK + 5.0
+"""The node itself ends its longest call first."""
+POLL_SECONDS = 0.05
+LOG_SECONDS = 5.0
+"""Between two looks at the size of the log."""
+
+
+class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the module local_pool passes. All paths are absolute."""
+
+    service: str
+    pool: str
+    node: str
+    service_file: str
+    state: str
+    gateway_url: str
+    secret_file: str
+
+    @property
+    def key(self) -> NodeKey:
+        return NodeKey(state=self.state, service=self.service, pool=self.pool, node=self.node)
+
+
+class CreateError(Exception):
+    """The node's process did not get up."""
+
+
+def create(spec: Spec) -> None:
+    """Start the node, detached, and wait until its processes talk to each other. Raises CreateError."""
+    stop(spec.key, STOP_SECONDS)  # what an interrupted creation has left, and whatever of it was lost
+    state = Path(spec.state)
+    socket = run_directory(state, spec.node) / "engine.sock"
+    socket.unlink(missing_ok=True)
+    (state / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = fresh_log(state, spec.node)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "garnish.pool_node", "serve", msgspec.json.encode(spec).decode()],
+            cwd=state,
+            env={**os.environ, **spec.key.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # it outlives terraform, and Ctrl-C at the terminal is not for it
+        )
+    running = remember(spec.key, process.pid)
+    deadline = time.monotonic() + START_SECONDS
+    while running is not None and is_alive(running) and not socket.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    if running is None or not is_alive(running) or not socket.exists():
+        stop(spec.key, 0.0)
+        raise CreateError(f"{spec.node} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})")
+
+
+def serve(spec: Spec) -> None:
+    """`garnish node`, in this process, beside a thread that keeps its log from growing without end."""
+    log = log_of(Path(spec.state), spec.node)
+    threading.Thread(target=_keep_bounded, args=(log,), name="log", daemon=True).start()
+    from garnish.cli.main import main as command_line
+
+    command_line(
+        [
+            "node", "-f", spec.service_file, "--state", spec.state, "--gateway", spec.gateway_url,
+            "--secret-file", spec.secret_file, "--node-id", spec.node,
+        ]
+    )  # fmt: skip
+
+
+def _keep_bounded(log: Path) -> None:
+    while True:
+        time.sleep(LOG_SECONDS)
+        bound_log(log)
+
+
+def main() -> int:
+    action, text = sys.argv[1:]
+    spec = msgspec.json.decode(text, type=Spec)
+    try:
+        if action == "create":
+            create(spec)
+        elif action == "stop":
+            stop(spec.key, STOP_SECONDS)
+        elif action == "serve":
+            serve(spec)
+        else:
+            raise SystemExit(f"expected create, stop or serve, found {action!r}")
+    except (CreateError, StillRunning) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""`garnish infra`: what each command does, between the service file, Terraform and the gateway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from garnish.client import Client
+from garnish.config import ServiceFile, load_service_file
+from garnish.connection import find_connection
+from garnish.drain import drain, known_nodes
+from garnish.errors import FrontDoorError, GarnishError
+from garnish.node_pools import check_memory, infra_directory, stack_of
+from garnish.pool_node import STOP_SECONDS
+from infra.changes import Change
+from infra.errors import InfraError
+from infra.local.processes import NodeKey, running_nodes, stop
+from infra.stack import Stack
+from infra.terraform import find_program, missing_credentials
+from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs
+
+DRAIN_SECONDS = 600.0
+"""Calls that are still open then get the node's own time to end, at TERM."""
+DEAD = "its process has died"
+Tell = Callable[[str], None]
+
+
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
+    pool: str
+    backend: str
+    min: int
+    desired: int
+    """As serverless.yml says now."""
+    max: int
+    applied: int | None
+    """As was last applied; None: the pool was never made."""
+    nodes: dict[str, str] = {}
+    """Of a local pool: each node's state as the gateway sees it, `alive` where that can't be asked, or `dead`."""
+    drift: list[str] = []
+
+
+class Provision:
+    """One command's view: the file, its stack and the directory where Terraform works."""
+
+    def __init__(self, file: Path, state: Path) -> None:
+        self.state = state.absolute()
+        self.service: ServiceFile = load_service_file(file)
+        self.stack: Stack = stack_of(self.service, self.state)
+        with told():
+            check_memory(self.service)
+            check_credentials(self.stack)
+            self.made_for = digest_of(self.stack, file.read_bytes())
+            self.workspace = Workspace(infra_directory(self.service, self.state), find_program())
+
+    def plan(self, tell: Tell) -> PlanNote:
+        with told(), self.workspace.held():
+            tell("preparing terraform")
+            self.workspace.open(self.stack)
+            tell("planning")
+            return self.workspace.plan(self.stack, self.made_for, self.dead())
+
+    def apply(self, confirm: Callable[[PlanNote], None], tell: Tell) -> PlanNote:
+        """The saved plan; `confirm` is shown it first, and raises to stop."""
+        with told(), self.workspace.held():
+            note = self.workspace.saved(self.made_for)
+            confirm(note)
+            self._drain_what_goes(note, tell)
+            self._carry_out(tell)
+            return note
+
+    def destroy(self, confirm: Callable[[PlanNote], None], tell: Tell, *, force: bool) -> PlanNote:
+        """Everything, after the nodes have been drained. Raises FrontDoorError."""
+        with told(), self.workspace.held():
+            tell("preparing terraform")
+            self.workspace.open(self.stack)
+            note = self.workspace.plan(self.stack, self.made_for, destroy=True)
+            if note.changes:
+                confirm(note)
+                self._drain_all(tell, force)
+            self._carry_out(tell)
+            return note
+
+    def show(self) -> list[PoolStatus]:
+        with told(), self.workspace.held():
+            self.workspace.open(self.stack)
+            values = self.workspace.state()
+        seen = self._seen_nodes()
+        applied = outputs(values, "pools") or {}
+        alive = {key.node for key in self._running(local_nodes(values))}
+        found = []
+        for pool in self.stack.pools:
+            known: dict[str, Any] | None = applied.get(pool.name)
+            names = known.get("nodes", []) if known else []
+            nodes = {name: seen.get(name, "alive") if name in alive else "dead" for name in names}
+            found.append(
+                PoolStatus(
+                    pool=pool.name,
+                    backend=pool.backend,
+                    min=pool.min,
+                    desired=pool.desired,
+                    max=pool.max,
+                    applied=known["desired"] if known else None,
+                    nodes=nodes,
+                    drift=_drift(pool.desired, known, nodes),
+                )
+            )
+        return [*found, *_undeclared(applied, {pool.name for pool in self.stack.pools})]
+
+    def dead(self) -> dict[str, str]:
+        """Addresses of nodes in the state that should go on but whose process has ended."""
+        nodes = local_nodes(self.workspace.state())
+        alive = {key.node for key in self._running(nodes)}
+        wanted = set(declared_nodes(self.stack))
+        return {address: DEAD for node, address in nodes.items() if node in wanted and node not in alive}
+
+    def _running(self, nodes: dict[str, str]) -> list[NodeKey]:
+        keys = [
+            NodeKey(state=str(self.state), service=self.stack.service, pool=node.rpartition("-")[0], node=node)
+            for node in nodes
+        ]
+        return list(running_nodes(self.state, self.stack.service, keys))
+
+    def _carry_out(self, tell: Tell) -> None:
+        try:
+            self.workspace.apply(lambda event: _progress(event, tell))
+        finally:
+            self._end_strays(tell)
+
+    def _end_strays(self, tell: Tell) -> None:
+        """Processes of this service's pools that the state does not hold: what a creation that failed may leave."""
+        kept = local_nodes(self.workspace.state())
+        for key in self._running({}):
+            if key.node not in kept:
+                tell(f"{key.node}: ending a process that no state holds")
+                stop(key, STOP_SECONDS)
+
+    def _drain_what_goes(self, note: PlanNote, tell: Tell) -> None:
+        going = [change.resource for change in note.changes if change.action in ("destroy", "replace")]
+        try:
+            if going:
+                with self._client() as client:
+                    drain(client, going, DRAIN_SECONDS, tell)
+        except GarnishError as error:
+            tell(f"the gateway can't drain {', '.join(going)} ({error.type}); they drain at their own end")
+
+    def _drain_all(self, tell: Tell, force: bool) -> None:
+        nodes = local_nodes(self.workspace.state())
+        if not self.stack.aws_pools and not self._running(nodes):
+            return
+        try:
+            with self._client() as client:
+                own = {node for node in known_nodes(client) if _of_pools(node, self.stack) or node in nodes}
+                drain(client, own, DRAIN_SECONDS, tell)
+        except GarnishError as error:
+            if not force:
+                raise FrontDoorError(
+                    f"the nodes can't be drained, for the gateway does not answer as it should ({error}); "
+                    "nothing was destroyed. --force destroys without it"
+                ) from error
+            tell(f"not drained: {error}")
+
+    def _seen_nodes(self) -> dict[str, str]:
+        """States by node; empty where the gateway can't be asked."""
+        try:
+            with self._client() as client:
+                return {name: str(node.record["state"]) for name, node in known_nodes(client).items()}
+        except GarnishError:
+            return {}
+
+    def _client(self) -> Client:
+        return Client(connection=find_connection(None, None, os.environ, state=self.state, admin=True))
+
+
+def check_credentials(stack: Stack) -> None:
+    """Named here, before terraform looks in vain for minutes; their values are never read. Raises InfraError."""
+    if not stack.aws_pools and stack.state is None:
+        return
+    import boto3
+
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        raise InfraError(missing_credentials())
+    if stack.state is not None and session.region_name is None:
+        raise InfraError("infra.state: the bucket's region is missing: set AWS_REGION, or a region in the profile")
+
+
+def render_to(file: Path, state: Path, out: Path) -> list[Path]:
+    """The root module for people who run Terraform themselves; returns the files. Needs no terraform."""
+    from infra.render import write_root
+
+    service = load_service_file(file)
+    with told():
+        write_root(stack_of(service, state.absolute()), out)
+    return sorted(path for path in out.rglob("*") if path.is_file() and path.suffix in (".tf", ".json", ".tftpl"))
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Failures of `infra` as those that the command line shows in one line."""
+    try:
+        yield
+    except InfraError as error:
+        raise FrontDoorError(str(error)) from error
+
+
+def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:
+    return [
+        [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
+        for change in changes
+    ]
+
+
+def _progress(event: dict[str, Any], tell: Tell) -> None:
+    """One line per resource that begins, ends or fails; long ones say that they go on."""
+    hook = event.get("hook") or {}
+    resource = hook.get("resource") or {}
+    name = resource.get("resource_key") or resource.get("addr", "")
+    action = hook.get("action", "").replace("delete", "destroy")  # one word for it everywhere
+    seconds = hook.get("elapsed_seconds", 0)
+    match event.get("type"):
+        case "apply_start":
+            tell(f"{name}: {action}")
+        case "apply_progress":
+            tell(f"{name}: {action} for {seconds} s")
+        case "apply_complete":
+            tell(f"{name}: {action} done")
+        case "apply_errored":
+            tell(f"{name}: {action} failed")
+
+
+def _drift(desired: int, applied: dict[str, Any] | None, nodes: dict[str, str]) -> list[str]:
+    found = [f"{name} has died" for name, state in nodes.items() if state == "dead"]
+    if applied is None:
+        found.append("not applied yet")
+    elif applied["desired"] != desired:
+        found.append(f"desired is {desired}, applied {applied['desired']}")
+    return found
+
+
+def _undeclared(applied: dict[str, Any], declared: set[str]) -> Iterator[PoolStatus]:
+    for name in sorted(set(applied) - declared):
+        known = applied[name]
+        yield PoolStatus(
+            pool=name, backend=known["backend"], min=0, desired=0, max=0, applied=known["desired"],
+            nodes=dict.fromkeys(known.get("nodes", []), "undeclared"), drift=["no longer declared"],
+        )  # fmt: skip
+
+
+def _of_pools(node: str, stack: Stack) -> bool:
+    """Whether an instance of an aws pool calls itself so: POOL-INSTANCE-..."""
+    return any(node.startswith(f"{pool.name}-i-") for pool in stack.aws_pools)

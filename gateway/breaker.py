@@ -1,0 +1,92 @@
+"""Nodes that can't be talked to get nothing for a while, then one request to see.
+
+A record says that a node can reach the gateway; only a call says that the gateway can reach the node. After THRESHOLD
+failures in a row the node's circuit is open: nothing goes there for a second, and for twice the time after each probe
+that failed. Then one request at a time may try; when it is served the circuit is closed. Every worker sees for
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from cluster.node_table import NodeTable
+
+THRESHOLD = 3
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds."""
+
+Circuit = Literal["closed", "open", "half_open"]
+
+
+def _nobody(_: str) -> None:
+    return None
+
+
+class _Breaker:
+    def __init__(self) -> None:
+        self.failures = 0
+        self.pause = FIRST_PAUSE / 2
+        self.until = 0.0
+        self.probing = False
+
+
+class Breakers:
+    """By node and its epoch: a process that was started anew is another one. `clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float], opened: Callable[[str], None] = _nobody) -> None:
+        """`opened` is told of each node whose circuit opens."""
+        self._clock = clock
+        self._opened = opened
+        self._failing: dict[tuple[str, str], _Breaker] = {}
+
+    def blocked(self, nodes: NodeTable) -> frozenset[str]:
+        """Ids of nodes that get nothing now."""
+        if not self._failing:
+            return frozenset()
+        for node_id, epoch in list(self._failing):
+            row = nodes.row(node_id)
+            if row is None or nodes.record(row).epoch != epoch:
+                del self._failing[node_id, epoch]
+        now = self._clock()
+        return frozenset(
+            node_id
+            for (node_id, _), breaker in self._failing.items()
+            if breaker.failures >= THRESHOLD and (breaker.probing or now < breaker.until)
+        )
+
+    def circuit(self, node_id: str, epoch: str) -> Circuit:
+        breaker = self._failing.get((node_id, epoch))
+        if breaker is None or breaker.failures < THRESHOLD:
+            return "closed"
+        return "half_open" if self._clock() >= breaker.until else "open"
+
+    def begin(self, node_id: str, epoch: str) -> None:
+        """A request goes there."""
+        breaker = self._failing.get((node_id, epoch))
+        if breaker is not None and breaker.failures >= THRESHOLD:
+            breaker.probing = True
+
+    def answered(self, node_id: str, epoch: str) -> None:
+        """It serves."""
+        self._failing.pop((node_id, epoch), None)
+
+    def failed(self, node_id: str, epoch: str) -> None:
+        """It can't be talked to."""
+        breaker = self._failing.setdefault((node_id, epoch), _Breaker())
+        was_open = breaker.failures >= THRESHOLD
+        breaker.failures += 1
+        if breaker.failures < THRESHOLD or (was_open and self._clock() < breaker.until):
+            return  # those that were on their way when it opened say nothing new
+        breaker.probing = False
+        breaker.pause = min(2 * breaker.pause, LONGEST_PAUSE)
+        breaker.until = self._clock() + breaker.pause
+        if not was_open:
+            self._opened(node_id)
+
+    def undecided(self, node_id: str, epoch: str) -> None:
+        """The request waits in the node's queue, or has ended by no fault of the node: another one may try."""
+        breaker = self._failing.get((node_id, epoch))
+        if breaker is not None:
+            breaker.probing = False

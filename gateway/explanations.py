@@ -1,0 +1,145 @@
+"""How the latest requests were placed, so that it can be asked afterwards. Bounded, and shared fairly by tenants."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+import msgspec
+
+from gateway.scheduling.decision import Decision, Outcome, Picture
+from gateway.scheduling.request import PlacementRequest
+
+MAX_PLACEMENTS = 4096
+"""Some 4 kB each."""
+MAX_OF_CALL = 16
+"""Of one call, which may have many choices, each of them placed twice."""
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """One decision, as it is kept."""
+
+    request: PlacementRequest
+    outcome: Outcome
+    node: str | None
+    policy: str
+    at: float
+    """Unix time."""
+    took: float
+    """Seconds."""
+    tries: int
+    excluded: tuple[str, ...]
+    picture: Picture | None
+
+    def decision(self) -> Decision:
+        wanted = self.request
+        return Decision(
+            outcome=self.outcome,
+            node=self.node,
+            policy=self.policy,
+            at=self.at,
+            took=self.took,
+            tries=self.tries,
+            excluded=list(self.excluded),
+            prompt_tokens=wanted.prompt_tokens,
+            max_tokens=wanted.max_tokens,
+            expected_tokens=wanted.answer_tokens,
+            rank=wanted.rank,
+            adapter_bytes=wanted.adapter_bytes,
+            slo_class=wanted.slo_class,
+            ttft=wanted.ttft,
+            tpot=wanted.tpot,
+            candidates=self.picture.candidates(wanted) if self.picture else [],
+            more=self.picture.more if self.picture else 0,
+        )
+
+
+class PlacedCall(msgspec.Struct, frozen=True):
+    """Whose placements they are."""
+
+    id: str
+    """The invocation's."""
+    request_id: str
+    """As in `x-request-id`."""
+    tenant: str
+    function: str
+
+
+class Explained(msgspec.Struct):
+    call: PlacedCall
+    placements: list[Placement] = []
+    left_out: int = 0
+    """Further placements of this call that were not kept."""
+
+
+class ExplanationStore(Protocol):
+    """Async because several gateway processes may share one that lives elsewhere."""
+
+    async def keep(self, call: PlacedCall, placement: Placement) -> None: ...
+
+    async def find(self, wanted: str, tenant: str | None) -> Explained | None:
+        """`wanted`: an invocation's id, the id of one of its generations, or a request id (then the latest call that
+        had it). `tenant`: whose call it must be; None: anybody's."""
+        ...
+
+
+class _Tenant:
+    def __init__(self) -> None:
+        self.calls: OrderedDict[str, None] = OrderedDict()
+        self.placements = 0
+
+
+class MemoryExplanations:
+    """Of this process. Whoever has more than an equal share makes room first: no tenant can push out another's."""
+
+    def __init__(self, max_placements: int = MAX_PLACEMENTS) -> None:
+        self._max_placements = max_placements
+        self._placements = 0
+        self._calls: OrderedDict[str, Explained] = OrderedDict()
+        self._tenants: dict[str, _Tenant] = {}
+        self._named: dict[tuple[str | None, str], str] = {}
+        """(tenant, request id) -> its latest call; and (None, request id) -> anybody's"""
+
+    async def keep(self, call: PlacedCall, placement: Placement) -> None:
+        known = self._calls.get(call.id) or self._add(call)
+        if len(known.placements) == MAX_OF_CALL:
+            known.left_out += 1
+            return
+        known.placements.append(placement)
+        self._placements += 1
+        self._tenants[call.tenant].placements += 1
+        while self._placements > self._max_placements:
+            self._drop(call.tenant)
+
+    async def find(self, wanted: str, tenant: str | None) -> Explained | None:
+        return self.find_here(wanted, tenant)
+
+    def find_here(self, wanted: str, tenant: str | None) -> Explained | None:
+        for name in (wanted, wanted.rpartition("-")[0], self._named.get((tenant, wanted))):
+            found = self._calls.get(name) if name else None
+            if found is not None and tenant in (None, found.call.tenant):
+                return found
+        return None
+
+    def _add(self, call: PlacedCall) -> Explained:
+        self._tenants.setdefault(call.tenant, _Tenant()).calls[call.id] = None
+        for whose in (call.tenant, None):
+            self._named[whose, call.request_id] = call.id
+        self._calls[call.id] = Explained(call)
+        return self._calls[call.id]
+
+    def _drop(self, adding: str) -> None:
+        """The oldest call of the tenant that adds, if it has more than its share; else the oldest of all."""
+        share = max(MAX_OF_CALL, self._max_placements // len(self._tenants))
+        own = self._tenants.get(adding)
+        oldest = next(iter(self._calls if own is None or own.placements <= share else own.calls))
+        dropped = self._calls.pop(oldest)
+        call, theirs = dropped.call, self._tenants[dropped.call.tenant]
+        del theirs.calls[oldest]
+        theirs.placements -= len(dropped.placements)
+        self._placements -= len(dropped.placements)
+        if not theirs.calls:
+            del self._tenants[call.tenant]
+        for whose in (call.tenant, None):
+            if self._named.get((whose, call.request_id)) == oldest:
+                del self._named[whose, call.request_id]

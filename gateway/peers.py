@@ -1,0 +1,174 @@
+"""What the gateway's workers tell and ask each other: changes of functions and tenants, forced ends, what was called.
+
+Nothing waits for it. While Redis is away the messages wait, and go out when it is back. A worker that starts knows only
+what is told from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from cluster.redis_link import RedisAway, RedisLink
+from gateway.last_hour import Counts
+
+CHANNEL = "peers"
+MAX_WAITING = 10_000
+"""Messages; the oldest is forgotten."""
+MAX_TOGETHER = 200
+"""Messages that are sent as one."""
+TICK = 1.0
+"""Seconds between two tellings of what was counted."""
+ANSWER_SECONDS = 0.5
+"""Longest wait for the others' answer to a question."""
+
+log = logging.getLogger("gateway")
+
+
+class Changed(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
+    """Nothing that was known of the function is valid any more."""
+
+    tenant: str
+    function: str
+
+
+class TenantChanged(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
+    tenant: str
+
+
+class Revoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
+    """Generations of the function are to end now."""
+
+    tenant: str
+    function: str
+    reason: str
+
+
+class Called(msgspec.Struct, frozen=True, array_like=True, tag="called"):
+    """The tenant had this adapter run, for the first time as far as the teller knows."""
+
+    tenant: str
+    digest: str
+
+
+class Counted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
+    tenant: str
+    function: str
+    counts: Counts
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
+    """How was this call placed? `tenant`: whose it must be; None: anybody's."""
+
+    number: str
+    call: str
+    tenant: str | None
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
+    number: str
+    reply: bytes
+    """JSON of gateway.explain_schema.ExplainReply."""
+
+
+Message = Changed | TenantChanged | Revoked | Called | Counted | Asked | Answered
+
+
+class _Letter(msgspec.Struct, frozen=True, array_like=True):
+    worker: str
+    messages: list[Message]
+
+
+class Peers:
+    """Of one worker. Without a link there are no others."""
+
+    def __init__(self, link: RedisLink | None) -> None:
+        self._link = link
+        self._waiting: deque[Message] = deque(maxlen=MAX_WAITING)
+        self._some = asyncio.Event()
+        self.on_message: Callable[[Message], None] = _ignore
+        self.collect: Callable[[], list[Message]] = list
+        """What was counted since it was last asked."""
+        self._asked: dict[str, asyncio.Future[bytes]] = {}
+        self._decoder = msgspec.msgpack.Decoder(_Letter)
+        if link is not None:
+            link.on_message[CHANNEL] = self._heard
+
+    def tell(self, message: Message) -> None:
+        if self._link is not None:
+            self._waiting.append(message)
+            self._some.set()
+
+    async def ask(self, call: str, tenant: str | None) -> bytes | None:
+        """The answer of whoever knows the call; None when nobody says that it does."""
+        if self._link is None or not self._link.is_up:
+            return None
+        number = secrets.token_hex(8)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.tell(Asked(number, call, tenant))
+            await asyncio.wait([answer], timeout=ANSWER_SECONDS)
+            return answer.result() if answer.done() else None
+        finally:
+            del self._asked[number]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Messages go out as long as the context lasts."""
+        if self._link is None:
+            yield
+            return
+        tasks = [asyncio.create_task(work) for work in (self._send(self._link), self._tick())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            for message in self.collect():
+                self.tell(message)
+
+    async def _send(self, link: RedisLink) -> None:
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            while self._waiting:
+                letter = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOGETHER))]
+                while not await self._sent(link, letter):
+                    await link.wait_until_up(TICK)
+
+    async def _sent(self, link: RedisLink, letter: list[Message]) -> bool:
+        try:
+            await link.send(CHANNEL, msgspec.msgpack.encode(_Letter(link.worker, letter)))
+        except RedisAway:
+            await asyncio.sleep(0.01)  # a link that comes and goes must not make this a busy loop
+            return False
+        return True
+
+    def _heard(self, data: bytes) -> None:
+        try:
+            letter = self._decoder.decode(data)
+        except msgspec.DecodeError as error:  # a worker of another version, in the middle of a reload
+            log.warning("a message of another gateway worker is not understood: %s", error)
+            return
+        if self._link is None or letter.worker == self._link.worker:
+            return
+        for message in letter.messages:
+            if not isinstance(message, Answered):
+                self.on_message(message)
+            elif (answer := self._asked.get(message.number)) is not None and not answer.done():
+                answer.set_result(message.reply)
+
+
+def _ignore(_: Message) -> None:
+    return None

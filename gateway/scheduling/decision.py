@@ -1,0 +1,189 @@
+"""What a placement saw and chose, kept so that it can be told later.
+
+Taking it costs a few gathers of numbers; they are turned into words only when somebody asks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from cluster.node_table import ABSENT, DEVICE, TIERS, NodeTable
+from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.scores import Scores
+
+MOST_CANDIDATES = 16
+"""Told of one placement: the chosen one and the best of the others."""
+
+Outcome = Literal["placed", "overloaded", "unavailable"]
+TIER_NAMES = {number: name for name, number in TIERS.items()} | {ABSENT: "absent"}
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A node that was able to serve the request. Times are in seconds; null where the policy does not reckon with
+    them."""
+
+    node: str
+    chosen: bool
+    age: float | None
+    """Since the record that it was judged by came in."""
+    tier: Literal["device", "host", "disk", "absent"]
+    """Where the adapter was, as far as was known; `device` for the base alone."""
+    running: int
+    queued: int
+    reserved: int
+    """Places given away there that no record had told of yet."""
+    model: Literal["measured", "assumed"]
+    """Whether the terms come from the node's own performance model."""
+    model_problem: str | None
+    """Why the one that it publishes is not used."""
+    prefill: float | None = None
+    """What the prompt adds to the prompts that wait."""
+    exposed_load: float | None = None
+    """What the first token waits for the adapter's bytes."""
+    decode: float | None = None
+    """What the request adds to every step."""
+    step: float | None = None
+    """A decode step with the request in the batch."""
+    wait: float | None = None
+    """Before its prompt is begun."""
+    ttft: float | None = None
+    """From its placement to its first token."""
+    spreading: float | None = None
+    """Charged for one more copy of the adapter."""
+    total: float | None = None
+    """The least wins; null where it is infinite, see `broken`."""
+    broken: list[str] = []
+    """Which promises would be."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """One placement. Times are in seconds."""
+
+    outcome: Outcome
+    node: str | None
+    policy: str
+    at: float
+    """Unix time."""
+    took: float
+    tries: int
+    """Choices made: another request may take the place that was chosen."""
+    excluded: list[str]
+    """Nodes that had failed this request."""
+    prompt_tokens: int
+    max_tokens: int
+    expected_tokens: float
+    rank: int
+    adapter_bytes: int
+    slo_class: str
+    ttft: float | None
+    """What was left of the promise when the request was placed."""
+    tpot: float | None
+    candidates: list[Candidate]
+    more: int
+    """Candidates that are not told."""
+
+
+SCORED = ("prefill", "exposed_load", "decode", "step", "wait", "ttft", "spreading", "total")
+FIELDS = ("age", "running", "queued", "reserved", "modelled", "tier", *SCORED, "tpot_limit")
+
+
+class Picture(msgspec.Struct):
+    """The candidates of one choice, as they were then."""
+
+    nodes: list[str]
+    problems: list[str | None]
+    values: np.ndarray
+    """f64[FIELDS, candidates]; NaN: not known"""
+    chosen: int | None
+    """index"""
+    more: int
+
+    def candidates(self, request: PlacementRequest) -> list[Candidate]:
+        return [self._candidate(index, request) for index in range(len(self.nodes))]
+
+    def _candidate(self, index: int, request: PlacementRequest) -> Candidate:
+        told = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
+        known = {name: value if math.isfinite(value) else None for name, value in told.items()}
+        return Candidate(
+            node=self.nodes[index],
+            chosen=index == self.chosen,
+            age=known["age"],
+            tier=TIER_NAMES[int(told["tier"])],  # type: ignore[arg-type]
+            running=int(told["running"]),
+            queued=int(told["queued"]),
+            reserved=int(told["reserved"]),
+            model="measured" if told["modelled"] else "assumed",
+            model_problem=self.problems[index],
+            broken=_broken(told, request),
+            **{name: known[name] for name in SCORED},
+        )
+
+
+def picture(
+    nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest, row: int | None, scores: Scores | None
+) -> Picture:
+    """`row`: the chosen one."""
+    shown = _best(nodes, candidates, row, scores)
+    rows = candidates[shown]
+    values = np.full((len(FIELDS), rows.size), np.nan)
+    values[0] = nodes.now - nodes.heard[rows]
+    for index, name in enumerate(FIELDS[1:5], 1):
+        values[index] = getattr(nodes, name)[rows]
+    if scores is None:
+        tiers = nodes.tiers(request.digest) if request.digest else {}
+        away = ABSENT if request.digest else DEVICE
+        values[5] = [tiers.get(where, away) for where in rows.tolist()]
+    else:
+        made = scores.terms
+        columns = (
+            made.tier,
+            made.prefill,
+            made.exposed,
+            made.decode,
+            made.step,
+            made.wait,
+            made.ttft,
+            scores.spreading,
+        )
+        for index, column in enumerate((*columns, scores.totals, made.tpot_limit), 5):
+            if column is not None:
+                values[index] = column[shown]
+    listed = rows.tolist()
+    return Picture(
+        nodes=[nodes.ids[where] or "" for where in listed],
+        problems=[nodes.model_problem(where) for where in listed],
+        values=values,
+        chosen=None if row is None else listed.index(row),
+        more=candidates.size - len(listed),
+    )
+
+
+def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Scores | None) -> np.ndarray:
+    """Indices of those to be told, the best first."""
+    order = scores.totals if scores is not None else nodes.requests[candidates]
+    if candidates.size > MOST_CANDIDATES:
+        shown = np.argpartition(order, MOST_CANDIDATES - 1)[:MOST_CANDIDATES]
+    else:
+        shown = np.arange(candidates.size)
+    shown = shown[np.argsort(order[shown], kind="stable")]
+    if row is not None:
+        chosen = int(np.searchsorted(candidates, row))
+        if chosen not in shown:
+            shown[-1] = chosen
+    return shown
+
+
+def _broken(told: dict[str, float], request: PlacementRequest) -> list[str]:
+    if math.isnan(told["step"]):
+        return []
+    reasons = []
+    if not told["step"] <= told["tpot_limit"]:
+        whose = "its own" if request.tpot == told["tpot_limit"] else "another request's there"
+        reasons.append(f"a step of {told['step']:.4g} s breaks {told['tpot_limit']:.4g} s between tokens, {whose}")
+    if request.ttft is not None and not told["ttft"] <= request.ttft:
+        reasons.append(f"a first token after {told['ttft']:.4g} s breaks its own {request.ttft:.4g} s")
+    return reasons

@@ -1,0 +1,72 @@
+"""How long answers become: learnt per function from those that ended; a request's own is not known beforehand."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+MEMORY = 20
+"""Answers that a mean looks back on: the first ones count equally, later ones with 1/MEMORY each."""
+MAX_FUNCTIONS = 65_536
+MAX_TENANTS = 8_192
+
+K = TypeVar("K")
+
+
+class _Mean:
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.value, self.count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, MEMORY)
+        self.value += (value - self.value) / self.count
+
+
+class _Means(Generic[K]):
+    """Of the keys that were added to last."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._means: OrderedDict[K, _Mean] = OrderedDict()
+
+    def add(self, key: K, value: float) -> None:
+        mean = self._means.get(key)
+        if mean is None:
+            mean = self._means[key] = _Mean()
+            if len(self._means) > self._limit:
+                self._means.popitem(last=False)
+        self._means.move_to_end(key)
+        mean.add(value)
+
+    def get(self, key: K) -> float | None:
+        mean = self._means.get(key)
+        return None if mean is None else mean.value
+
+
+class ResponseLengths:
+    def __init__(self, *, max_functions: int = MAX_FUNCTIONS, max_tenants: int = MAX_TENANTS) -> None:
+        self._functions: _Means[tuple[str, str]] = _Means(max_functions)
+        self._tenants: _Means[str] = _Means(max_tenants)
+        self._all = _Mean()
+
+    def note(self, tenant: str, function: str, tokens: int) -> None:
+        """An answer ended by itself, or at its `max_tokens`."""
+        self._functions.add((tenant, function), tokens)
+        self._tenants.add(tenant, tokens)
+        self._all.add(tokens)
+
+    def expected(self, tenant: str, function: str, max_tokens: int) -> float:
+        """Tokens: as the function's answers, else its tenant's, else everybody's; while there are none, half of
+        `max_tokens`. From 1 to `max_tokens`."""
+        known = self._functions.get((tenant, function))
+        if known is None:
+            known = self._tenants.get(tenant)
+        if known is None:
+            known = self._all.value if self._all.count else max_tokens / 2
+        return max(1.0, min(known, float(max_tokens)))
+
+    def typical(self) -> float:
+        """Of everybody's answers; 0 while there are none."""
+        return self._all.value

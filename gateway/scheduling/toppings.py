@@ -1,0 +1,34 @@
+"""Algorithm 1 of Toppings to the letter, for comparison.
+
+    total = (d_prefill / average response length + d_decode [+ penalty where decode(there + request) > SLO])
+            * (running + waiting)
+
+Where the adapter is does not count, every idle node costs 0, and of equals the first one wins. The penalty is finite:
+with infinity an idle node that breaks the SLO would cost infinity * 0. Reserved places count as waiting requests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.node_table import NodeTable
+from gateway.scheduling.cost import terms
+from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.scores import Scores, ScoringPolicy
+
+PENALTY = 1e6
+"""Seconds per token."""
+
+
+class Toppings(ScoringPolicy):
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+        with np.errstate(all="ignore"):
+            made = terms(nodes, candidates, request)
+            cost = made.prefill / (request.typical_tokens or made.answer) + made.decode
+            if request.tpot is not None:  # by decode(there + request), all of whom the algorithm takes for running
+                broken = nodes.decode_there[candidates] + made.decode > request.tpot
+                cost = cost + np.where(broken, PENALTY, 0.0)
+            totals = cost * (made.requests - 1.0)
+            totals = np.where(totals >= 0.0, totals, np.inf)
+        self.last = Scores(made, totals)
+        return int(candidates[totals.argmin()])

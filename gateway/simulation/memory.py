@@ -1,0 +1,105 @@
+"""The adapters on a node, by tier, as `node_agent/adapter_memory` keeps them: least recently used goes first.
+
+Sizes are in bytes and pages are not modelled, so a little more fits than on a real node (docs/adapter-memory.md).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from cluster.node_table import ABSENT, DEVICE, HOST
+
+
+@dataclass(slots=True)
+class Entry:
+    """An adapter that has room on the device."""
+
+    digest: str
+    bytes: int
+    leases: int = 0
+    ready: bool = False
+    """A cold prompt may be computed; what is missing arrives in time."""
+    whole: bool = False
+
+
+class AdapterMemory:
+    def __init__(self, device_bytes: int, host_bytes: int | None, slots: int) -> None:
+        """`host_bytes` None: every adapter is in host memory."""
+        self.host_bytes, self._slots = host_bytes, slots
+        self.device: OrderedDict[str, Entry] = OrderedDict()
+        self.host: OrderedDict[str, int] = OrderedDict()
+        self.free = device_bytes
+        """with what idle adapters hold"""
+        self._unused = device_bytes
+        self.changed: set[str] = set()
+        """whose tier, or whether they are leased, may be another since this was last emptied"""
+        self._host_used = 0
+
+    def tier(self, digest: str) -> int:
+        entry = self.device.get(digest)
+        if entry is not None and entry.whole:
+            return DEVICE
+        return HOST if self.in_host(digest) else ABSENT
+
+    def leases(self, digest: str) -> int:
+        entry = self.device.get(digest)
+        return 0 if entry is None else entry.leases
+
+    def in_host(self, digest: str) -> bool:
+        return self.host_bytes is None or digest in self.host
+
+    def lease(self, digest: str, size: int) -> Entry | None:
+        """An entry with one lease more, which may be on its way; None: no room that idle adapters could give."""
+        entry = self.device.get(digest)
+        if entry is None:
+            if size > self.free or not self._make_room(size):
+                return None
+            entry = self.device[digest] = Entry(digest, size)
+            self._unused -= size
+            self.free -= size
+        elif not entry.leases:
+            self.free -= entry.bytes
+        entry.leases += 1
+        self.device.move_to_end(digest)
+        self.changed.add(digest)
+        return entry
+
+    def release(self, entry: Entry) -> None:
+        entry.leases -= 1
+        if not entry.leases:
+            self.free += entry.bytes
+            self.changed.add(entry.digest)
+
+    def arrived(self, digest: str) -> None:
+        """All of it is on the device."""
+        entry = self.device[digest]
+        entry.ready = entry.whole = True
+        self.changed.add(digest)
+
+    def keep_in_host(self, digest: str, size: int) -> None:
+        """Of an adapter that came from the store. What was used longest ago makes room."""
+        if self.host_bytes is None:
+            return
+        while self.host and self._host_used + size > self.host_bytes:
+            gone, freed = self.host.popitem(last=False)
+            self._host_used -= freed
+            self.changed.add(gone)
+        self.host[digest] = size
+        self._host_used += size
+        self.changed.add(digest)
+
+    def touch(self, digest: str) -> None:
+        if digest in self.host:
+            self.host.move_to_end(digest)
+
+    def _make_room(self, size: int) -> bool:
+        """Evicts idle adapters, least recently used first."""
+        while self._unused < size or len(self.device) >= self._slots:
+            victim = next((entry for entry in self.device.values() if not entry.leases and entry.whole), None)
+            if victim is None:
+                return False
+            del self.device[victim.digest]
+            self._unused += victim.bytes
+            self.changed.add(victim.digest)
+        return True

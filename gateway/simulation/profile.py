@@ -1,0 +1,85 @@
+"""What a simulated node is: a performance model, and the limits and memory of a node.
+
+Committed ones lie in `profiles/` and go by their names; any other is a file of the same form.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cluster.performance_model import MODEL_VERSION, PerformanceModel
+
+FOLDER = Path(__file__).with_name("profiles")
+
+
+class ProfileError(ValueError):
+    """The profile can't be used; names the file and what is wrong."""
+
+
+class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes are in bytes, times in seconds."""
+
+    title: str
+    source: Literal["measured", "papers", "assumed"]
+    notes: str = ""
+    """where the numbers are from"""
+    performance: PerformanceModel
+    one_pass: bool = True
+    """Decode rows and prompt chunks are computed in one pass, which reads the base's weights once; else prompts first,
+    by themselves, while the decode rows wait."""
+    max_rows: int = 32
+    chunk_tokens: int = 512
+    queue_limit: int = 256
+    max_context: int = 4096
+    block_tokens: int = 16
+    kv_tokens: int
+    adapter_memory: int | None
+    """None: every adapter is on the device from the beginning"""
+    adapter_slots: int = 256
+    host_memory: int | None = None
+    """None: every adapter is in host memory from the beginning"""
+    bytes_per_rank: int
+    """of an adapter, where the trace does not tell its size"""
+    overhead: float = 0.0
+    """before the first token of a request: gateway, network, the node's own processes"""
+
+    def __post_init__(self) -> None:
+        if self.performance.version != MODEL_VERSION:
+            raise ValueError(f"performance.version is {self.performance.version}; {MODEL_VERSION} is served")
+        decode, prefill = self.performance.decode, self.performance.prefill
+        for name, model in (("decode", decode), ("prefill", prefill)):
+            for field in model.__struct_fields__:
+                value = getattr(model, field)
+                if isinstance(value, float) and not 0 <= value < 1e6:
+                    raise ValueError(f"performance.{name}.{field} must be at least 0, and finite, not {value}")
+        if decode.base <= 0 or prefill.base + prefill.per_token <= 0:
+            raise ValueError("a decode step and a prompt token must take time: decode.base and prefill must be above 0")
+        for name in ("max_rows", "chunk_tokens", "queue_limit", "max_context", "block_tokens", "kv_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for link in ("to_device", "from_store"):
+            transfer = getattr(self.performance, link)
+            if transfer.bandwidth <= 0 or transfer.latency < 0:
+                raise ValueError(f"performance.{link}: the bandwidth must be above 0 and the latency at least 0")
+        if not 0 <= self.performance.exposed_share <= 1:
+            raise ValueError(f"performance.exposed_share must be between 0 and 1, not {self.performance.exposed_share}")
+
+
+def profile_names() -> list[str]:
+    """Of the committed profiles."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
+def load_profile(name: str) -> NodeProfile:
+    """A committed profile by its name, or a file. Raises ProfileError."""
+    file = FOLDER / f"{name}.json" if name in profile_names() else Path(name)
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=NodeProfile)
+    except FileNotFoundError:
+        known = ", ".join(profile_names())
+        raise ProfileError(f"profile {name!r} is neither a file nor one of the committed ones ({known})") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ProfileError(f"profile {file}: {error}") from None

@@ -1,0 +1,40 @@
+"""Columns that a reader has found, as the requests of a trace."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gateway.simulation.job import TraceRequest
+from gateway.simulation.traces.laws import Laws, rank_of, zipf
+
+MAX_REQUESTS = 20_000_000
+DEFAULT_FUNCTIONS = 100
+
+
+def single_requests(times: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, laws: Laws) -> list[TraceRequest]:
+    """Of a trace that has each request's time (s) and lengths, but names no function."""
+    if not len(times):
+        return []
+    order = np.argsort(times, kind="stable")
+    times, prompts, outputs = times[order] - times[order[0]], prompts[order], outputs[order]
+    if laws.rate is not None and times[-1] > 0:
+        times = times * (len(times) / times[-1] / laws.rate)
+    if laws.seconds is not None:
+        times = times[times < laws.seconds]
+    count = laws.functions or DEFAULT_FUNCTIONS
+    called = zipf(len(times), count, np.random.default_rng((laws.seed, 2)))
+    return rows(times, called, np.zeros(count, np.int64), prompts, outputs, laws)
+
+
+def rows(
+    times: np.ndarray, called: np.ndarray, owners: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, laws: Laws
+) -> list[TraceRequest]:
+    """`called` i64[n]: functions; `owners` i64[functions]: tenants. `times` ascend."""
+    ranks, names = rank_of(laws, len(owners)).tolist(), [f"f{i}" for i in range(len(owners))]
+    tenants = [f"t{owner}" for owner in owners.tolist()]
+    return [
+        TraceRequest(at, names[f], ranks[f], prompt, output, tenants[f])
+        for at, f, prompt, output in zip(
+            times.tolist(), called.tolist(), prompts.tolist(), outputs.tolist(), strict=False
+        )
+    ]

@@ -1,0 +1,54 @@
+"""What traces do not tell is drawn, by laws that are stated here and with a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+
+MEAN_OUTPUT = 128
+
+
+@dataclass(frozen=True)
+class Laws:
+    """Of one reading of a trace."""
+
+    seed: int = 0
+    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    """of functions, in turn, by a drawn order"""
+    functions: int | None = None
+    """MAF: as many, each with the counts of a function drawn from the trace. Traces that name no functions: as many,
+    called by Zipf's law with exponent 1; 100 by default."""
+    rate: float | None = None
+    """Mean requests/s. Counts are multiplied (and drawn from Poisson's law), times of single requests are stretched."""
+    seconds: float | None = None
+    """Only requests before this"""
+    mean_output: int = MEAN_OUTPUT
+    skip_top: int = 0
+    """MAF: without so many of the busiest functions"""
+
+
+def rank_of(laws: Laws, functions: int) -> np.ndarray:
+    """i64[functions]: every rank equally often, in an order that is drawn."""
+    order = np.random.default_rng((laws.seed, 1)).permutation(functions)
+    return np.asarray(laws.ranks, np.int64)[order % len(laws.ranks)]
+
+
+def chat_prompts(n: int, rng: np.random.Generator) -> np.ndarray:
+    """i64[n]: log-normal with 90 % at most 256 tokens and 99 % at most 1,024; cut at 2,048."""
+    low, high = 1.2815515655, 2.3263478740  # the normal quantiles of 0.9 and 0.99
+    sigma = log(1024 / 256) / (high - low)
+    drawn = np.rint(rng.lognormal(log(256) - low * sigma, sigma, n))
+    return np.clip(drawn, 1, 2048).astype(np.int64)
+
+
+def outputs(n: int, mean: int, rng: np.random.Generator) -> np.ndarray:
+    """i64[n]: geometric, cut at four times the mean."""
+    return np.minimum(rng.geometric(1 / mean, n), 4 * mean).astype(np.int64)
+
+
+def zipf(n: int, functions: int, rng: np.random.Generator) -> np.ndarray:
+    """i64[n]: functions; the k-th is called in proportion to 1/k."""
+    weight = 1 / np.arange(1, functions + 1)
+    return rng.choice(functions, n, p=weight / weight.sum())

@@ -1,0 +1,43 @@
+"""A log line for each call that ended well, from which `garnish logs --trace` makes a trace."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+
+from cluster.messages import Done, GenerateRequest
+
+CALL = "call ended"
+"""The line's message."""
+
+log = logging.getLogger("gateway.calls")
+
+
+class Call(msgspec.Struct, frozen=True):
+    at: float
+    """Unix time at which it was received."""
+    tenant: str
+    digest: str
+    """Of the adapter version; empty for the base alone."""
+    rank: int
+    bytes: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def log_call(request: GenerateRequest, done: Done, received: float) -> None:
+    """`received`: monotonic seconds. Neither prompt nor answer is in the line."""
+    adapter = request.adapter
+    call = Call(
+        at=round(time.time() - (time.monotonic() - received), 4),
+        tenant=request.tenant,
+        digest=adapter.digest if adapter else "",
+        rank=max(adapter.ranks, default=0) if adapter else 0,
+        bytes=adapter.bytes if adapter else 0,
+        prompt_tokens=done.prompt_tokens,
+        output_tokens=done.completion_tokens,
+    )
+    if call.output_tokens:
+        log.info(CALL, extra={"invocation": request.id, "call": msgspec.to_builtins(call)})

@@ -1,0 +1,37 @@
+"""What an autoscaler acts through: a pool's size, asked for and set."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from infra.errors import InfraError
+
+
+class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
+    min: int
+    desired: int
+    max: int
+    live: int
+    """Nodes, or instances, that are there now, whether they can serve yet or not."""
+
+
+class Throttled(InfraError):
+    """Asked too often; the next round tries again."""
+
+
+class PoolDriver(Protocol):
+    """Calls may block; every one of them is bounded. They raise InfraError."""
+
+    def size(self, pool: str) -> PoolSize: ...
+
+    def set_desired(self, pool: str, size: int) -> None:
+        """Refuses a size outside the pool's bounds."""
+        ...
+
+
+def check_bounds(pool: str, size: int, known: PoolSize) -> None:
+    """Raises InfraError."""
+    if not known.min <= size <= known.max:
+        raise InfraError(f"node_pools.{pool}: the size {size} is outside its bounds, {known.min} to {known.max}")

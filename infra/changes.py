@@ -1,0 +1,105 @@
+"""What a saved plan would do, row by row: which resource, what happens to it, why, and whether it costs money."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+ACTIONS = {
+    ("create",): "create",
+    ("update",): "change",
+    ("delete", "create"): "replace",
+    ("create", "delete"): "replace",
+    ("delete",): "destroy",
+}
+COST_BEARING = frozenset({"aws_autoscaling_group", "aws_s3_bucket", "aws_instance", "aws_ebs_volume"})
+"""Resource types that are billed for themselves; the group's instances are what costs most."""
+
+REASONS = {
+    "replace_because_tainted": "its creation did not end well",
+    "replace_because_cannot_update": "can't be changed in place",
+    "replace_by_triggers": "the nodes' settings have changed",
+    "replace_by_request": "asked for",
+    "delete_because_no_resource_config": "no longer declared",
+    "delete_because_no_module": "no longer declared",
+    "delete_because_each_key": "fewer nodes are desired",
+    "delete_because_count_index": "fewer are desired",
+    "delete_because_wrong_repetition": "no longer declared in this form",
+    "delete_because_no_move_target": "no longer declared",
+}
+_MODULE = re.compile(r"module\.pool_([A-Za-z0-9_-]+)")
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    action: str
+    """create, change, replace or destroy"""
+    pool: str | None
+    """None: a resource of no single pool."""
+    resource: str
+    """A node's id, or Terraform's type and name."""
+    address: str
+    reason: str
+    cost: bool
+
+
+def changes_of(
+    shown: Mapping[str, Any], pools: Mapping[str, str], dead: Mapping[str, str], *, destroy: bool = False
+) -> list[Change]:
+    """Rows of a plan as `terraform show -json` gives it.
+
+    `pools` maps modules to pools; `dead` maps addresses to what became of their process.
+    """
+    found = []
+    for entry in shown.get("resource_changes", ()):
+        action = ACTIONS.get(tuple(entry["change"]["actions"]))
+        if action is not None and entry.get("mode", "managed") == "managed":
+            found.append(_change(entry, action, pools, dead, destroy))
+    return sorted(found, key=lambda change: (change.pool or "", _natural(change.address)))
+
+
+def _change(
+    entry: Mapping[str, Any], action: str, pools: Mapping[str, str], dead: Mapping[str, str], destroy: bool
+) -> Change:
+    address = str(entry["address"])
+    module = _MODULE.match(address)
+    key = entry.get("index")
+    return Change(
+        action=action,
+        pool=pools.get(module[0].removeprefix("module."), module[1]) if module else None,
+        resource=str(key) if entry["type"] == "terraform_data" and key is not None else _short(entry),
+        address=address,
+        reason=dead.get(address) or ("everything is destroyed" if destroy else _reason(entry, action)),
+        cost=entry["type"] in COST_BEARING,
+    )
+
+
+def _reason(entry: Mapping[str, Any], action: str) -> str:
+    told = REASONS.get(str(entry.get("action_reason", "")))
+    changed = _changed(entry["change"])
+    if action == "replace" and "triggers_replace" in changed:
+        return REASONS["replace_by_triggers"]
+    if told is not None:
+        named = action == "replace" and told == REASONS["replace_because_cannot_update"] and changed
+        return f"{told}: {', '.join(changed)}" if named else told
+    if action == "create":
+        return "not there yet"
+    return f"differs in {', '.join(changed)}" if changed else "differs"
+
+
+def _changed(change: Mapping[str, Any]) -> list[str]:
+    """Names of the attributes that are to differ; their values may be long, and are in the plan itself."""
+    before, after = change.get("before") or {}, change.get("after") or {}
+    return sorted(name for name in after if before.get(name) != after[name])
+
+
+def _short(entry: Mapping[str, Any]) -> str:
+    index = entry.get("index")
+    return f"{entry['type']}.{entry['name']}" + (f"[{index}]" if index is not None else "")
+
+
+def _natural(address: str) -> list[tuple[int, str]]:
+    """here-2 before here-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", address)]

@@ -1,0 +1,27 @@
+"""What goes wrong with node pools; the text is meant for the operator."""
+
+from __future__ import annotations
+
+
+class InfraError(Exception):
+    """Something that the operator must know or mend; nothing was left half-told."""
+
+
+class TerraformMissing(InfraError):
+    """No usable terraform or tofu on PATH."""
+
+
+class StateLocked(InfraError):
+    """Someone else works on this state."""
+
+
+class StalePlan(InfraError):
+    """The saved plan is not for what there is now."""
+
+
+class TerraformFailed(InfraError):
+    """terraform ended with an error of its own; the message repeats what it said."""
+
+
+class Interrupted(InfraError):
+    """Ctrl-C: terraform has saved its state and ended."""

@@ -1,0 +1,78 @@
+"""Whether a GPU can hold what a node needs at least, from the base model's config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from adapters.base_model import projection_widths
+from infra.errors import InfraError
+from infra.instances import Gpus
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MIN_KV_TOKENS = 8192
+"""Of running requests together, where the file states no kv_memory; at most one request of the longest context."""
+RUNTIME = 1 << 30
+"""Bytes for the driver's context, kernels and activations."""
+GIB = float(1 << 30)
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on the device."""
+
+    weights: int
+    adapters: int
+    kv: int
+    runtime: int = RUNTIME
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.adapters + self.kv + self.runtime
+
+
+def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_memory: int | None) -> Need:
+    """`config` is the base model's config.json; `dtype` as the file has it. Raises InfraError for an unknown dtype."""
+    item = ITEM_BYTES.get(dtype_of(config, dtype))
+    if item is None:
+        raise InfraError(f"base_model: its dtype {dtype_of(config, dtype)!r} is none of {', '.join(ITEM_BYTES)}")
+    kv = kv_memory if kv_memory is not None else least_kv_tokens(config) * kv_bytes_per_token(config, item)
+    return Need(weights=parameters(config) * item, adapters=adapter_memory, kv=kv)
+
+
+def dtype_of(config: Mapping[str, Any], dtype: str) -> str:
+    if dtype != "auto":
+        return dtype
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def least_kv_tokens(config: Mapping[str, Any]) -> int:
+    return min(MIN_KV_TOKENS, int(config["max_position_embeddings"]))
+
+
+def parameters(config: Mapping[str, Any]) -> int:
+    """Of a Llama-like model: projections, norms, embeddings, and a head of its own unless it is tied."""
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    widths = projection_widths(dict(config))
+    biases = sum(d_out for _, d_out in widths[:3]) if config.get("model_type") == "qwen2" else 0
+    layer = sum(d_in * d_out for d_in, d_out in widths) + biases + 2 * hidden
+    embedding = int(config["vocab_size"]) * hidden
+    return layers * layer + hidden + embedding * (1 if config.get("tie_word_embeddings") else 2)
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], item: int) -> int:
+    """Keys and values of all layers."""
+    widths = projection_widths(dict(config))
+    return int(config["num_hidden_layers"]) * (widths[1][1] + widths[2][1]) * item
+
+
+def check_fits(field: str, instance_type: str, gpus: Gpus, need: Need) -> None:
+    """Raises InfraError, with the numbers, when a node does not fit on one GPU of the instance."""
+    if need.total > gpus.memory:
+        raise InfraError(
+            f"{field}: a node does not fit on the {gpus.name} of {instance_type}: it needs {need.total / GIB:.1f} GiB "
+            f"({need.weights / GIB:.1f} base model, {need.adapters / GIB:.1f} adapter_memory, {need.kv / GIB:.1f} keys "
+            f"and values, {need.runtime / GIB:.1f} runtime), and a GPU has {gpus.memory / GIB:.1f} GiB; "
+            "choose a larger type, or less adapter_memory or kv_memory"
+        )

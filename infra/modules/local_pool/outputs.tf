@@ -1,0 +1,4 @@
+output "nodes" {
+  description = "Ids of the pool's nodes, as the gateway shows them."
+  value       = local.nodes
+}

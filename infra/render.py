@@ -1,0 +1,131 @@
+"""From a stack to a Terraform root module: JSON in a stable order, fit for review, and the modules that it uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from infra.aws_modules import aws_parts
+from infra.errors import InfraError
+from infra.stack import Pool, S3State, Stack, check_stack, module_name
+from infra.text import literal
+
+MODULES = Path(__file__).with_name("modules")
+ROOT_FILE = "main.tf.json"
+STATE_FILE = "terraform.tfstate"
+REQUIRED_VERSION = ">= 1.10"
+"""Locks of a state on S3 without a table came with 1.10, in Terraform and OpenTofu alike."""
+NOTE = "Made by `garnish infra render` from serverless.yml: edit that file, not this one."
+
+Block = dict[str, Any]
+
+
+def render(stack: Stack) -> Block:
+    """The root module. Raises InfraError for a stack that can't be."""
+    check_stack(stack)
+    parts = aws_parts(stack)
+    modules = {module_name(pool.name): _local_module(stack, pool) for pool in stack.local_pools}
+    modules |= parts.modules
+    terraform: Block = {"required_version": REQUIRED_VERSION, "backend": _backend(stack)}
+    if parts.providers:
+        terraform["required_providers"] = parts.required_providers
+    root: Block = {"//": NOTE, "terraform": terraform}
+    if parts.providers:
+        root["provider"] = parts.providers
+    if modules:
+        root["module"] = {name: modules[name] for name in sorted(modules)}
+    root["output"] = {
+        "service": {"value": literal(stack.service), "description": "The service that these pools belong to."},
+        "pools": {
+            "value": {pool.name: _pool_output(pool) for pool in sorted(stack.pools, key=lambda pool: pool.name)},
+            "description": "Bounds, desired size and nodes of each pool.",
+        },
+    }
+    return root
+
+
+def text_of(root: Block) -> str:
+    return json.dumps(root, indent=2, ensure_ascii=False) + "\n"
+
+
+def write_root(stack: Stack, directory: Path) -> str:
+    """Write the root module and the modules it uses; what else lies in the directory stays. Returns the root's text."""
+    root = render(stack)
+    text = text_of(root)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_modules(directory / "modules", {Path(part["source"]).name for part in root.get("module", {}).values()})
+        _replace(directory / ROOT_FILE, text)
+    except OSError as error:
+        raise InfraError(f"{error.filename or directory}: {error.strerror}") from error
+    return text
+
+
+def _local_module(stack: Stack, pool: Pool) -> Block:
+    host = stack.local
+    return {
+        "source": "./modules/local_pool",
+        **literal(
+            {
+                "service": stack.service,
+                "pool": pool.name,
+                "min": pool.min,
+                "desired": pool.desired,
+                "max": pool.max,
+                "program": host.program,
+                "host": {
+                    "service_file": host.service_file,
+                    "state": host.state,
+                    "gateway_url": host.gateway_url,
+                    "secret_file": host.secret_file,
+                    "registry": host.registry,
+                },
+                "revision": host.revision,
+            }
+        ),
+    }
+
+
+def _pool_output(pool: Pool) -> Block:
+    module = module_name(pool.name)
+    return {
+        "backend": pool.backend,
+        "min": pool.min,
+        "desired": pool.desired,
+        "max": pool.max,
+        **({"nodes": f"${{module.{module}.nodes}}"} if pool.backend == "local" else {}),
+        **({"autoscaling_group": f"${{module.{module}.autoscaling_group}}"} if pool.backend == "aws" else {}),
+    }
+
+
+def _backend(stack: Stack) -> Block:
+    if stack.state is None:
+        return {"local": {"path": STATE_FILE}}
+    return {"s3": _s3_backend(stack.state, stack.service)}
+
+
+def _s3_backend(state: S3State, service: str) -> Block:
+    """Region and credentials come from the environment, as for every tool of AWS."""
+    key = "/".join(part for part in (state.prefix, service, STATE_FILE) if part)
+    return {"bucket": state.bucket, "key": key, "encrypt": True, "use_lockfile": True}
+
+
+def _write_modules(target: Path, names: set[str]) -> None:
+    for old in target.iterdir() if target.is_dir() else ():
+        if old.name not in names:
+            shutil.rmtree(old)
+    for name in sorted(names):
+        shutil.rmtree(target / name, ignore_errors=True)
+        shutil.copytree(MODULES / name, target / name, ignore=shutil.ignore_patterns("tests", ".terraform*"))
+
+
+def _replace(file: Path, text: str) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(text)
+    os.replace(temporary, file)

@@ -1,0 +1,135 @@
+"""What a service wants of its node pools: the input of `render`, free of serverless.yml's own form."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from adapters.names import NAME_RULE, is_name
+from infra.errors import InfraError
+
+MAX_LOCAL_NODES = 64
+"""Processes on one host; more would only wait for each other."""
+UP_POOL = "node"
+"""`garnish up` calls its nodes node-1, node-2 ...: a pool of that name would take their ids."""
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    backend: Literal["aws", "local"]
+    min: int = 0
+    desired: int = 1
+    max: int = 1
+    instance_type: str | None = None
+    scale_to_zero_after: float | None = None
+    """Seconds; None: the pool is never emptied by itself."""
+
+
+class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
+    """How nodes of the `local` backend are started. All paths are absolute; no secret is in here, only its place."""
+
+    program: tuple[str, ...]
+    """Command to which `create` or `stop` and a JSON text are appended."""
+    service_file: str
+    state: str
+    gateway_url: str
+    secret_file: str
+    registry: str
+    revision: str
+    """Digest of all that a running node has read at its start: another one means that nodes are replaced."""
+
+
+class AwsHost(msgspec.Struct, frozen=True, kw_only=True):
+    """What the `aws` backend needs to know of the account. Secrets are named, never held."""
+
+    region: str
+    vpc_id: str
+    subnet_ids: tuple[str, ...]
+    gateway_security_group_id: str
+    gateway_url: str
+    secret_parameter: str
+    """Name of the SSM SecureString parameter that holds the cluster secret."""
+    secret_kms_key_arn: str | None = None
+    package: str
+    """What pip installs: a pinned requirement, or the s3:// address of a wheel."""
+    image_parameter: str
+    model_source: str
+    """The base model: an s3:// address, copied to the instance's own disk before the node starts."""
+    node_file: str
+    """The service file of a node, as JSON text: the keys that a node reads, without tenants and functions."""
+    volume_gib: int = 100
+    tags: tuple[tuple[str, str], ...] = ()
+    target_group_arns: tuple[str, ...] = ()
+
+
+class RegistryBucket(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the registry is on S3; `managed`: the bucket is made here too."""
+
+    bucket: str
+    prefix: str
+    managed: bool = False
+
+
+class S3State(msgspec.Struct, frozen=True):
+    bucket: str
+    prefix: str
+
+
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
+    service: str
+    pools: tuple[Pool, ...]
+    local: LocalHost
+    aws: AwsHost | None = None
+    registry: RegistryBucket | None = None
+    state: S3State | None = None
+    """None: Terraform's state lies beside the root module."""
+
+    @property
+    def local_pools(self) -> tuple[Pool, ...]:
+        return tuple(pool for pool in self.pools if pool.backend == "local")
+
+    @property
+    def aws_pools(self) -> tuple[Pool, ...]:
+        return tuple(pool for pool in self.pools if pool.backend == "aws")
+
+
+def module_name(pool: str) -> str:
+    """A pool's module in the root module: names of Terraform take no dots."""
+    return "pool_" + pool.replace(".", "_")
+
+
+def node_id(pool: str, number: int) -> str:
+    return f"{pool}-{number}"
+
+
+def check_stack(stack: Stack) -> None:
+    """What serverless.yml's own checks can't tell. Raises InfraError."""
+    if not is_name(stack.service):
+        raise InfraError(
+            f"service: {stack.service!r} names a folder, tags and resources of node pools; expected {NAME_RULE}"
+        )
+    modules: dict[str, str] = {}
+    for pool in stack.pools:
+        _check_pool(pool)
+        other = modules.setdefault(module_name(pool.name), pool.name)
+        if other != pool.name:
+            raise InfraError(f"node_pools: {other} and {pool.name} are one name to Terraform; rename one of them")
+    if stack.aws_pools and stack.aws is None:
+        raise InfraError(f"node_pools.{stack.aws_pools[0].name}: the backend aws needs the section infra.aws")
+
+
+def _check_pool(pool: Pool) -> None:
+    where = f"node_pools.{pool.name}"
+    if not pool.min <= pool.desired <= pool.max:
+        raise InfraError(f"{where}: expected min <= desired <= max, found {pool.min}, {pool.desired}, {pool.max}")
+    if pool.scale_to_zero_after is not None:
+        raise InfraError(f"{where}.scale_to_zero_after: it is not built yet in this version; leave the key out")
+    if pool.name == UP_POOL:
+        raise InfraError(f"{where}: `garnish up` names its nodes {UP_POOL}-1, ...; give the pool another name")
+    if pool.backend == "aws" and pool.instance_type is None:
+        raise InfraError(f"{where}: the backend aws needs an instance_type")
+    if pool.backend == "local" and pool.instance_type is not None:
+        raise InfraError(f"{where}: the backend local has this host alone, and takes no instance_type")
+    if pool.backend == "local" and pool.max > MAX_LOCAL_NODES:
+        raise InfraError(f"{where}: the backend local has at most {MAX_LOCAL_NODES} nodes, found max {pool.max}")

@@ -1,0 +1,238 @@
+"""Runs terraform (or OpenTofu): finds it, follows what it says, and passes Ctrl-C on to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from infra.errors import InfraError, Interrupted, StalePlan, StateLocked, TerraformFailed, TerraformMissing
+
+PROGRAMS = ("terraform", "tofu")
+OLDEST = (1, 10)
+LOCK_TIMEOUT = "3s"
+"""A plan or an apply waits so long for someone else's lock."""
+ASK_SECONDS = 60.0
+"""Bound on calls that only read files."""
+MAX_TEXT = 200
+"""Lines kept of what terraform writes besides its events."""
+INSTALL = "install Terraform 1.10 or newer (https://developer.hashicorp.com/terraform/install) or OpenTofu (https://opentofu.org)"
+
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+"""Environment variables whose values never leave this process's output, whatever terraform says."""
+MEDDLING = re.compile(r"TF_(CLI_ARGS.*|WORKSPACE|DATA_DIR|LOG.*|VAR_.*)")
+"""Variables with which a saved plan would not be what was shown, or logs would hold requests."""
+
+Event = dict[str, Any]
+
+
+class Program(msgspec.Struct, frozen=True):
+    path: str
+    name: str
+    version: str
+
+
+def find_program(search: str | None = None) -> Program:
+    """The first of terraform and tofu on PATH that is new enough. Raises TerraformMissing."""
+    old: list[str] = []
+    for name in PROGRAMS:
+        path = shutil.which(name, path=search)
+        if path is None:
+            continue
+        version = _version(path)
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= OLDEST:
+            return Program(path, name, version)
+        old.append(f"{path} is version {version}")
+    found = "; ".join(old) or f"neither {' nor '.join(PROGRAMS)} is on PATH"
+    raise TerraformMissing(f"node pools need Terraform: {found}. {INSTALL}")
+
+
+def _version(path: str) -> str:
+    try:
+        done = subprocess.run(
+            [path, "version", "-json"], capture_output=True, timeout=ASK_SECONDS, env=environment(), check=True
+        )
+        return str(json.loads(done.stdout)["terraform_version"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
+        raise TerraformMissing(f"{path} does not tell its version ({type(error).__name__}). {INSTALL}") from error
+
+
+def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The caller's, without what would change what a command means."""
+    base = os.environ if base is None else base
+    kept = {name: value for name, value in base.items() if not MEDDLING.fullmatch(name)}
+    file = kept.get("TF_CLI_CONFIG_FILE")
+    if file is not None and not Path(file).exists():
+        del kept["TF_CLI_CONFIG_FILE"]  # terraform would warn about it at each call
+    return {**kept, "TF_IN_AUTOMATION": "1", "TF_INPUT": "0", "CHECKPOINT_DISABLE": "1"}
+
+
+class Terraform:
+    """Commands in one root module's directory."""
+
+    def __init__(self, program: Program, directory: Path) -> None:
+        self.program = program
+        self.directory = directory
+
+    def init(self) -> None:
+        """Downloads only what the root module asks for: nothing for local pools."""
+        self._run(["init", "-no-color", "-reconfigure"], _ignore)
+
+    def plan(self, out: str, replace: Sequence[str] = (), *, destroy: bool = False) -> None:
+        flags = [*(f"-replace={address}" for address in replace), *(["-destroy"] if destroy else [])]
+        self._run(["plan", "-json", f"-lock-timeout={LOCK_TIMEOUT}", f"-out={out}", *flags], _ignore)
+
+    def apply(self, plan: str, on_event: Callable[[Event], None]) -> None:
+        """Exactly the saved plan."""
+        self._run(["apply", "-json", f"-lock-timeout={LOCK_TIMEOUT}", plan], on_event)
+
+    def show(self, plan: str | None = None) -> dict[str, Any]:
+        """The state, or a saved plan, in Terraform's documented JSON form."""
+        command = [self.program.path, "show", "-json", *([plan] if plan else [])]
+        done = subprocess.run(
+            command, cwd=self.directory, env=environment(), capture_output=True, timeout=ASK_SECONDS, text=True
+        )
+        if done.returncode != 0:
+            raise _explained(done.stderr.splitlines(), [])
+        shown: dict[str, Any] = json.loads(done.stdout)
+        return shown
+
+    def _run(self, arguments: list[str], on_event: Callable[[Event], None]) -> None:
+        with self._started(arguments) as process, _passing_on(process) as interrupts:
+            assert process.stdout is not None
+            text, problems = _follow(process.stdout, on_event)
+            code = process.wait()
+        if code != 0 and interrupts:
+            raise Interrupted("interrupted; Terraform has saved what was done, and the next plan shows what is left")
+        if code != 0:
+            raise _explained(text, problems)
+
+    @contextmanager
+    def _started(self, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+        # Its own process group: Ctrl-C reaches it once, through us, and not its children behind its back.
+        process = subprocess.Popen(
+            [self.program.path, *arguments],
+            cwd=self.directory,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+            umask=0o077,
+        )
+        with process:
+            try:
+                yield process
+            except BaseException:
+                process.send_signal(signal.SIGINT)  # nothing, if it has ended; leaving `with` waits for it
+                raise
+
+
+def _follow(stream: Any, on_event: Callable[[Event], None]) -> tuple[list[str], list[Event]]:
+    """Until terraform's output ends: its plain lines (the last of them), and its errors."""
+    text: list[str] = []
+    problems: list[Event] = []
+    for line in stream:
+        event = _event(line)
+        if event is None:
+            text = [*text[1 - MAX_TEXT :], line.rstrip("\n")]
+            continue
+        if event.get("type") == "diagnostic" and event["diagnostic"].get("severity") == "error":
+            problems.append(event["diagnostic"])
+        on_event(event)
+    return text, problems
+
+
+def _event(line: str) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "@message" in event else None
+
+
+@contextmanager
+def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """TERM and INT become one INT for terraform, which saves its state and ends; a second would make it give up."""
+    came: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if not came:
+            process.send_signal(signal.SIGINT)
+        came.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _explained(text: list[str], problems: list[Event]) -> InfraError:
+    """What terraform said, as an error that says what to do where that is known."""
+    said = "\n".join(_diagnostic(problem) for problem in problems) or _plain(text)
+    said = redacted(said)
+    if "Error acquiring the state lock" in said or ("state lock" in said.lower() and "acquir" in said.lower()):
+        return StateLocked(f"the state is locked: {_lock_holder(said)}; try again when that work has ended")
+    if "Saved plan is stale" in said:
+        return StalePlan("the saved plan is stale, for the state has changed since; run `garnish infra plan` again")
+    if "No valid credential sources found" in said or "failed to refresh cached credentials" in said:
+        return TerraformFailed(missing_credentials())
+    return TerraformFailed(f"terraform failed:\n{said}")
+
+
+def missing_credentials() -> str:
+    return (
+        "AWS credentials are missing: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use an "
+        "instance role"
+    )
+
+
+def _diagnostic(problem: Event) -> str:
+    where = f" ({problem['address']})" if problem.get("address") else ""
+    detail = str(problem.get("detail", "")).strip()
+    return f"{problem.get('summary', 'Error')}{where}" + (f": {detail}" if detail else "")
+
+
+def _plain(text: list[str]) -> str:
+    lines = [line.strip(" │╷╵") for line in text]
+    begin = next((number for number, line in enumerate(lines) if line.startswith("Error")), 0)
+    return "\n".join(line for line in lines[begin:] if line)
+
+
+def _lock_holder(said: str) -> str:
+    found = dict(re.findall(r"^\s*(Who|Created|Operation):\s+(.+)$", said, re.MULTILINE))
+    if not found:
+        return "someone else holds it"
+    return f"{found.get('Who', 'someone')} holds it since {found.get('Created', 'some time')}"
+
+
+def redacted(text: str, base: Mapping[str, str] | None = None) -> str:
+    """The text without the values of credentials."""
+    base = os.environ if base is None else base
+    for name in SECRETS:
+        value = base.get(name, "")
+        if len(value) >= 8:
+            text = text.replace(value, f"({name})")
+    return text
+
+
+def _ignore(_event: Event) -> None:
+    pass

@@ -1,0 +1,146 @@
+"""The directory of one service's root module: `<infra state>/<service>`, with the saved plan and its purpose."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from infra.changes import Change, changes_of
+from infra.errors import InfraError, StalePlan, StateLocked
+from infra.render import render, text_of, write_root
+from infra.stack import Stack, module_name
+from infra.terraform import Event, Program, Terraform
+
+PLAN_FILE = "plan.tfplan"
+NOTE_FILE = "plan.json"
+LOCK_FILE = "garnish.lock"
+
+
+class PlanNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies beside a saved plan: what it was made for, and what it does."""
+
+    made_for: str
+    """Digest of serverless.yml and the root module rendered from it."""
+    plan_sha256: str
+    changes: tuple[Change, ...]
+    destroy: bool = False
+
+
+class Workspace:
+    """Use it inside `held()`: one command at a time works in a directory."""
+
+    def __init__(self, directory: Path, program: Program) -> None:
+        self.directory = directory
+        self._terraform = Terraform(program, directory)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Raises StateLocked when another command of this host works here."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InfraError(f"{self.directory} can't be used: {error.strerror}") from error
+        try:
+            self._lock(lock)
+            yield
+        finally:
+            os.close(lock)
+
+    def _lock(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateLocked(
+                f"another `garnish infra` command works in {self.directory}; wait until it has ended"
+            ) from None
+
+    def open(self, stack: Stack) -> None:
+        """Write the root module and let terraform get ready for it."""
+        write_root(stack, self.directory)
+        self._terraform.init()
+
+    def plan(
+        self, stack: Stack, made_for: str, dead: Mapping[str, str] | None = None, *, destroy: bool = False
+    ) -> PlanNote:
+        """Make and save a plan; `dead` maps addresses to be replaced to what became of their process."""
+        dead = dead or {}
+        self.forget_plan()
+        self._terraform.plan(PLAN_FILE, () if destroy else list(dead), destroy=destroy)
+        pools = {module_name(pool.name): pool.name for pool in stack.pools}
+        changes = changes_of(self._terraform.show(PLAN_FILE), pools, dead, destroy=destroy)
+        note = PlanNote(made_for=made_for, plan_sha256=self._plan_digest(), changes=tuple(changes), destroy=destroy)
+        (self.directory / NOTE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note)))
+        return note
+
+    def saved(self, made_for: str) -> PlanNote:
+        """The saved plan's note. Raises StalePlan when there is none, or it was made for something else."""
+        try:
+            note = msgspec.json.decode((self.directory / NOTE_FILE).read_bytes(), type=PlanNote)
+            digest = self._plan_digest()
+        except (OSError, msgspec.DecodeError):
+            raise StalePlan("there is no saved plan; run `garnish infra plan` first") from None
+        if note.destroy or digest != note.plan_sha256:
+            raise StalePlan("the saved plan is not the one that was shown; run `garnish infra plan` again")
+        if note.made_for != made_for:
+            raise StalePlan("the saved plan was made for another serverless.yml; run `garnish infra plan` again")
+        return note
+
+    def apply(self, on_event: Callable[[Event], None]) -> None:
+        """Exactly the saved plan, which is used up by that, however it ends."""
+        try:
+            self._terraform.apply(PLAN_FILE, on_event)
+        finally:
+            self.forget_plan()
+
+    def forget_plan(self) -> None:
+        for name in (PLAN_FILE, NOTE_FILE):
+            (self.directory / name).unlink(missing_ok=True)
+
+    def state(self) -> dict[str, Any]:
+        """The state's `values`; empty when nothing was ever made."""
+        return self._terraform.show().get("values") or {}
+
+    def _plan_digest(self) -> str:
+        return hashlib.sha256((self.directory / PLAN_FILE).read_bytes()).hexdigest()
+
+
+def digest_of(stack: Stack, file: bytes) -> str:
+    """What a plan is made for: the service file, and all that was made of it and of the environment."""
+    return hashlib.sha256(file + b"\0" + text_of(render(stack)).encode()).hexdigest()
+
+
+def resources(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All managed resources of a state's `values`, those of modules too."""
+    found: list[dict[str, Any]] = []
+    pending: list[Mapping[str, Any]] = [values.get("root_module") or {}]
+    while pending:
+        module = pending.pop()
+        found += [entry for entry in module.get("resources", ()) if entry.get("mode") == "managed"]
+        pending += module.get("child_modules", ())
+    return found
+
+
+def outputs(values: Mapping[str, Any], name: str) -> Any:
+    return ((values.get("outputs") or {}).get(name) or {}).get("value")
+
+
+def local_nodes(values: Mapping[str, Any]) -> dict[str, str]:
+    """Addresses of the local backend's nodes in the state, by node id."""
+    return {
+        str(entry["index"]): str(entry["address"])
+        for entry in resources(values)
+        if entry["type"] == "terraform_data" and entry["name"] == "node" and "index" in entry
+    }
+
+
+def declared_nodes(stack: Stack) -> Sequence[str]:
+    """Ids of the local nodes that the stack asks for."""
+    return [f"{pool.name}-{number + 1}" for pool in stack.local_pools for number in range(pool.desired)]

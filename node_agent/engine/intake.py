@@ -1,0 +1,49 @@
+"""What comes in: a Submit as the engine's request, and why one can't be served here."""
+
+from __future__ import annotations
+
+import time
+
+from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.limits import Limits
+from node_agent.engine.request import Request
+from node_agent.ipc import Submit
+
+
+def request_of(message: Submit) -> Request:
+    return Request(
+        id=message.id,
+        tenant=message.tenant,
+        tokens=list(message.token_ids),
+        max_tokens=message.max_tokens,
+        sampling=message.sampling,
+        deadline=time.monotonic() + message.timeout,
+        adapter=message.adapter,
+        ignore_eos=message.ignore_eos,
+        function=message.function,
+        weight=message.weight,
+        slo_class=message.slo_class,
+        ttft=message.ttft,
+        tpot=message.tpot,
+    )
+
+
+def problem_of(request: Request, limits: Limits, blocks: BlockPool) -> tuple[str, str] | None:
+    """An error's type and message, or None when the request could run alone."""
+    whole = request.prompt_len + request.max_tokens
+    if not request.tokens or request.max_tokens < 1:
+        return "validation_failed", "a request needs at least one prompt token and max_tokens of at least 1"
+    if whole > limits.max_context:
+        return (
+            "validation_failed",
+            f"{request.prompt_len} prompt tokens and {request.max_tokens} more exceed the context of "
+            f"{limits.max_context}",
+        )
+    if min(request.tokens) < 0 or max(request.tokens) >= limits.vocab_size:
+        return "validation_failed", f"a token id is outside the vocabulary of {limits.vocab_size}"
+    if blocks.blocks_for(whole) > blocks.total:
+        return (
+            "too_large",
+            f"{whole} tokens need {blocks.blocks_for(whole)} KV blocks; this node has {blocks.total}",
+        )
+    return None

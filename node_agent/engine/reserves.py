@@ -1,0 +1,123 @@
+"""Rows and KV blocks that are kept free for some: for strict requests, and for tenants that call now and then.
+
+Nothing is kept for those who don't call: a node that has heard of no strict request for STRICT_SECONDS keeps nothing
+for them, and one that serves a single tenant keeps nothing for others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from node_agent.engine.request import Request
+from node_agent.engine.waiting import WaitingQueue
+
+STRICT_SECONDS = 600.0
+"""For so long after a strict request places are kept for the next ones."""
+TENANT_SECONDS = 10.0
+"""For so long after a tenant's request a row is kept for its next one."""
+MOST_AHEAD = 2048.0
+"""Service per weight by which a tenant may have run ahead of its turn with what is kept: some ten short calls."""
+KEPT_SHARE = 8
+"""One of so many rows, and KV blocks, is kept for either at most."""
+FEWEST_ROWS = 4
+"""With fewer rows none is kept."""
+
+
+class Callers:
+    """Who called lately."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, float] = {}
+        """when each called last but for strict calls, the latest at the end"""
+        self._strict_at = float("-inf")
+
+    def note(self, request: Request) -> None:
+        """The request has come."""
+        if request.slo_class == "strict":
+            self._strict_at = request.arrived
+            return
+        self._tenants.pop(request.tenant, None)
+        self._tenants[request.tenant] = request.arrived
+        while request.arrived - next(iter(self._tenants.values())) > TENANT_SECONDS:
+            del self._tenants[next(iter(self._tenants))]
+
+    def strict(self, now: float) -> bool:
+        return now - self._strict_at < STRICT_SECONDS
+
+    def lately(self, now: float) -> Iterator[str]:
+        """Tenants, but for those whose calls are all strict."""
+        return (tenant for tenant, at in self._tenants.items() if now - at < TENANT_SECONDS)
+
+
+@dataclass(frozen=True)
+class Room:
+    rows: int
+    blocks: int
+
+
+class Reserves:
+    """What each request must leave free, as batch and queue are now."""
+
+    def __init__(
+        self, callers: Callers, queue: WaitingQueue, running: Iterable[Request], max_rows: int, blocks: int
+    ) -> None:
+        self._callers, self._queue, self._now = callers, queue, time.monotonic()
+        self._most_served = queue.shares.floor + MOST_AHEAD
+        """the counter up to which a tenant is light"""
+        self._rows = max_rows // KEPT_SHARE or int(max_rows >= FEWEST_ROWS)
+        self.most_blocks = blocks // KEPT_SHARE
+        """that are kept for either"""
+        self._tenants: dict[str, int] = {}
+        """rows that they have"""
+        self._strict_rows = self._strict_blocks = 0
+        self._others = 0
+        for request in running:
+            self.entered(request, len(request.blocks))
+
+    def light(self, tenant: str) -> bool:
+        """Whether a waiting tenant may take what is kept for such: it has nothing in the batch, or it has no other
+        request waiting and is not far ahead of its turn."""
+        if not self._tenants.get(tenant):
+            return True
+        return self._queue.waiting_of(tenant) == 1 and self._queue.shares.tenant(tenant) <= self._most_served
+
+    def entered(self, request: Request, blocks: int) -> None:
+        """The request has a place now, with so many blocks."""
+        self._count(request, blocks, 1)
+
+    def left(self, request: Request, blocks: int) -> None:
+        self._count(request, blocks, -1)
+
+    def for_strict(self) -> Room:
+        """Kept for strict requests, and not taken by them yet."""
+        if not self._callers.strict(self._now):
+            return Room(0, 0)
+        return Room(max(0, self._rows - self._strict_rows), max(0, self.most_blocks - self._strict_blocks))
+
+    def kept_from(self, request: Request) -> Room:
+        """What the request must leave free. Nothing while only strict requests run: it may need more than what is not
+        kept, and would wait for ever."""
+        if request.slo_class == "strict" or not self._others:
+            return Room(0, 0)
+        strict = self.for_strict()
+        expected = 0 if self.light(request.tenant) else self._expected
+        return Room(strict.rows + expected, strict.blocks + (self.most_blocks if expected else 0))
+
+    @property
+    def _expected(self) -> int:
+        """Tenants whose next call is to find a row, as far as rows are kept: those who called lately and have nothing
+        waiting, and light ones."""
+        waiting, lately = self._queue.tenants, self._callers.lately(self._now)
+        found = (tenant for tenant in lately if tenant not in waiting or self.light(tenant))
+        return sum(1 for _ in islice(found, self._rows))
+
+    def _count(self, request: Request, blocks: int, by: int) -> None:
+        self._tenants[request.tenant] = self._tenants.get(request.tenant, 0) + by
+        if request.slo_class == "strict":
+            self._strict_rows += by
+            self._strict_blocks += by * blocks
+        else:
+            self._others += by

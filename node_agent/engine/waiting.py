@@ -1,0 +1,90 @@
+"""Requests that wait for a place in the batch, in the order of fair shares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from cluster.crowd import Crowd
+from cluster.fair_shares import FairShares, in_fair_order, token_cost
+from node_agent.engine.request import Request
+
+
+class WaitingQueue:
+    """At most `limit` requests, and those that were preempted. It charges what is served to the shares."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.shares = FairShares()
+        self._requests: dict[str, Request] = {}
+        self._crowd = Crowd()
+        self._strict = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In the order in which they came."""
+        return iter(list(self._requests.values()))
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    @property
+    def strict(self) -> int:
+        """How many of them are of class strict."""
+        return self._strict
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those that wait."""
+        return self._crowd.tenants
+
+    def waiting_of(self, tenant: str) -> int:
+        """Its requests."""
+        return self._crowd.count(tenant)
+
+    def in_order(self) -> Iterator[Request]:
+        """As their turns come; whom the caller takes out meanwhile it has been given."""
+        return in_fair_order(self._requests.values(), self.shares)
+
+    @property
+    def full(self) -> bool:
+        return len(self._requests) >= self.limit
+
+    def gives_way(self, newcomer: Request) -> Request | None:
+        """Of a full queue, who has to go for the newcomer: the newest of the tenant with most waiting. None: the
+        newcomer itself has to."""
+        crowded = self._crowd.gives_way(newcomer.tenant, newcomer.weight)
+        # Who has begun to answer must not be sent away.
+        going = [r for r in self._requests.values() if r.tenant == crowded and not r.generated]
+        return going[-1] if going else None
+
+    def add(self, request: Request) -> None:
+        self._requests[request.id] = request
+        self._crowd.join(request.tenant, request.weight)
+        self._strict += request.slo_class == "strict"
+        self.shares.join(request.tenant, request.function)
+
+    def remove(self, request: Request) -> None:
+        """Raises KeyError when it does not wait."""
+        del self._requests[request.id]
+        self._crowd.leave(request.tenant)
+        self._strict -= request.slo_class == "strict"
+        self.shares.leave(request.tenant, request.function)
+
+    def take(self, request: Request) -> None:
+        """It gets its place in the batch. What is computed again after a preemption is not charged again."""
+        if not request.preemptions:
+            self._charge(request, token_cost(request.prompt_len, 0, request.rank))
+        self.remove(request)
+
+    def charge_token(self, request: Request) -> None:
+        """One was generated."""
+        self._charge(request, token_cost(0, 1, request.rank))
+
+    def turn(self, request: Request) -> float:
+        """The counter of its tenant: the least is served first, in the batch, too."""
+        return self.shares.tenant(request.tenant)
+
+    def _charge(self, request: Request, service: float) -> None:
+        self.shares.charge(request.tenant, request.function, request.weight, service)

@@ -1,0 +1,157 @@
+"""Which passes a sweep measures: batch sizes, mixes of ranks, contexts and prompt lengths."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+RANKS = (8, 16, 32, 64, 128)
+LONG_ROWS = 4
+"""Rows that have half of the cache among them, for long contexts."""
+
+
+@dataclass(frozen=True)
+class CaseRow:
+    """One row of a pass: `length` tokens behind `context` that are in the cache. `adapter` is an index into the lent
+    ones; -1: the base alone."""
+
+    context: int
+    length: int
+    adapter: int
+
+
+@dataclass(frozen=True)
+class Case:
+    decode: bool
+    """every row has one token; otherwise each is a prompt's chunk"""
+    rows: tuple[CaseRow, ...]
+
+
+@dataclass(frozen=True)
+class Effort:
+    rows: tuple[int, ...]
+    ranks: tuple[int, ...]
+    draws: int
+    """of contexts, for each number of rows and mix of ranks"""
+    tokens: tuple[int, ...]
+    rounds: int
+    """of which the first is dropped"""
+    cache: int
+    """tokens in the cache, over all rows"""
+
+
+SHORT = Effort((1, 4, 8), (8, 64), 1, (16, 48, 128), 3, 1024)
+LONG = Effort((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), RANKS, 2, (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512), 6, 16384)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What this node allows."""
+
+    chunk_tokens: int
+    contexts: tuple[int, ...]
+    """tokens that each row's part of the cache holds, the longest first"""
+    ranks: tuple[int, ...]
+    """of the adapters that are lent"""
+
+
+def row_contexts(effort: Effort, max_rows: int, max_context: int, cache_tokens: int, block_tokens: int) -> list[int]:
+    """Each row's part of the cache, in tokens, the longest first: whole blocks. Half of the cache is for a few rows."""
+    count = min(max(effort.rows), max_rows)
+    tokens = min(effort.cache, cache_tokens)
+    few = min(LONG_ROWS, -(-count // 2))
+    shares = [tokens // 2 // few] * few
+    if count > few:
+        shares += [tokens // 2 // (count - few)] * (count - few)
+    whole = [min(share, max_context) // block_tokens * block_tokens for share in shares]
+    return sorted((share for share in whole if share), reverse=True)
+
+
+def decode_cases(effort: Effort, bounds: Bounds, seed: int) -> list[Case]:
+    """Every number of rows with every mix: the base alone, each rank (an adapter a row, and one adapter for all), all
+    ranks mixed, and half of the rows without an adapter; short and long contexts in turn, drawn for each row."""
+    draw = random.Random(seed)
+    cases = []
+    for count in effort.rows:
+        if count > len(bounds.contexts):
+            continue
+        for number, mix in enumerate(_mixes(effort, bounds.ranks)):
+            for turn in range(effort.draws):
+                adapters = [mix(i) for i in range(count)]
+                share = draw.uniform(0.6, 1.0) if (number + turn) % 2 else draw.uniform(0.05, 0.4)
+                contexts = [max(1, int(bounds.contexts[i] * share * draw.uniform(0.5, 1.0)) - 1) for i in range(count)]
+                rows = (CaseRow(c, 1, a) for c, a in zip(contexts, adapters, strict=True))
+                cases.append(Case(True, tuple(rows)))
+    return cases
+
+
+def prefill_cases(effort: Effort, bounds: Bounds) -> list[Case]:
+    """Every length with no adapter and with each rank, as one prompt; as four prompts; as the end of a longer one."""
+    cases = []
+    longest = max(bounds.contexts, default=0)
+    for tokens in effort.tokens:
+        if tokens > bounds.chunk_tokens:
+            continue
+        adapters = _firsts(effort, bounds.ranks)
+        for adapter in (-1, *adapters):
+            if tokens <= longest:
+                cases.append(Case(False, (CaseRow(0, tokens, adapter),)))
+        few = min(LONG_ROWS, len(bounds.contexts))
+        if few and tokens // few >= 4 and tokens // few <= bounds.contexts[few - 1]:
+            mixed = [adapters[i % len(adapters)] if adapters else -1 for i in range(few)]
+            cases.append(Case(False, tuple(CaseRow(0, tokens // few, adapter) for adapter in mixed)))
+        if 2 * tokens <= longest:
+            cases.append(Case(False, (CaseRow(longest - tokens, tokens, -1),)))
+    return cases
+
+
+def grid_cases(ranks: Sequence[int], bounds: Bounds, context: int) -> list[Case]:
+    """The paper's grid (Toppings, figure 11): batches of 4, 8, 16 and 32 of equal ranks, and of ranks in turn."""
+    cases = []
+    for count in (4, 8, 16, 32):
+        if count > len(bounds.contexts):
+            continue
+        contexts = [min(context, bounds.contexts[i] - 1) for i in range(count)]
+        mixes = [_cycle(_of_rank(bounds.ranks, rank)) for rank in ranks]
+        mixes.append(_in_turn(bounds.ranks, ranks))
+        mixes += [_in_turn(bounds.ranks, pair) for pair in pairwise(ranks)]
+        for mix in mixes:
+            cases.append(Case(True, tuple(CaseRow(contexts[i], 1, mix(i)) for i in range(count))))
+    return cases
+
+
+Mix = Callable[[int], int]
+"""Row -> adapter."""
+
+
+def _mixes(effort: Effort, ranks: Sequence[int]) -> Iterator[Mix]:
+    yield lambda _: -1
+    for rank in effort.ranks:
+        of_rank = _of_rank(ranks, rank)
+        if of_rank:
+            yield _cycle(of_rank)
+            yield _cycle(of_rank[:1])
+    mixed = _in_turn(ranks, effort.ranks)
+    if ranks:
+        yield mixed
+        yield lambda i: mixed(i) if i % 2 else -1
+
+
+def _cycle(adapters: Sequence[int]) -> Mix:
+    return lambda i: adapters[i % len(adapters)] if adapters else -1
+
+
+def _in_turn(lent: Sequence[int], ranks: Sequence[int]) -> Mix:
+    """The first row of the first rank, and so on; each row of a rank has the rank's next adapter."""
+    groups = [group for rank in ranks if (group := _of_rank(lent, rank))]
+    return lambda i: groups[i % len(groups)][i // len(groups) % len(groups[i % len(groups)])] if groups else -1
+
+
+def _of_rank(lent: Sequence[int], rank: int) -> list[int]:
+    return [i for i, found in enumerate(lent) if found == rank]
+
+
+def _firsts(effort: Effort, lent: Sequence[int]) -> list[int]:
+    return [found[0] for rank in effort.ranks if (found := _of_rank(lent, rank))]

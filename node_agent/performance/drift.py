@@ -1,0 +1,113 @@
+"""Keeps a performance model true while its node serves: forecasts of hot passes against what they took.
+
+Costs of decode steps and of prompt passes have a factor each, which follows the median of observed / forecast in small
+steps and between bounds: a burst of disturbed passes moves it little, a lasting change wholly. Beyond the bounds the
+host is not what was measured, and only a new measurement helps; the published ratio says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from msgspec.structs import replace
+
+from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel
+from node_agent.engine.batch import Row
+from node_agent.performance.terms import decode_sample, prefill_sample
+
+MEMORY = 64
+"""Passes of each kind that count."""
+EVERY = 16
+"""Passes between two steps of a factor."""
+STEP = 1.05
+BOUND = 2.0
+"""A factor lies between its inverse and it."""
+WORTH = 0.02
+"""A factor that is off by no more stays: records change, and schedulers look again, only where it matters."""
+
+log = logging.getLogger("garnish.engine")
+
+
+class Factor:
+    """Of one kind of pass."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._ratios: deque[float] = deque(maxlen=MEMORY)
+        self._since_step = 0
+
+    def observe(self, forecast: float, seconds: float) -> bool:
+        """`forecast` without any factor. True when the factor has changed."""
+        if not (forecast > 0 and 0 < seconds < float("inf")):
+            return False
+        self._ratios.append(seconds / forecast)
+        self._since_step += 1
+        if self._since_step < EVERY:
+            return False
+        self._since_step = 0
+        wanted = min(BOUND, max(1 / BOUND, median(self._ratios)))
+        if abs(wanted / self.value - 1) <= WORTH:
+            return False
+        self.value *= min(STEP, max(1 / STEP, wanted / self.value))
+        return True
+
+    def ratios(self) -> list[float]:
+        """Of the passes that count: observed / forecast, by the factor as it is."""
+        return [ratio / self.value for ratio in self._ratios]
+
+
+class Drift:
+    """Called by the engine's thread alone, once a hot pass."""
+
+    def __init__(self, measured: PerformanceModel) -> None:
+        self.measured = self.published = measured
+        self.decode, self.prefill = Factor(), Factor()
+
+    def observe(self, rows: Sequence[Row], n_decode: int, seconds: float) -> None:
+        """A pass is about to be booked. One of both kinds teaches nothing: the two share what each begins with."""
+        if n_decode == len(rows):
+            sample = decode_sample(rows, seconds)
+            ranks: int = getattr(sample, self.measured.decode.rank_term)
+            forecast = self.measured.decode.seconds(sample.rows, sample.contexts, ranks)
+            changed = self.decode.observe(forecast, seconds)
+        elif not n_decode:
+            prompts = prefill_sample(rows, seconds)
+            forecast = self.measured.prefill.seconds(prompts.tokens, prompts.squares, prompts.token_ranks)
+            changed = self.prefill.observe(forecast, seconds)
+        else:
+            return
+        if changed:
+            self.published = corrected(self.measured, self.decode.value, self.prefill.value)
+            log.info("forecasts corrected", extra={"decode": self.decode.value, "prefill": self.prefill.value})
+
+    @property
+    def forecast_ratio(self) -> float | None:
+        """Median of observed / forecast over the last passes, by the model as it is published; None: none were seen."""
+        ratios = [*self.decode.ratios(), *self.prefill.ratios()]
+        return round(median(ratios), 4) if ratios else None
+
+
+def corrected(model: PerformanceModel, decode: float, prefill: float) -> PerformanceModel:
+    """The model with the costs of decode steps and of prompt passes multiplied."""
+    of_decode: DecodeModel = model.decode
+    of_prefill: PrefillModel = model.prefill
+    return replace(
+        model,
+        decode=replace(
+            of_decode,
+            base=of_decode.base * decode,
+            per_row=of_decode.per_row * decode,
+            per_context=of_decode.per_context * decode,
+            per_rank=of_decode.per_rank * decode,
+        ),
+        prefill=replace(
+            of_prefill,
+            base=of_prefill.base * prefill,
+            per_token=of_prefill.per_token * prefill,
+            per_token2=of_prefill.per_token2 * prefill,
+            per_token_rank=of_prefill.per_token_rank * prefill,
+        ),
+    )

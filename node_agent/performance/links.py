@@ -1,0 +1,50 @@
+"""What it costs to read from the object store, measured by reading what lies there."""
+
+from __future__ import annotations
+
+import time
+
+from adapters.artifact import artifact_key
+from adapters.base_model import BaseModel
+from adapters.open_store import open_store
+from cluster.node_table import ASSUMED
+from cluster.performance_fit import BadFit, BadSample, TransferSample, fit_transfer
+from cluster.performance_model import Transfer
+from node_agent.config import EngineConfig, LinkConfig
+
+LOOKED_AT = 50
+"""Artifacts, of which the largest is read."""
+SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes of a read; as far as the artifact goes."""
+ROUNDS = 3
+
+
+def store_transfer(measured: Transfer | None, link: LinkConfig | None) -> Transfer:
+    """What a node publishes: what it measured, with a simulated link's cost beside it; the link's alone, or what is
+    assumed, where nothing could be measured."""
+    if link is None:
+        return measured or ASSUMED.from_store
+    if measured is None:
+        return Transfer(link.latency, link.bandwidth)
+    return Transfer(measured.latency + link.latency, 1 / (1 / measured.bandwidth + 1 / link.bandwidth))
+
+
+def measure_store(config: EngineConfig, base: BaseModel) -> Transfer | None:
+    """Ranged reads of one artifact of this base. None: there is none yet, or reads of any length take as long.
+    Raises StoreUnavailable."""
+    objects = open_store(config.registry)
+    found = objects.list(artifact_key(base.fingerprint, ""), limit=LOOKED_AT)
+    if not found:
+        return None
+    largest = max(found, key=lambda info: info.size)
+    buffer = bytearray(min(largest.size, SIZES[-1]))
+    samples = []
+    for _ in range(ROUNDS):
+        for size in sorted({min(size, len(buffer)) for size in SIZES}):
+            begun = time.perf_counter()
+            objects.get_range_into(largest.key, 0, memoryview(buffer)[:size])
+            samples.append(TransferSample(size, time.perf_counter() - begun))
+    try:
+        return fit_transfer(samples)
+    except (BadFit, BadSample):
+        return None

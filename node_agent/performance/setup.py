@@ -1,0 +1,177 @@
+"""Gives an engine its performance model: the stored one, or one that is measured in a few seconds, or none."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from msgspec.structs import replace
+
+from adapters.base_model import BaseModel
+from cluster.performance_file import (
+    BadPerformanceFile,
+    PerformanceProfile,
+    find_problem,
+    read_performance,
+    write_performance,
+)
+from cluster.performance_fit import (
+    BadFit,
+    BadSample,
+    DecodeSample,
+    PaperForm,
+    fit_decode,
+    fit_paper_form,
+    fit_prefill,
+)
+from cluster.performance_model import ModelKey, Transfer
+from node_agent.adapter_memory.layout import ROW_ALIGN
+from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.measure import measure_link
+from node_agent.coldstart.planner import ChunkCosts, choose
+from node_agent.coldstart.profile import Profile
+from node_agent.config import EngineConfig
+from node_agent.device import hardware_name
+from node_agent.engine.loop import Engine
+from node_agent.performance.cases import LONG, RANKS, SHORT, grid_cases
+from node_agent.performance.drift import Drift
+from node_agent.performance.links import measure_store, store_transfer
+from node_agent.performance.sweep import Bench, Progress, Sweep, SweepTooSlow, all_cases, bench, made_up_layout
+
+START_BUDGET = 2.5
+"""Seconds that a node may measure when it starts."""
+LONG_BUDGET = 900.0
+"""Seconds that `garnish profile` measures passes for at most; fewer repeats then."""
+LINK_ROUNDS = 3
+GRID_RANKS = (8, 16, 32, 64)
+GRID_CONTEXT = 128
+"""Tokens of each row, or fewer where the cache is small."""
+PROMPTS = (64, 256, 512)
+"""Tokens; the exposed share is the median over them and over RANKS."""
+
+log = logging.getLogger("garnish.engine")
+
+
+def model_key(engine: Engine, base: BaseModel) -> ModelKey:
+    device = engine.runner.device
+    return ModelKey(
+        hardware=hardware_name(device),
+        base=base.fingerprint,
+        dtype=str(engine.runner.dtype).removeprefix("torch."),
+        kernel="cpu" if device.type == "cpu" else "mbgmv",
+        garnish=version("garnish"),
+    )
+
+
+def performance_file(profile: str) -> Path:
+    """Beside the cold-start profile."""
+    return Path(profile).with_suffix(".performance.json")
+
+
+def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> None:
+    """At the node's start. Without a stored model that fits here one is measured, if that is a matter of seconds on
+    this host; else the node publishes none, and schedulers assume one."""
+    key = model_key(engine, base)
+    file = performance_file(config.profile) if config.profile else None
+    profile = _stored(file, key) or _measured_shortly(engine, base, file)
+    if profile is not None:
+        # the links are measured with cold starts, and may be others than when the file was written
+        to_device, exposed = cold_costs(engine, base)
+        from_store = store_transfer(profile.from_store, config.store_link)
+        engine.drift = Drift(replace(profile.model, to_device=to_device, from_store=from_store, exposed_share=exposed))
+
+
+def measure_performance(
+    engine: Engine, config: EngineConfig, base: BaseModel, progress: Progress = lambda *_: None
+) -> PerformanceProfile:
+    """The thorough sweep, a minute or several. Raises BadFit, BadSample when the node is too small to be swept,
+    SweepTooSlow, and StoreUnavailable."""
+    with bench(engine, base, LONG, progress, LONG_BUDGET) as made:
+        sweep = made.measure(all_cases(LONG, made.bounds), LONG.rounds, progress)
+        grid = measure_grid(made, LONG.rounds, progress)
+    progress("measuring reads from the store", 0.0)
+    profile = fitted(engine, base, sweep)
+    return replace(profile, from_store=measure_store(config, base), paper=_paper_forms(grid), thorough=True)
+
+
+def measure_grid(made: Bench, rounds: int, progress: Progress = lambda *_: None) -> list[DecodeSample]:
+    """Steps on the grid of Toppings' figure 11; fewer where the node has fewer rows. Raises SweepTooSlow."""
+    return made.measure(grid_cases(GRID_RANKS, made.bounds, GRID_CONTEXT), rounds, progress).decode
+
+
+def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
+    """None of them where the node has too few rows for the grid."""
+    try:
+        return fit_paper_form(grid, "bgmv"), fit_paper_form(grid, "mbgmv")
+    except BadSample:
+        return ()
+
+
+def fitted(engine: Engine, base: BaseModel, sweep: Sweep) -> PerformanceProfile:
+    """Raises BadFit or BadSample."""
+    to_device, exposed = cold_costs(engine, base)
+    profile = PerformanceProfile(
+        key=model_key(engine, base),
+        decode=fit_decode(sweep.decode),
+        prefill=fit_prefill(sweep.prefill),
+        to_device=to_device,
+        from_store=None,
+        exposed_share=exposed,
+    )
+    problem = find_problem(profile.model)
+    if problem:
+        raise BadSample(problem)
+    return profile
+
+
+def cold_costs(engine: Engine, base: BaseModel) -> tuple[Transfer, float]:
+    """The link to the device, and the exposed share of a load over it."""
+    profile = engine.cold_start.profile
+    link = profile.link if profile is not None else measure_link(engine.store, LINK_ROUNDS)
+    share = 1.0 if profile is None else exposed_share(profile, engine.cold_start.way, engine, base)
+    return Transfer(link.latency, link.bandwidth), share
+
+
+def exposed_share(profile: Profile, way: Way, engine: Engine, base: BaseModel) -> float:
+    """What a cold request waits beyond a warm one's prefill, as a share of the load alone on its link, as the planner
+    forecasts it without CPU workers: the median over ranks and prompt lengths."""
+    plans = tuple(plan for plan in way.plans if plan != "assist")
+    layers = base.num_layers
+    shares = []
+    for rank in RANKS:
+        spans = made_up_layout(engine.store, base, rank).spans
+        sizes = np.array([sum(span.end - span.begin for span in layer) * ROW_ALIGN for layer in spans], float)
+        load = sizes / profile.link.bandwidth
+        whole = profile.link.latency + float(load.sum())
+        for tokens in PROMPTS:
+            device = profile.layer_seconds(tokens)
+            costs = ChunkCosts(device, np.full(layers, inf), load, np.zeros(layers), profile.link.latency)
+            shares.append(choose(costs, plans or ("wait",)).exposed / whole)
+    return min(1.0, median(shares))
+
+
+def _stored(file: Path | None, key: ModelKey) -> PerformanceProfile | None:
+    if file is None or not file.exists():
+        return None
+    try:
+        return read_performance(file, key)
+    except (BadPerformanceFile, OSError) as error:
+        log.warning("the performance model is not used", extra={"reason": str(error)})
+        return None
+
+
+def _measured_shortly(engine: Engine, base: BaseModel, file: Path | None) -> PerformanceProfile | None:
+    try:
+        with bench(engine, base, SHORT, budget=START_BUDGET) as made:
+            sweep = made.measure(all_cases(SHORT, made.bounds), SHORT.rounds)
+        profile = fitted(engine, base, sweep)
+    except (BadFit, BadSample, SweepTooSlow) as error:
+        log.warning("no performance model: run `garnish profile`", extra={"reason": str(error)})
+        return None
+    if file is not None:
+        write_performance(profile, file)
+    return profile

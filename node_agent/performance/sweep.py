@@ -1,0 +1,162 @@
+"""Measures passes on a node's own runner, with made-up adapters in its adapter memory, while it serves nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from adapters.base_model import BaseModel
+from cluster.messages import Sampling
+from cluster.performance_fit import DecodeSample, PrefillSample
+from node_agent.adapter_memory.layout import AdapterLayout, lay_out_uniform
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.batch import Row
+from node_agent.engine.loop import Engine
+from node_agent.engine.request import Request
+from node_agent.performance.cases import Bounds, Case, Effort, decode_cases, prefill_cases, row_contexts
+from node_agent.performance.terms import decode_sample, prefill_sample
+from node_agent.types import GROUPS, Lease
+
+TARGETS = GROUPS["qkv"]
+"""What made-up adapters adapt, as the adapters of the papers do."""
+FILL_TOKENS = 64
+
+Progress = Callable[[str, float], None]
+"""What is being done, and which share of it is done."""
+
+
+class SweepTooSlow(RuntimeError):
+    """Not every case could be measured in the time that was given."""
+
+
+@dataclass
+class Sweep:
+    """What was measured."""
+
+    decode: list[DecodeSample] = field(default_factory=list)
+    prefill: list[PrefillSample] = field(default_factory=list)
+
+
+class Bench:
+    """A free engine's rows and adapters, with which cases are run. Made by `bench`."""
+
+    def __init__(
+        self, engine: Engine, requests: list[Request], leases: list[Lease], bounds: Bounds, deadline: float
+    ) -> None:
+        self.engine, self.requests, self.leases, self.bounds = engine, requests, leases, bounds
+        self.deadline = deadline
+
+    def run(self, case: Case) -> DecodeSample | PrefillSample:
+        """One pass, timed as the engine's hot passes are."""
+        rows = []
+        for request, row in zip(self.requests, case.rows, strict=False):
+            request.computed = row.context
+            request.lease = self.leases[row.adapter] if row.adapter >= 0 else None
+            request.tokens = [1] * (row.context + row.length)
+            rows.append(Row(request, row.length))
+        rows.sort(key=lambda row: -1 if row.request.lease is None else row.request.lease.slot)
+        begun = time.perf_counter()
+        self.engine.forward(rows, len(rows) if case.decode else 0)
+        seconds = time.perf_counter() - begun
+        return decode_sample(rows, seconds) if case.decode else prefill_sample(rows, seconds)
+
+    def fill(self, progress: Progress) -> None:
+        """Writes every row's part of the cache: memory that was never written is read from one page of zeros, faster.
+        Raises SweepTooSlow."""
+        for i, (request, context) in enumerate(zip(self.requests, self.bounds.contexts, strict=True)):
+            progress("writing the cache", i / len(self.requests))
+            request.lease = None
+            for begin in range(0, context, FILL_TOKENS):
+                if time.monotonic() > self.deadline:
+                    raise SweepTooSlow(f"writing {begin} tokens of {i + 1} rows took all the time that was given")
+                length = min(FILL_TOKENS, context - begin)
+                request.computed, request.tokens = begin, [1] * (begin + length)
+                self.engine.forward([Row(request, length)], 0)
+
+    def measure(self, cases: Sequence[Case], rounds: int, progress: Progress = lambda *_: None) -> Sweep:
+        """All cases, in another order in each round, so that what disturbs the host strikes each case differently.
+
+        The first pass of a case is dropped where there are more: libraries prepare themselves for its shapes then.
+        Ends at the deadline; raises SweepTooSlow when not even half of the cases have been measured by then.
+        """
+        runs: dict[Case, list[DecodeSample | PrefillSample]] = {}
+        order = list(cases)
+        for number in range(rounds):
+            random.Random(number).shuffle(order)
+            for at, case in enumerate(order):
+                if time.monotonic() > self.deadline:
+                    if len(runs) < len(order) / 2:
+                        raise SweepTooSlow(f"{at} of {len(order)} passes took all the time that was given")
+                    return _sweep_of(runs)
+                progress("measuring passes", (number * len(order) + at) / (rounds * len(order)))
+                runs.setdefault(case, []).append(self.run(case))
+        return _sweep_of(runs)
+
+
+def _sweep_of(runs: dict[Case, list[DecodeSample | PrefillSample]]) -> Sweep:
+    found = Sweep()
+    for passes in runs.values():
+        for sample in passes[1:] or passes:
+            if isinstance(sample, DecodeSample):
+                found.decode.append(sample)
+            else:
+                found.prefill.append(sample)
+    return found
+
+
+@contextmanager
+def bench(
+    engine: Engine, base: BaseModel, effort: Effort, progress: Progress = lambda *_: None, budget: float = float("inf")
+) -> Iterator[Bench]:
+    """Rows whose part of the KV cache is written, and adapters of the effort's ranks, as many as there is room for; all
+    is given back at the end. The engine serves nothing meanwhile. Raises SweepTooSlow after `budget` seconds."""
+    deadline = time.monotonic() + budget
+    limits, blocks = engine.limits, engine.blocks
+    free = blocks.free * blocks.block_tokens
+    contexts = row_contexts(effort, limits.max_rows, limits.max_context, free, blocks.block_tokens)
+    requests = []
+    with lent_adapters(engine.store, base, effort.ranks, len(contexts)) as leases:
+        bounds = Bounds(limits.chunk_tokens, tuple(contexts), tuple(max(lease.ranks) for lease in leases))
+        try:
+            for i, context in enumerate(contexts):
+                request = Request(f"bench-{i}", "", [1], 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
+                taken = blocks.allocate(blocks.blocks_for(context))
+                assert taken is not None  # the parts make no more than is free
+                request.blocks = taken
+                requests.append(request)
+            made = Bench(engine, requests, leases, bounds, deadline)
+            made.fill(progress)
+            yield made
+        finally:
+            for request in requests:
+                blocks.release(request.blocks)
+
+
+@contextmanager
+def lent_adapters(store: AdapterStore, base: BaseModel, ranks: Sequence[int], each: int) -> Iterator[list[Lease]]:
+    """Up to `each` made-up adapters of every rank, in turn, as long as there is room for another."""
+    layouts = {rank: made_up_layout(store, base, rank) for rank in ranks}
+    leases: list[Lease] = []
+    try:
+        for number in range(each):
+            for rank in ranks:
+                lease = store.lend(f"lent-{rank}-{number}", layouts[rank])
+                if lease is not None:
+                    leases.append(lease)
+        yield leases
+    finally:
+        for lease in leases:
+            store.release(lease, ())
+            store.discard(lease.digest)
+
+
+def made_up_layout(store: AdapterStore, base: BaseModel, rank: int) -> AdapterLayout:
+    """Of an adapter that adapts q, k and v in every layer."""
+    return lay_out_uniform(base, rank, TARGETS, store.pool.data.element_size(), store.pool.page_units)
+
+
+def all_cases(effort: Effort, bounds: Bounds, seed: int = 0) -> list[Case]:
+    return [*decode_cases(effort, bounds, seed), *prefill_cases(effort, bounds)]

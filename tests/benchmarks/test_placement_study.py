@@ -1,0 +1,31 @@
+"""The placement study runs in its quick form and writes a whole report, which becomes a table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.gateway_tables import placement_table
+from gateway.scheduling.policy import POLICIES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_quick_run(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "benchmarks.placement", "--quick", "--seed", "3", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(file.read_text())
+    assert (document["study"], document["seed"]) == ("placement", 3)
+    names = {
+        f"{name}_{label}_us_at_{nodes}"
+        for name in ("scoring", "place")
+        for label in ("p50", "p99")
+        for nodes in (60, 1000)
+    }
+    assert names <= set(document["figures"])
+    table = placement_table(document)
+    assert all(table.count(f"| {policy} |") == 2 for policy in POLICIES)

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from worlds import World
+
+from benchmarks.redis_server import RedisServer, redis_server
+
+
+@pytest.fixture(scope="module")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for a module; worlds keep apart by their prefixes."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+def world(request: pytest.FixtureRequest) -> World:
+    return World(request.getfixturevalue("shared_redis") if request.param == "redis" else None)

@@ -1,0 +1,228 @@
+"""Rates and places, in memory and in Redis; workers that share them, die, and lose Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import Clock, World, until
+
+from benchmarks.redis_server import RedisServer, redis_server
+from cluster.limits import Bucket, Call, LimitState, MemoryLimits, Owner, Rates, Refusal
+from cluster.redis_limits import RedisLimits
+from cluster.redis_link import RedisLink
+from cluster.redis_state import RedisClusterState
+
+
+def call(
+    tenant: str = "acme", tokens: int = 0, places: int = 1, owners: dict[str, int] | None = None, **rates: Any
+) -> Call:
+    return Call(tenant, Rates(**rates), tokens, places, tuple(Owner(*owner) for owner in (owners or {}).items()))
+
+
+@asynccontextmanager
+async def limits_of(world: World) -> AsyncIterator[LimitState]:
+    if world.server is None:
+        yield MemoryLimits(world.clock)
+        return
+    async with two_workers(world, 1) as ((_, limits),):
+        yield limits
+
+
+@asynccontextmanager
+async def two_workers(world: World, count: int = 2) -> AsyncIterator[list[tuple[RedisLink, RedisLimits]]]:
+    assert world.server is not None
+    async with AsyncExitStack() as stack:
+        found = []
+        for number in range(count):
+            link = RedisLink(world.server.url, world.prefix, f"w{number}", asyncio.get_running_loop().time)
+            RedisClusterState(link)
+            found.append((link, RedisLimits(link, count)))
+            await stack.enter_async_context(link.running())
+            assert await link.wait_until_up(20)
+        yield found
+
+
+def test_requests_per_second(world: World) -> None:
+    async def main() -> None:
+        async with limits_of(world) as limits:
+            asked = call(rps=0.01)
+            assert await limits.take(asked) is None
+            refusal = await limits.take(asked)
+            assert refusal is not None and refusal.why == "requests"
+            assert refusal.seconds is not None and 90 < refusal.seconds <= 100  # one per 100 seconds
+            assert await limits.take(call("other", rps=0.01)) is None
+            await limits.settle(asked, 0)
+            assert await limits.take(asked) is not None, "the end of a call gives no request back"
+
+    asyncio.run(main())
+
+
+def test_a_second_holds_as_many_requests_as_are_allowed(world: World) -> None:
+    async def main() -> None:
+        async with limits_of(world) as limits:
+            asked = call(rps=5)
+            outcomes = [await limits.take(asked) for _ in range(5)]
+            assert outcomes == [None] * 5
+            await world.wait(0.25)
+            assert await limits.take(asked) is None
+
+    asyncio.run(main())
+
+
+def test_tokens_are_charged_at_the_start_and_corrected_at_the_end(world: World) -> None:
+    async def main() -> None:
+        async with limits_of(world) as limits:
+            asked = call(tokens=60, tokens_per_minute=100)
+            assert await limits.take(asked) is None
+            refusal = await limits.take(asked)
+            assert refusal is not None and refusal.why == "tokens"
+            assert refusal.seconds is not None and 8 < refusal.seconds <= 12  # 20 tokens are missing
+            await limits.settle(asked, 50)
+            assert await limits.take(asked) is None
+            large = call(tokens=1000, tokens_per_minute=100)
+            assert await limits.take(large) is not None, "it needs a full bucket"
+            assert await limits.take(call("other", tokens=1000, tokens_per_minute=100)) is None
+
+    asyncio.run(main())
+
+
+def test_what_is_refused_takes_nothing(world: World) -> None:
+    async def main() -> None:
+        async with limits_of(world) as limits:
+            full = {"acme": 5, "acme/f": 1}
+            assert await limits.take(call(owners=full, rps=2, tokens_per_minute=100, tokens=10)) is None
+            refusal = await limits.take(call(owners=full, rps=2, tokens_per_minute=100, tokens=10))
+            assert refusal == Refusal("places", Owner("acme/f", 1))
+            assert await limits.take(call(rps=2, tokens_per_minute=100, tokens=90, owners={"acme": 2})) is None
+            refusal = await limits.take(call(owners={"acme": 2}))
+            assert refusal == Refusal("places", Owner("acme", 2))
+
+    asyncio.run(main())
+
+
+def test_places_are_taken_and_given_back(world: World) -> None:
+    async def main() -> None:
+        async with limits_of(world) as limits:
+            asked = call(places=2, owners={"acme": 3})
+            assert await limits.take(asked) is None
+            assert await limits.take(asked) is not None
+            assert await limits.take(call(owners={"acme": 3})) is None
+            await limits.settle(asked, 0)
+            assert await limits.take(asked) is None
+
+    asyncio.run(main())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.floats(0.1, 100),
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 20)), max_size=30),
+)
+def test_a_bucket_never_gives_more_than_its_rate(rate: float, asked: list[tuple[float, float]]) -> None:
+    """Over any time: what it held, and the rate times the time."""
+    now, given_away = 0.0, 0.0
+    bucket = Bucket(rate, rate * 2, now)
+    for seconds, amount in asked:
+        now += seconds
+        bucket.adjust(rate, rate * 2, now)
+        amount = min(amount, rate * 2)
+        wait = bucket.wait(amount)
+        if wait == 0:
+            bucket.change(-amount)
+            given_away += amount
+        else:
+            later = now + wait * 1.000001
+            bucket.adjust(rate, rate * 2, later)
+            assert bucket.wait(amount) == pytest.approx(0, abs=1e-6), "what it said was true"
+            now = later
+    assert given_away <= rate * 2 + rate * now + 1e-6
+
+
+def test_full_buckets_are_forgotten() -> None:
+    clock = Clock()
+    limits = MemoryLimits(clock)
+    for number in range(5000):
+        clock.now += 1
+        assert limits.take_now(call(f"t{number}", rps=1, tokens_per_minute=60, tokens=1)) is None
+    assert len(limits._buckets) < 1100
+
+
+class TestSharedByWorkers:
+    def test_each_limit_holds_for_all_of_them(self, shared_redis: RedisServer) -> None:
+        async def main() -> None:
+            async with two_workers(World(shared_redis)) as ((_, one), (_, two)):
+                asked = call(rps=0.001, owners={"acme": 9})
+                outcomes = await asyncio.gather(*(limits.take(asked) for limits in (one, two) for _ in range(10)))
+                assert outcomes.count(None) == 1
+                crowd = call("crowd", owners={"crowd": 7})
+                outcomes = await asyncio.gather(*(limits.take(crowd) for limits in (one, two) for _ in range(10)))
+                assert outcomes.count(None) == 7
+                tokens = call("words", tokens=10, tokens_per_minute=55)
+                outcomes = await asyncio.gather(*(limits.take(tokens) for limits in (one, two) for _ in range(10)))
+                assert outcomes.count(None) == 5
+
+        asyncio.run(main())
+
+    def test_the_places_of_a_dead_worker_are_free(self, shared_redis: RedisServer) -> None:
+        async def main() -> None:
+            async with two_workers(World(shared_redis), 1) as ((link, limits),):
+                asked, client = call(owners={"acme": 2}), shared_redis.client
+                client.hset(link.key("places", "acme"), "another", 2)
+                now = int(client.time()[0]) * 1000
+                client.zadd(link.key("workers"), {"another": now + 1000})
+                assert await limits.take(asked) is not None
+                client.zadd(link.key("workers"), {"another": now - 6000})
+                assert await limits.take(asked) is None
+
+        asyncio.run(main())
+
+    def test_nothing_stays_of_idle_tenants(self, shared_redis: RedisServer) -> None:
+        async def main() -> None:
+            world = World(shared_redis)
+            async with two_workers(world, 1) as ((link, limits),):
+                for number in range(3000):
+                    asked = call(f"t{number}", rps=1000, tokens=1, tokens_per_minute=1e6, owners={f"t{number}": 9})
+                    assert await limits.take(asked) is None
+                    await limits.settle(asked, 1)
+                client = shared_redis.client
+                assert list(client.scan_iter(link.key("places", "*"))) == []
+                for key in client.scan_iter(link.key("rates", "*")):
+                    assert client.pttl(key) != -1
+
+        asyncio.run(main())
+
+
+def test_a_worker_alone_gives_away_its_share_and_is_counted_again(tmp_path: Any) -> None:
+    async def main() -> None:
+        with redis_server(tmp_path) as server:
+            world = World(server)
+            asked = call(owners={"acme": 4})
+            async with two_workers(world) as ((first, one), (second, two)):
+                assert await one.take(asked) is None
+                server.kill()
+                assert await two.take(asked) is None
+                assert await two.take(asked) is None
+                assert await two.take(asked) is not None, "half of four"
+                assert await one.take(asked) is None
+                server.start()
+                assert await first.wait_until_up(20) and await second.wait_until_up(20)
+                assert await one.take(asked) is not None, "four are taken, and Redis knows it"
+                await two.settle(asked, 0)
+                assert await one.take(asked) is None
+                server.kill()
+                await one.settle(asked, 0)
+                server.start()
+                await until(lambda: _is_up(first, second))
+                assert await two.take(asked) is None
+
+    asyncio.run(main())
+
+
+async def _is_up(*links: RedisLink) -> bool:
+    return all(link.is_up for link in links)

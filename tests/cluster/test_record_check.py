@@ -1,0 +1,82 @@
+"""Records that contradict themselves or their sender."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import Clock, record
+
+from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, check_record
+
+
+def test_a_right_record_is_believed() -> None:
+    check_record(record(batch_slots=[-1, 0], tightest_tpot=0.1), "127.0.0.1", ())
+    check_record(record(base="", state="warming"), "127.0.0.1", ())
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"id": ""}, "id"),
+        ({"id": "a b"}, "id"),
+        ({"id": "a" * 254}, "id"),
+        ({"epoch": ""}, "epoch"),
+        ({"state": "asleep"}, "state"),
+        ({"running": -1}, "running"),
+        ({"queue_limit": 1 << 60}, "queue_limit"),
+        ({"batch_ranks": [8, -8]}, "batch_ranks"),
+        ({"batch_slots": [-2]}, "batch_slots"),
+        ({"tightest_tpot": math.nan}, "tightest_tpot"),
+        ({"tightest_tpot": 0.0}, "tightest_tpot"),
+    ],
+)
+def test_what_can_not_be(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadRecord, match=f"^{told}"):
+        check_record(record(**changed), "127.0.0.1", ())
+
+
+@pytest.mark.parametrize(
+    ("url", "peer", "allowed"),
+    [
+        ("http://10.0.0.7:81", "10.0.0.7", ()),
+        ("http://10.0.0.7:81/", "::ffff:10.0.0.7", ()),
+        ("http://[fe80::1]:81", "fe80:0::1", ()),
+        ("https://nodes.example:81", "10.0.0.7", ("nodes.example",)),
+    ],
+)
+def test_urls_of_the_sender(url: str, peer: str, allowed: tuple[str, ...]) -> None:
+    check_record(record(url=url), peer, allowed)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://10.0.0.8:81",
+        "http://evil.example:81",
+        "http://10.0.0.7@evil.example",
+        "http://10.0.0.7:81/admin",
+        "http://10.0.0.7:81?x=1",
+        "ftp://10.0.0.7",
+        "10.0.0.7:81",
+        "",
+    ],
+)
+def test_urls_of_others(url: str) -> None:
+    with pytest.raises(BadRecord, match=r"^url"):
+        check_record(record(url=url), "10.0.0.7", ("nodes.example",))
+
+
+@given(st.lists(st.floats(0, 0.1), max_size=300))
+def test_a_flood_is_bounded(gaps: list[float]) -> None:
+    clock = Clock()
+    rates = RecordRates(clock)
+    begin, taken = clock.now, 0
+    for gap in gaps:
+        clock.now += gap
+        taken += rates.allows("a")
+    assert taken <= RECORDS_PER_SECOND * (clock.now - begin + 2) + 1
+    assert rates.allows("another")

@@ -1,0 +1,27 @@
+"""Two real nodes, two gateway workers, Redis: under load a node, a worker and Redis are killed, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_nothing_is_wrong_unanswered_lost_or_leaked(stories_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "benchmarks.chaos", "--quick", "--seed", "1", "--json", str(file)]
+    done = subprocess.run(
+        [*command, "--model", str(stories_dir)], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(file.read_text())
+    figures = document["figures"]
+    assert document["study"] == "chaos"
+    for name in ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked"):
+        assert figures[name] == 0, document["rows"]
+    assert figures["done"] > 10
+    harmed = document["rows"][0]["kills"]
+    assert {"redis", "worker"} <= set(harmed) and {"engine", "api"} & set(harmed), harmed

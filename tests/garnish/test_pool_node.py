@@ -1,0 +1,51 @@
+"""Starting a pool's node, where that goes wrong; that it goes well tests/e2e shows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.secret import create_secret
+from garnish.pool_node import CreateError, Spec, create
+from infra.local.proc import tagged
+from infra.local.processes import processes_of, remembered
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Spec:
+    state = tmp_path / "state"
+    create_secret(state / "cluster.secret")
+    return Spec(
+        service="demo",
+        pool="here",
+        node="here-1",
+        service_file=str(tmp_path / "serverless.yml"),
+        state=str(state),
+        gateway_url="http://127.0.0.1:9",
+        secret_file=str(state / "cluster.secret"),
+    )
+
+
+def test_a_node_that_can_not_start_says_why_and_leaves_nothing(spec: Spec) -> None:
+    Path(spec.service_file).write_text("service: demo\nbase_model: ./no-such-model\n")
+    with pytest.raises(CreateError, match=r"here-1 can't start: .*there is no directory .*no-such-model.* \(log: "):
+        create(spec)
+    assert processes_of(spec.key) == [] and list(tagged(spec.state, "")) == []
+    assert remembered(spec.key) is None
+
+
+def test_terraform_is_told_by_the_exit_code(spec: Spec) -> None:
+    command = [sys.executable, "-m", "garnish.pool_node", "create", msgspec.json.encode(spec).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "here-1 can't start" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_stopping_what_is_not_there_is_done_already(spec: Spec) -> None:
+    command = [sys.executable, "-m", "garnish.pool_node", "stop", msgspec.json.encode(spec).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

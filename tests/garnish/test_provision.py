@@ -1,0 +1,178 @@
+"""`garnish infra` by terraform itself over stand-ins of nodes: what it looks at, refuses, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from garnish import node_pools
+from garnish.errors import FrontDoorError
+from garnish.provision import DEAD, Provision
+from infra.local.processes import NodeKey, remember
+from infra.terraform import PROGRAMS
+from infra.workspace import PlanNote
+
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting and ending a node does nothing here; the tests start what looks like one."""
+    if not any(os.access(Path(folder) / name, os.X_OK) for folder in os.get_exec_path() for name in PROGRAMS):
+        pytest.skip("neither terraform nor tofu is on PATH: `garnish infra` is NOT tested")
+    monkeypatch.setattr(node_pools, "PROGRAM", (sys.executable, "-c", "pass"))
+    for name in ("GARNISH_URL", "GARNISH_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Pools:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.state, self.told = folder, folder / "state", list[str]()
+        self.state.mkdir()
+        (self.state / "credentials.toml").write_text('url = "http://127.0.0.1:9"\ntenant = "default"\n')
+        self.declare({"here": 2})
+        self.running: dict[str, subprocess.Popen[str]] = {}
+
+    def declare(self, pools: dict[str, int]) -> None:
+        declared = {name: {"backend": "local", "desired": count, "max": 3} for name, count in pools.items()}
+        text = json.dumps({"service": "demo", "base_model": "./model", "node_pools": declared})
+        (self.folder / "serverless.yml").write_text(text)
+
+    def provision(self) -> Provision:
+        return Provision(self.folder / "serverless.yml", self.state)
+
+    def plan(self) -> list[tuple[str, str, str]]:
+        note = self.provision().plan(self.told.append)
+        return [(change.action, change.resource, change.reason) for change in note.changes]
+
+    def apply(self) -> PlanNote:
+        return self.provision().apply(lambda note: None, self.told.append)
+
+    def start(self, node: str) -> None:
+        key = NodeKey(state=str(self.state), service="demo", pool=node.rpartition("-")[0], node=node)
+        self.running[node] = process = subprocess.Popen(
+            [sys.executable, "-c", SLEEP],
+            env={**os.environ, **key.environment()},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        remember(key, process.pid)
+
+    def made(self) -> Pools:
+        """Applied, with a process for each node."""
+        self.plan()
+        self.apply()
+        for node in ("here-1", "here-2"):
+            self.start(node)
+        return self
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Pools]:
+    made = Pools(tmp_path)
+    yield made
+    for process in made.running.values():
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_what_lives_is_left_alone_and_what_died_is_replaced(pools: Pools) -> None:
+    pools.made()
+    assert pools.plan() == []
+    os.kill(pools.running["here-2"].pid, signal.SIGKILL)
+    pools.running["here-2"].wait()
+    assert pools.plan() == [("replace", "here-2", DEAD)]
+    (shown,) = pools.provision().show()
+    assert (shown.nodes, shown.drift) == ({"here-1": "alive", "here-2": "dead"}, ["here-2 has died"])
+
+
+def test_a_dead_node_that_is_no_longer_wanted_is_not_replaced(pools: Pools) -> None:
+    pools.made()
+    os.kill(pools.running["here-2"].pid, signal.SIGKILL)
+    pools.running["here-2"].wait()
+    pools.declare({"here": 1})
+    assert pools.plan() == [("destroy", "here-2", "fewer nodes are desired")]
+
+
+def test_nodes_of_a_pool_that_is_no_longer_declared_end(pools: Pools) -> None:
+    """Terraform runs no provisioner of a resource whose module is gone."""
+    pools.made()
+    pools.declare({"other": 0})
+    (_, gone) = pools.provision().show()
+    assert (gone.pool, gone.drift) == ("here", ["no longer declared"])
+    assert [change[0] for change in pools.plan()] == ["destroy", "destroy"]
+    pools.apply()
+    assert [process.wait(30) for process in pools.running.values()] == [-signal.SIGTERM] * 2
+    assert any("can't drain here-1, here-2 (unreachable)" in line for line in pools.told)
+
+
+def test_a_process_that_no_state_holds_ends(pools: Pools) -> None:
+    pools.made()
+    pools.start("here-3")
+    pools.declare({"here": 2})
+    pools.plan()
+    pools.apply()
+    assert pools.running["here-3"].wait(30) == -signal.SIGTERM
+    assert [pools.running[node].poll() for node in ("here-1", "here-2")] == [None, None]
+
+
+def test_destroy_needs_the_gateway_while_nodes_live(pools: Pools) -> None:
+    pools.made()
+    with pytest.raises(FrontDoorError, match=r"nothing was destroyed\. --force"):
+        pools.provision().destroy(lambda note: None, pools.told.append, force=False)
+    assert [process.poll() for process in pools.running.values()] == [None, None]
+    note = pools.provision().destroy(lambda note: None, pools.told.append, force=True)
+    assert len(note.changes) == 2
+    assert [process.wait(30) for process in pools.running.values()] == [-signal.SIGTERM] * 2
+    assert pools.provision().destroy(lambda note: None, pools.told.append, force=False).changes == ()
+
+
+def test_destroying_dead_nodes_needs_no_gateway(pools: Pools) -> None:
+    pools.plan()
+    pools.apply()
+    assert len(pools.provision().destroy(lambda note: None, pools.told.append, force=False).changes) == 2
+
+
+def test_who_does_not_agree_changes_nothing(pools: Pools) -> None:
+    pools.plan()
+
+    def refuse(_note: PlanNote) -> None:
+        raise FrontDoorError("no")
+
+    with pytest.raises(FrontDoorError, match="no"):
+        pools.provision().apply(refuse, pools.told.append)
+    assert [change[0] for change in pools.plan()] == ["create", "create"]
+
+
+def test_another_file_needs_another_plan(pools: Pools) -> None:
+    with pytest.raises(FrontDoorError, match="no saved plan"):
+        pools.apply()
+    pools.plan()
+    file = pools.folder / "serverless.yml"
+    file.write_text(file.read_text() + "\n# a comment\n")
+    with pytest.raises(FrontDoorError, match=r"made for another serverless\.yml"):
+        pools.apply()
+
+
+def test_an_interpolated_value_belongs_to_the_plan(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (pools.folder / "serverless.yml").read_text()
+    written: dict[str, Any] = {**json.loads(text), "registry": "${env:REGISTRY}"}
+    (pools.folder / "serverless.yml").write_text(json.dumps(written))
+    monkeypatch.setenv("REGISTRY", "./one")
+    pools.plan()
+    monkeypatch.setenv("REGISTRY", "./two")
+    with pytest.raises(FrontDoorError, match=r"made for another serverless\.yml"):
+        pools.apply()

@@ -1,0 +1,71 @@
+"""Nodes and requests for tests of placement: records as nodes send them, and a table of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cluster.messages import NodeRecord, Resident
+from cluster.node_table import ASSUMED, NodeTable
+from cluster.performance_model import PerformanceModel
+from gateway.scheduling.policy import Policy
+from gateway.scheduling.request import PlacementRequest
+
+MEASURED = msgspec.structs.replace(
+    ASSUMED, key=msgspec.structs.replace(ASSUMED.key, hardware="bench", base="b", dtype="float32", kernel="mbgmv")
+)
+RECORD = NodeRecord(
+    id="n", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=8192,
+    running=0, queued=0, queue_limit=64, kv_blocks_free=2000, kv_blocks=2000, block_tokens=16, max_rows=32,
+    performance=MEASURED,
+)  # fmt: skip
+REQUEST = PlacementRequest(
+    id="r", prompt_tokens=100, max_tokens=200, digest="d", adapter_bytes=40_000_000, rank=16, expected_tokens=100
+)
+
+
+def node(node_id: str, *ranks: int, tier: str | None = None, **changed: Any) -> NodeRecord:
+    """A node with a running request of each of `ranks`; `tier`: where it has the adapter of REQUEST."""
+    fields: dict[str, Any] = {
+        "id": node_id,
+        "running": len(ranks),
+        "batch_ranks": list(ranks),
+        "batch_contexts": [50] * len(ranks),
+        "batch_slots": list(range(len(ranks))),
+        "residents": [] if tier is None else [Resident("d", tier, 40_000_000, 0)],
+    }
+    return msgspec.structs.replace(RECORD, **(fields | changed))
+
+
+def slow(factor: float, model: PerformanceModel = MEASURED) -> PerformanceModel:
+    """The same node, computing so many times as long."""
+    decode, prefill = model.decode, model.prefill
+    return msgspec.structs.replace(
+        model,
+        decode=msgspec.structs.replace(
+            decode,
+            base=decode.base * factor,
+            per_row=decode.per_row * factor,
+            per_context=decode.per_context * factor,
+            per_rank=decode.per_rank * factor,
+        ),
+        prefill=msgspec.structs.replace(prefill, base=prefill.base * factor, per_token=prefill.per_token * factor),
+    )
+
+
+def table_of(*records: NodeRecord) -> NodeTable:
+    table = NodeTable(max(8, len(records)))
+    for record in records:
+        table.put(record)
+    return table
+
+
+def chosen(policy: Policy, nodes: NodeTable, request: PlacementRequest = REQUEST) -> str | None:
+    row = policy.choose(nodes, np.array(list(nodes.rows())), request)
+    return None if row is None else nodes.ids[row]
+
+
+def ask(**changed: Any) -> PlacementRequest:
+    return msgspec.structs.replace(REQUEST, **changed)

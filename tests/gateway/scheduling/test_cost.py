@@ -1,0 +1,173 @@
+"""The columns of a score against the formula, computed node by node with the model's own functions."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduling_world import MEASURED, RECORD, table_of
+
+from cluster.messages import NodeRecord, Resident
+from cluster.node_table import ASSUMED, Demand
+from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel, Transfer
+from gateway.scheduling.rank_aware import RankAware
+from gateway.scheduling.request import PlacementRequest
+
+RANKS = st.integers(0, 512)
+SMALL = st.floats(0, 1e-2)
+MODELS = st.builds(
+    lambda decode, prefill, device, store, share: msgspec.structs.replace(
+        MEASURED, decode=decode, prefill=prefill, to_device=device, from_store=store, exposed_share=share
+    ),
+    st.builds(
+        DecodeModel,
+        st.floats(1e-4, 0.1),
+        SMALL,
+        st.floats(0, 1e-5),
+        st.floats(0, 1e-4),
+        st.sampled_from(["max_rank", "request_ranks", "adapter_ranks"]),
+    ),
+    st.builds(PrefillModel, SMALL, st.floats(0, 1e-3), st.floats(0, 1e-6), st.floats(0, 1e-6)),
+    st.builds(Transfer, SMALL, st.floats(1e6, 1e11)),
+    st.builds(Transfer, SMALL, st.floats(1e6, 1e11)),
+    st.floats(0, 1),
+)
+DEMANDS = st.builds(
+    Demand, RANKS, st.integers(0, 2000), st.integers(1, 500), st.none() | st.floats(0.001, 1, allow_subnormal=False)
+)
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> NodeRecord:
+    running, waiting = draw(st.lists(RANKS, max_size=5)), draw(st.lists(RANKS, max_size=3))
+    tier = draw(st.sampled_from([None, "device", "host", "disk"]))
+    used = draw(st.booleans())
+    free = draw(st.integers(0, 400))
+    return msgspec.structs.replace(
+        RECORD,
+        running=len(running),
+        batch_ranks=running,
+        batch_slots=list(range(len(running))),
+        batch_contexts=[draw(st.integers(0, 2000)) for _ in running],
+        queued=len(waiting),
+        queued_ranks=waiting,
+        prompt_tokens_left=draw(st.integers(0, 4000)),
+        tightest_tpot=draw(st.none() | st.floats(0.001, 1)),
+        loading_bytes=draw(st.integers(0, 10**9)),
+        max_rows=draw(st.sampled_from([0, 1, 2, 4, 32])),
+        kv_blocks_free=free,
+        kv_blocks=free + draw(st.integers(0, 400)),
+        residents=[] if tier is None else [Resident("d", tier, 1, int(used and tier == "device"))],
+        performance=draw(st.none() | MODELS),
+    )
+
+
+REQUESTS = st.builds(
+    PlacementRequest,
+    id=st.just("r"),
+    prompt_tokens=st.integers(1, 2000),
+    max_tokens=st.integers(1, 500),
+    digest=st.sampled_from(["d", None]),
+    adapter_bytes=st.integers(1, 10**9),
+    rank=RANKS,
+    expected_tokens=st.sampled_from([0.0, 1.0, 80.0]),
+    typical_tokens=st.sampled_from([0.0, 60.0]),
+    ttft=st.none() | st.floats(0.01, 100),
+    tpot=st.none() | st.floats(0.001, 1),
+)
+
+
+def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
+    if model.decode.rank_term == "max_rank":
+        return len(ranks) * max(ranks, default=0)
+    return sum(ranks) if model.decode.rank_term == "request_ranks" else distinct
+
+
+def reference(record: NodeRecord, demands: list[Demand], request: PlacementRequest) -> tuple[float, float]:
+    """(total, how near the nearest promise is to being broken, as a ratio)."""
+    model, answer = record.performance or ASSUMED, request.expected_tokens or max(1.0, request.max_tokens / 2)
+    ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in demands)]
+    shared = request.digest is not None and any(entry.in_use for entry in record.residents)
+    waiting = record.prompt_tokens_left + sum(demand.prompt_tokens for demand in demands)
+    contexts, mine = sum(record.batch_contexts) + waiting, request.prompt_tokens + answer / 2
+    before = model.decode.seconds(len(ranks), contexts, ranks_term(model, ranks, sum(ranks)))
+    then = ranks_term(model, [*ranks, request.rank], sum(ranks) + (0 if shared else request.rank))
+    step = model.decode.seconds(len(ranks) + 1, contexts + mine, then)  # type: ignore[arg-type]
+    d_decode = step - before
+    tokens = request.prompt_tokens
+    d_prefill = model.prefill.seconds(waiting + tokens, tokens**2, tokens * request.rank)
+    d_prefill -= model.prefill.seconds(waiting, 0, 0)
+    exposed = 0.0
+    if request.digest is not None:
+        tier = record.residents[0].tier if record.residents else "absent"
+        if tier != "device":
+            exposed += model.to_device.seconds(request.adapter_bytes + record.loading_bytes)
+        if tier in ("disk", "absent"):
+            exposed += model.from_store.seconds(request.adapter_bytes)
+        exposed *= model.exposed_share
+    total = ((d_prefill + exposed) / answer + d_decode) * (len(ranks) + 1)
+    if record.max_rows and len(ranks) + 1 > record.max_rows:
+        step = model.decode.base + (step - model.decode.base) * record.max_rows / (len(ranks) + 1)
+    queue = _queue(record, demands, request, model, step, answer)
+    total += queue / answer
+    promises = [record.tightest_tpot, request.tpot, *(demand.tpot for demand in demands)]
+    ratios = [step / promise for promise in promises if promise is not None]
+    if request.ttft is not None:
+        ratios.append((queue + model.prefill.base + d_prefill + exposed) / request.ttft)
+    return total, max(ratios, default=0.0)
+
+
+def _queue(
+    record: NodeRecord,
+    demands: list[Demand],
+    request: PlacementRequest,
+    model: PerformanceModel,
+    step: float,
+    answer: float,
+) -> float:
+    waiting = record.prompt_tokens_left + sum(demand.prompt_tokens for demand in demands)
+    prompts = 0.0
+    if waiting:
+        prompts = model.prefill.seconds(waiting, 0, sum(demand.prompt_tokens * demand.rank for demand in demands))
+    others = (request.typical_tokens or answer) * step
+    count = record.running + record.queued + len(demands) + 1
+    row = (count - record.max_rows) * others / record.max_rows if record.max_rows and count > record.max_rows else 0.0
+    need = request.prompt_tokens + request.max_tokens + sum(d.prompt_tokens + d.max_tokens for d in demands)
+    free, all_tokens = record.kv_blocks_free * record.block_tokens, record.kv_blocks * record.block_tokens
+    memory = (need - free) * others / max(all_tokens - free, 1) if need > free and all_tokens else 0.0
+    return prompts + max(row, memory)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=3)), min_size=1, max_size=5), REQUESTS, st.data())
+def test_every_total_is_the_formulas(
+    drawn: list[tuple[NodeRecord, list[Demand]]], request: PlacementRequest, data: st.DataObject
+) -> None:
+    records = [msgspec.structs.replace(record, id=str(index)) for index, (record, _) in enumerate(drawn)]
+    table = table_of(*records)
+    for row, (_, demands) in enumerate(drawn):
+        for index, demand in enumerate(demands):
+            table.reserve(row, str(index), demand)
+    rows = sorted(data.draw(st.sets(st.integers(0, len(drawn) - 1), min_size=1)))
+    policy = RankAware()
+    row = policy.choose(table, np.array(rows), request)
+    scores = policy.last
+    assert scores is not None and row in rows
+    wanted = [reference(records[at], drawn[at][1], request) for at in rows]
+    for found, (total, strain) in zip(scores.totals.tolist(), wanted, strict=True):
+        if abs(strain - 1) < 1e-6:
+            continue  # which side of a promise rounding falls on
+        if strain > 1:
+            assert found == math.inf
+        else:
+            assert math.isclose(found, total, rel_tol=1e-6, abs_tol=1e-9)
+    clear = all(abs(strain - 1) >= 1e-6 for _, strain in wanted)
+    finite = [total for total, strain in wanted if strain < 1]
+    mine = wanted[rows.index(row)]
+    if clear and finite:
+        assert mine[1] < 1 and mine[0] <= min(finite) * (1 + 1e-6) + 1e-9
+    elif clear:
+        assert mine[1] <= min(strain for _, strain in wanted) * (1 + 1e-6)

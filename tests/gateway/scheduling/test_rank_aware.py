@@ -1,0 +1,204 @@
+"""The traps of placement: each test names the node that a simpler rule would choose."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
+
+from cluster.node_table import Demand
+from cluster.performance_model import Transfer
+from gateway.scheduling.policy import make_policy
+from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
+from gateway.scheduling.toppings import Toppings
+
+
+def test_an_idle_node_without_the_adapter_loses_to_one_that_has_it_and_one_request() -> None:
+    nodes = table_of(node("cold"), node("warm", 16, tier="device"))
+    assert chosen(RankAware(), nodes) == "warm"
+    assert chosen(Toppings(), nodes) == "cold"  # to which every idle node is free
+    assert chosen(make_policy("most_idle"), nodes) == "cold"
+
+
+def test_it_wins_where_the_load_is_short() -> None:
+    assert chosen(RankAware(), table_of(node("near", tier="host"), node("warm", 16, tier="device"))) == "near"
+
+
+def test_what_is_on_the_link_already_counts() -> None:
+    busy = node("busy", tier="host", loading_bytes=4_000_000_000)
+    assert chosen(RankAware(), table_of(busy, node("free", tier="host"))) == "free"
+
+
+def test_an_idle_node_that_breaks_the_promise_is_out() -> None:
+    nodes = table_of(node("slow", tier="device", performance=slow(3.0)), node("fast", 16, 16, tier="device"))
+    request, policy = ask(tpot=0.06), RankAware()
+    assert chosen(policy, nodes, request) == "fast"
+    assert policy.last is not None and policy.last.totals[0] == np.inf
+    assert chosen(Toppings(), nodes, request) == "slow"  # penalty * 0 requests
+
+
+def test_promises_to_others_count() -> None:
+    """A large rank slows everybody in the batch."""
+    request = ask(rank=512)
+    crowd = node("promised", 8, 8, tier="device", tightest_tpot=0.0312)
+    other = node("busy", 8, 8, 8, 8, 8, tier="device")
+    assert chosen(RankAware(), table_of(crowd, other), ask(rank=8)) == "promised"
+    assert chosen(RankAware(), table_of(crowd, other), request) == "busy"
+    reserved = table_of(node("promised", 8, tier="device"), other)
+    reserved.reserve(0, "x", Demand(rank=8, prompt_tokens=10, max_tokens=10, tpot=0.0312))
+    assert chosen(RankAware(), reserved, request) == "busy"
+
+
+def test_a_queue_that_outlasts_the_first_tokens_promise_is_out() -> None:
+    nodes = table_of(
+        node("prompts", tier="device", prompt_tokens_left=10_000),
+        node("rows", *[8] * 32, tier="device", queued=20),
+        node("memory", 8, tier="device", kv_blocks=30, kv_blocks_free=3),
+        node("free", *[8] * 20, tier="device"),
+    )
+    policy = RankAware()
+    assert chosen(policy, nodes, ask(ttft=0.5)) == "free"
+    assert policy.last is not None and np.isinf(policy.last.totals).tolist() == [True, True, True, False]
+    chosen(policy, nodes)
+    assert np.isfinite(policy.last.totals).all()
+
+
+def test_ranks_that_fit_are_kept_together() -> None:
+    """By the model of BGMV, which pads every request to the largest rank of its batch."""
+    decode = msgspec.structs.replace(MEASURED.decode, rank_term="max_rank")
+    bgmv = msgspec.structs.replace(MEASURED, decode=decode)
+    nodes = table_of(
+        node("small", 8, 8, 8, tier="device", performance=bgmv),
+        node("large", 64, 64, 64, tier="device", performance=bgmv),
+    )
+    assert chosen(RankAware(), nodes, ask(rank=64)) == "large"
+    assert chosen(RankAware(), nodes, ask(rank=8)) == "small"
+
+
+def test_equals_keep_the_adapter_where_it_is() -> None:
+    hidden = msgspec.structs.replace(MEASURED, exposed_share=0.0)  # loads cost nothing here
+    for tier in ("device", "host", "disk"):
+        nodes = table_of(node("a", performance=hidden), node("b", tier=tier, performance=hidden))
+        assert chosen(RankAware(), nodes) == "b"
+    nodes = table_of(node("a", kv_blocks_free=1000), node("b"))
+    assert chosen(RankAware(), nodes, ask(digest=None, rank=0)) == "b"
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["decode_there", "prefill_per_token", "device_wait", "device_per_byte", "store_latency", "exposed_share"],
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
+def test_no_odd_number_makes_a_node_win(column: str, value: float) -> None:
+    """Records with such numbers are refused when they come in; this is what would come of one that was not."""
+    nodes = table_of(node("odd"), node("sane", 16, 16, 16))
+    getattr(nodes, column)[0] = value
+    policy = RankAware()
+    found = chosen(policy, nodes, ask(ttft=10.0, tpot=1.0))
+    assert policy.last is not None
+    assert not np.isnan(policy.last.totals).any()
+    if not np.isfinite(value):
+        assert found == "sane"
+    chosen(Toppings(), nodes, ask(tpot=1.0))
+    table = table_of(node("odd"))
+    getattr(table, column)[0] = value
+    assert chosen(RankAware(), table, ask(ttft=10.0, tpot=1.0)) == "odd"  # the only one, whatever it says
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        slow(float("nan")),
+        slow(-1.0),
+        slow(float("inf")),
+        slow(0.0),
+        msgspec.structs.replace(MEASURED, to_device=Transfer(0.001, 0.0)),
+        msgspec.structs.replace(MEASURED, from_store=Transfer(0.001, float("inf"))),
+        msgspec.structs.replace(MEASURED, exposed_share=float("nan")),
+    ],
+)
+def test_a_model_that_is_none_is_not_used(model: object) -> None:
+    nodes = table_of(node("odd", performance=model), node("sane", performance=None))
+    assert nodes.model_problem(0) is not None
+    assert not nodes.modelled[0]
+    assert nodes.decode_base[0] == nodes.decode_base[1]
+    nodes.put(node("odd"))
+    assert (nodes.model_problem(0), bool(nodes.modelled[0])) == (None, True)
+
+
+def test_when_all_break_a_promise() -> None:
+    """Strict requests are sent away for as long as it takes; others go where it is broken least."""
+    nodes = table_of(*(node(name, *[8] * 32, tier="device", queued=more) for name, more in (("a", 9), ("b", 3))))
+    strict = ask(ttft=0.1, slo_class="strict")
+    policy = RankAware()
+    assert chosen(policy, nodes, strict) is None
+    assert policy.last is not None
+    low, high = RETRY_BOUNDS
+    assert low <= policy.last.retry_after <= high
+    assert policy.last.retry_after == max(low, policy.last.terms.ttft.min() - 0.1)
+    assert chosen(policy, nodes, ask(ttft=0.1)) == "b"
+    assert chosen(policy, nodes, ask(ttft=0.1, slo_class="best_effort")) == "b"
+    crowded = table_of(
+        *(node(name, *[8] * 9, tier="device", tightest_tpot=tpot) for name, tpot in (("a", 0.01), ("b", 0.02)))
+    )
+    assert chosen(policy, crowded, ask(slo_class="strict")) is None
+    assert low <= policy.last.retry_after <= high
+    assert chosen(policy, crowded) == "b"
+
+
+def test_a_hot_adapter_gets_more_nodes_and_a_cool_one_stays() -> None:
+    """Nodes look equal but for the requests that run there; nothing is resident, so that only homes can hold it."""
+
+    def nodes_used(period: float, requests: int) -> int:
+        now = 0.0
+        policy = RankAware(lambda: now)
+        free = msgspec.structs.replace(MEASURED, exposed_share=0.0)
+        table = table_of(*(node(f"n{index}", performance=free) for index in range(8)))
+        open_ones: list[tuple[float, int, str]] = []
+        late: set[int] = set()
+        for index in range(requests):
+            now = index * period
+            while open_ones and open_ones[0][0] <= now:
+                _, row, request_id = open_ones.pop(0)
+                table.release(row, request_id)
+            row = policy.choose(table, np.arange(8), ask(id=str(index)))
+            assert row is not None
+            table.reserve(row, str(index), Demand(16, 100, 200))
+            open_ones.append((now + 4.0, row, str(index)))
+            if index > requests / 2:
+                late.add(row)
+        return len(late)
+
+    assert nodes_used(period=5.0, requests=60) == 1
+    assert nodes_used(period=0.01, requests=3000) == 8
+
+
+def test_an_adapter_is_at_home_elsewhere_only_while_home_can_not_serve() -> None:
+    policy = RankAware(lambda: 0.0)
+    home, other = node("home", tier="device"), node("other", performance=slow(0.9))
+    nodes = table_of(home, other)
+    assert chosen(policy, nodes, ask(id="1")) == "home"
+    late = node("home", *[8] * 32, tier="device", prompt_tokens_left=100_000)
+    nodes.put(late)
+    assert chosen(policy, nodes, ask(id="2", ttft=1.0)) == "other"
+    assert policy.last is not None and policy.last.spreading is None
+    nodes.remove("other")
+    nodes.put(home)
+    assert chosen(policy, nodes, ask(id="3")) == "home"
+
+
+def test_ranks_do_not_pile_up_behind_full_rows() -> None:
+    """By the model of BGMV a step costs least where the rank fits, however many wait there for a row."""
+    decode = msgspec.structs.replace(MEASURED.decode, rank_term="max_rank", per_rank=2e-5)
+    bgmv = msgspec.structs.replace(MEASURED, decode=decode)
+    fields = {"tier": "device", "max_rows": 4, "performance": bgmv}
+    other = node("other", 8, 8, 8, **fields)
+    room = node("alike", 64, 64, 64, **fields)
+    full = node("alike", 64, 64, 64, 64, queued=2, queued_ranks=[64, 64], **fields)
+    assert chosen(RankAware(), table_of(room, other), ask(rank=64)) == "alike"
+    policy = RankAware()
+    assert chosen(policy, table_of(full, other), ask(rank=64)) == "other"
+    assert policy.last is not None
+    cost = policy.last.terms.cost * policy.last.terms.requests
+    assert cost[0] < cost[1]

@@ -1,0 +1,124 @@
+"""GET /explain/{id} of calls that were really placed, and `garnish explain`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from running_gateway import Running
+from stub_node import echo, refuse
+
+from cluster.messages import Resident
+from gateway.explain_schema import ExplainReply
+
+CALL = {"prompt": "x", "max_tokens": 3}
+
+
+def explained(running: Running, name: str, key: str = "acme", **headers: str) -> ExplainReply:
+    reply = running.client(key).get(f"/explain/{name}", headers=headers)
+    assert reply.status_code == 200, reply.text
+    return msgspec.json.decode(reply.content, type=ExplainReply)
+
+
+def test_every_name_of_a_call_explains_it(gateway: Running, pirate: dict[str, Any]) -> None:
+    client = gateway.client()
+    digest = client.post("/deploy/pirate", files=pirate).json()["digest"]
+    (node,) = gateway.nodes
+    node.publish(gateway.url, residents=[Resident(digest, "host", 1, 0)], running=1, batch_ranks=[8])
+    reply = client.post("/invoke/pirate", json=CALL, headers={"x-request-id": "mine.1"})
+    made = reply.json()["id"]
+    told = [explained(gateway, name) for name in (made, f"{made}-0", "mine.1")]
+    told += [explained(gateway, made, "admin"), explained(gateway, "mine.1", "admin", **{"x-garnish-tenant": "acme"})]
+    assert all(one == told[0] for one in told)
+    assert (told[0].id, told[0].request_id, told[0].tenant, told[0].function) == (made, "mine.1", "acme", "pirate")
+    (placement,) = told[0].placements
+    decision = placement.decision
+    assert (placement.request, decision.node, decision.outcome, decision.policy) == (
+        f"{made}-0", "node-0", "placed", "rank_aware",
+    )  # fmt: skip
+    assert (decision.tries, decision.more, decision.excluded, decision.expected_tokens) == (1, 0, [], 1.5)
+    (candidate,) = decision.candidates
+    assert (candidate.node, candidate.chosen, candidate.tier, candidate.running) == ("node-0", True, "host", 1)
+    assert candidate.total is not None and candidate.total > 0
+    assert candidate.age is not None and candidate.age < 60
+    assert candidate.exposed_load is not None and candidate.exposed_load > 0
+
+
+def test_what_belongs_to_others_is_what_there_is_not(gateway: Running, pirate: dict[str, Any]) -> None:
+    client = gateway.client()
+    client.post("/deploy/pirate", files=pirate)
+    made = client.post("/invoke/pirate", json=CALL).json()["id"]
+    unknown = made[:-4] + ("aaaa" if made[-4:] != "aaaa" else "bbbb")
+    answers = []
+    for name in (made, unknown):
+        for key, headers in (("other", {}), ("admin", {"x-garnish-tenant": "other"})):
+            reply = gateway.client(key).get(f"/explain/{name}", headers={"x-request-id": "same", **headers})
+            answers.append((reply.status_code, reply.text.replace(name, "NAME")))
+    assert len(set(answers)) == 1 and answers[0][0] == 404
+    assert gateway.client(None).get(f"/explain/{made}").status_code == 401
+    assert gateway.client().get(f"/explain/{made}", params={"odd": "1"}).status_code == 422
+    assert gateway.client("other").get(f"/explain/{made}", headers={"x-garnish-tenant": "acme"}).status_code == 403
+
+
+def test_a_second_placement_and_a_refusal_are_told(start: Callable[..., Running]) -> None:
+    running = start()
+    running.node(refuse)
+    running.node(echo)
+    client = running.client()
+    reply = client.post("/v1/completions", json={**CALL, "model": "stories260K", "n": 2})
+    assert reply.status_code == 200
+    told = explained(running, reply.json()["id"])
+    assert told.function == "stories260K"
+    ways: dict[str, list[tuple[str | None, list[str]]]] = {}
+    for placement in told.placements:
+        ways.setdefault(placement.request, []).append((placement.decision.node, placement.decision.excluded))
+    assert len(ways) == 2
+    assert all(way[-1] == ("node-1", ["node-0"]) or way == [("node-1", [])] for way in ways.values())
+    for node in running.nodes:
+        node.publish(running.url, state="draining")
+    refused = client.post("/v1/completions", json={**CALL, "model": "stories260K"}, headers={"x-request-id": "none"})
+    assert refused.status_code == 503
+    (placement,) = explained(running, "none").placements
+    decision = placement.decision
+    assert (decision.outcome, decision.node, decision.candidates) == ("unavailable", None, [])
+
+
+def test_lengths_are_learnt_and_forecasts_are_compared(gateway: Running) -> None:
+    client = gateway.client()
+    for _ in range(3):
+        made = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 6, "model": "stories260K"}).json()[
+            "id"
+        ]
+    assert explained(gateway, made).placements[0].decision.expected_tokens == pytest.approx(6)
+    text = gateway.client("admin").get("/metrics").text
+    counts = [line for line in text.splitlines() if line.startswith("garnish_ttft_forecast_error_seconds_count")]
+    assert sum(float(line.split()[-1]) for line in counts) == 3
+    assert 'garnish_schedule_seconds_bucket{le="0.0001"}' in text
+
+
+def test_the_command_shows_it(gateway: Running, tmp_path: Path) -> None:
+    client = gateway.client()
+    body = {**CALL, "model": "stories260K"}
+    client.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).raise_for_status()
+
+    def garnish(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "GARNISH_URL": gateway.url, "GARNISH_API_KEY": gateway.keys["acme"]}
+        command = [sys.executable, "-m", "garnish.cli.main", "explain", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+
+    told = msgspec.json.decode(garnish("mine", "--json").stdout, type=ExplainReply)
+    assert told.request_id == "mine" and json.loads(garnish("mine", "--json").stdout)["placements"]
+    shown = garnish("mine")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "on node-0, by rank_aware" in shown.stdout
+    assert "*\tnode-0\tdevice\t0\t0\t0\t" in shown.stdout and "not measured" in shown.stdout
+    unknown = garnish("another")
+    assert unknown.returncode == 1 and "no call 'another' is remembered" in unknown.stderr
+    assert garnish("mine", "--admin", "--tenant", "acme").returncode == 2

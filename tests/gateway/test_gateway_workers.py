@@ -1,0 +1,189 @@
+"""Two real gateway workers that share a real Redis: what one knows the other knows, and what happens when parts die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx_sse
+import msgspec
+import pytest
+from stub_node import StubNode, echo, hang_after_first, stub_node
+from test_gateway_restart import listens, publishing
+from test_gateway_server import PROGRAM, config, node_of, process, wait_for  # noqa: F401  (config is a fixture)
+
+from adapters.local_store import LocalStore
+from adapters.tenants import Limits, Tenants
+from benchmarks.redis_server import RedisServer, redis_server
+from gateway.config import GatewayConfig
+
+CALL = {"prompt": "x", "max_tokens": 2}
+PATH = "/invoke/stories260K"
+
+
+@dataclass
+class Pair:
+    config: GatewayConfig
+    url: str
+    child: subprocess.Popen[bytes]
+    redis: RedisServer
+    node: StubNode
+
+    @property
+    def workers(self) -> list[int]:
+        pid = self.child.pid
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+    @contextmanager
+    def client(self, worker: int) -> Iterator[httpx.Client]:
+        """Whose connection belongs to this worker: the other can't take it, for it is held while it is made."""
+        others = [pid for pid in self.workers if pid != worker]
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            try:
+                client.get("/healthz").raise_for_status()
+            finally:
+                for pid in others:
+                    os.kill(pid, signal.SIGCONT)
+            yield client
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """A test's own time limit bounds it."""
+        while not condition():
+            assert self.child.poll() is None
+
+
+@pytest.fixture
+def pair(config: GatewayConfig, tmp_path: Path) -> Iterator[Pair]:  # noqa: F811
+    with ExitStack() as stack:
+        (tmp_path / "redis").mkdir()
+        redis = stack.enter_context(redis_server(tmp_path / "redis", password="hush-hush"))
+        changed = msgspec.structs.replace(config, workers=2, redis=redis.url, shutdown_seconds=60.0, cache_seconds=60.0)
+        url = f"http://127.0.0.1:{config.port}"
+        child = stack.enter_context(process(changed, tmp_path / "log"))
+        node = stack.enter_context(stub_node(node_of(config, echo)))
+        wait_for(url, "/healthz", child)
+        found = Pair(changed, url, child, redis, node)
+        found.until(lambda: len(found.workers) == 2)
+        yield found
+        assert "hush" not in (tmp_path / "log").read_text()
+
+
+@contextmanager
+def stream(client: httpx.Client, path: str = PATH) -> Iterator[Iterator[httpx_sse.ServerSentEvent]]:
+    """Whose first token has come."""
+    with httpx_sse.connect_sse(client, "POST", path, json={"prompt": "x", "stream": True}) as source:
+        events = source.iter_sse()
+        assert next(events).event == "token"
+        yield events
+
+
+def served(client: httpx.Client) -> bool:
+    return client.post(PATH, json=CALL).status_code == 200
+
+
+def test_what_one_worker_is_told_the_other_knows(pair: Pair, pirate: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        one, two = [stack.enter_context(pair.client(worker)) for worker in pair.workers]
+        assert pair.node.publish(pair.url).status_code == 204
+        assert served(one) and served(two)
+        assert [node["record"]["seq"] for node in two.get("/nodes").json()["nodes"]] == [1]
+
+        # How a call was placed, whoever is asked.
+        call = two.post(PATH, json=CALL).json()["id"]
+        assert one.get(f"/explain/{call}").json() == two.get(f"/explain/{call}").json()
+        assert one.get("/explain/inv_none").status_code == 404
+
+        # Functions: a change is seen at once, though each would answer from its memory for a minute.
+        assert one.post("/deploy/f", files=pirate).status_code == 201
+        assert two.post("/invoke/f", json=CALL).status_code == 200
+        pair.until(lambda: one.get("/functions/f").json()["last_hour"]["invocations"] == 1)
+        assert one.delete("/functions/f").status_code == 204
+        pair.until(lambda: two.post("/invoke/f", json=CALL).status_code == 404)
+
+        # A forced delete ends what runs elsewhere.
+        pair.node.script = hang_after_first
+        assert one.post("/deploy/g", files=pirate).status_code == 201
+        with stream(two, "/invoke/g") as events:
+            assert one.delete("/functions/g?force=true").status_code == 204
+            assert next(events).json()["error"]["type"] == "cancelled"
+
+
+def test_a_limit_holds_for_both_workers_until_one_dies(pair: Pair) -> None:
+    Tenants(LocalStore(Path(pair.config.registry))).put("default", limits=Limits(concurrent=1))
+    pair.node.script = hang_after_first
+    first, second = pair.workers
+    with ExitStack() as stack, publishing(pair.node, pair.url):
+        pair.until(lambda: pair.node.seq > 0)
+        one, two = [stack.enter_context(pair.client(worker)) for worker in (first, second)]
+        with stream(one):
+            refused = two.post(PATH, json=CALL)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limited")
+            os.kill(first, signal.SIGKILL)
+            pair.node.go_on.set()
+            pair.until(lambda: served(two))  # once the dead worker has been silent for long enough
+        pair.until(lambda: len(pair.workers) == 2 and first not in pair.workers)
+
+
+def test_redis_goes_and_comes_back(pair: Pair, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        one, two = [stack.enter_context(pair.client(worker)) for worker in pair.workers]
+        assert pair.node.publish(pair.url).status_code == 204
+        assert served(one) and served(two)
+        pair.redis.kill()
+        assert served(one) and served(two)
+        for client in (one, two):
+            pair.until(partial(_is_stale, client))
+            assert client.get("/readyz").status_code == 200
+            assert _stale(client) >= 0
+        command = [sys.executable, "-c", PROGRAM]
+        again = subprocess.run(command, input=msgspec.json.encode(pair.config), capture_output=True, timeout=60)
+        assert again.returncode != 0
+        assert f"Redis at redis://127.0.0.1:{pair.redis.port}/0 does not answer" in again.stderr.decode()
+        assert "hush" not in again.stderr.decode()
+        pair.redis.start()
+        pair.until(lambda: not _is_stale(one) and not _is_stale(two))
+        assert served(one) and served(two)
+
+
+def _is_stale(client: httpx.Client) -> bool:
+    check = client.get("/readyz").json()["checks"]["cluster"]
+    assert check["ok"], "it serves"
+    return "away" in (check["problem"] or "")
+
+
+def _stale(client: httpx.Client) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith("garnish_cluster_stale_seconds ")))
+
+
+def test_a_reload_of_two_workers_breaks_nothing_off(pair: Pair) -> None:
+    pair.node.script = hang_after_first
+    before = pair.workers
+    with ExitStack() as stack, publishing(pair.node, pair.url):
+        pair.until(lambda: pair.node.seq > 0)
+        streams = []
+        for worker in before:
+            client = stack.enter_context(pair.client(worker))
+            streams.append(stack.enter_context(stream(client)))
+        pair.child.send_signal(signal.SIGHUP)
+        pair.until(lambda: len(set(pair.workers) - set(before)) == 2)
+        with pair.client(min(set(pair.workers) - set(before))) as fresh, stream(fresh) as events:
+            pair.node.go_on.set()
+            for opened in (*streams, events):
+                assert [event.event for event in opened] == ["token", "done"]
+        stack.close()
+        pair.until(lambda: not set(before) & set(pair.workers))
+    pair.child.send_signal(signal.SIGTERM)
+    assert pair.child.wait(60) == 0
+    assert not listens(pair.config.port)

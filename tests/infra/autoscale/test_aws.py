@@ -1,0 +1,133 @@
+"""The driver of autoscaling groups against moto's server; what that lets pass, the driver checks by itself."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+
+from infra.autoscale.aws import AwsDriver
+from infra.autoscale.driver import PoolSize, Throttled
+from infra.errors import InfraError
+
+REGION = "us-east-1"
+
+
+@pytest.fixture
+def service(s3_endpoint: str) -> Iterator[str]:
+    """A service with the group of a pool `l40s`, 1 to 4 instances."""
+    name = f"demo{uuid.uuid4().hex[:6]}"
+    ec2 = boto3.client("ec2", region_name=REGION, endpoint_url=s3_endpoint)
+    image = ec2.describe_images()["Images"][0]["ImageId"]
+    group = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
+    ec2.create_launch_template(
+        LaunchTemplateName=name, LaunchTemplateData={"ImageId": image, "InstanceType": "g6e.xlarge"}
+    )
+    group.create_auto_scaling_group(
+        AutoScalingGroupName=f"{name}-l40s",
+        LaunchTemplate={"LaunchTemplateName": name, "Version": "1"},
+        MinSize=1,
+        DesiredCapacity=1,
+        MaxSize=4,
+        AvailabilityZones=[f"{REGION}a"],
+    )
+    yield name
+    group.delete_auto_scaling_group(AutoScalingGroupName=f"{name}-l40s", ForceDelete=True)
+
+
+def test_a_size_is_set_and_told(service: str, s3_endpoint: str) -> None:
+    driver = AwsDriver(service, REGION, s3_endpoint)
+    assert driver.size("l40s") == PoolSize(min=1, desired=1, max=4, live=1)
+    driver.set_desired("l40s", 3)
+    assert driver.size("l40s") == PoolSize(min=1, desired=3, max=4, live=3)
+    driver.set_desired("l40s", 3)
+    driver.set_desired("l40s", 1)
+    assert driver.size("l40s").desired == 1
+
+
+@pytest.mark.parametrize("size", [0, 5, -1])
+def test_a_size_outside_the_bounds_is_refused(service: str, s3_endpoint: str, size: int) -> None:
+    driver = AwsDriver(service, REGION, s3_endpoint)
+    with pytest.raises(InfraError, match=rf"node_pools\.l40s: the size {size} is outside its bounds, 1 to 4"):
+        driver.set_desired("l40s", size)
+    assert driver.size("l40s").desired == 1
+
+
+def test_a_pool_that_was_never_applied(service: str, s3_endpoint: str) -> None:
+    with pytest.raises(InfraError, match=r"no autoscaling group .*-other; `garnish infra apply` makes it"):
+        AwsDriver(service, REGION, s3_endpoint).set_desired("other", 1)
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    """As AWS describes one."""
+    given = {
+        "AutoScalingGroupName": "demo-l40s", "MinSize": 1, "MaxSize": 4, "DesiredCapacity": 1, "DefaultCooldown": 300,
+        "AvailabilityZones": ["us-east-1a"], "HealthCheckType": "EC2", "CreatedTime": 0, "Instances": [],
+    }  # fmt: skip
+    return {**given, **changes}
+
+
+@pytest.fixture
+def answered() -> Iterator[tuple[AwsDriver, Stubber]]:
+    """A driver whose answers are given, for what moto's server can't be made to say."""
+    driver = AwsDriver("demo", REGION, "http://127.0.0.1:9")
+    with Stubber(driver._client) as stubber:
+        yield driver, stubber
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "told"),
+    [
+        ("Throttling", Throttled, "DescribeAutoScalingGroups was throttled"),
+        ("AccessDenied", InfraError, "the permission autoscaling:DescribeAutoScalingGroups is missing"),
+        ("ValidationError", InfraError, "DescribeAutoScalingGroups failed: ValidationError"),
+    ],
+)
+def test_refusals_of_aws(answered: tuple[AwsDriver, Stubber], code: str, kind: type[Exception], told: str) -> None:
+    driver, stubber = answered
+    stubber.add_client_error("describe_auto_scaling_groups", code, http_status_code=400)
+    with pytest.raises(kind, match=told):
+        driver.size("l40s")
+
+
+def test_an_activity_in_progress_is_waited_for(answered: tuple[AwsDriver, Stubber]) -> None:
+    driver, stubber = answered
+    stubber.add_response("describe_auto_scaling_groups", {"AutoScalingGroups": [group()]})
+    stubber.add_client_error("set_desired_capacity", "ScalingActivityInProgress", http_status_code=400)
+    with pytest.raises(Throttled, match="SetDesiredCapacity must wait"):
+        driver.set_desired("l40s", 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [([group(), group()], "2 autoscaling groups"), ([group(Status="Delete in progress")], "is being deleted")],
+)
+def test_groups_that_can_not_be(answered: tuple[AwsDriver, Stubber], groups: list[dict[str, Any]], told: str) -> None:
+    driver, stubber = answered
+    stubber.add_response("describe_auto_scaling_groups", {"AutoScalingGroups": groups})
+    with pytest.raises(InfraError, match=told):
+        driver.size("l40s")
+
+
+def test_what_ends_does_not_live(answered: tuple[AwsDriver, Stubber]) -> None:
+    driver, stubber = answered
+    states = ["InService", "Pending:Wait", "Terminating:Wait", "Standby"]
+    instances = [
+        {
+            "InstanceId": f"i-{state}", "AvailabilityZone": "us-east-1a", "LifecycleState": state,
+            "HealthStatus": "Healthy", "ProtectedFromScaleIn": False,
+        }
+        for state in states
+    ]  # fmt: skip
+    stubber.add_response("describe_auto_scaling_groups", {"AutoScalingGroups": [group(Instances=instances)]})
+    assert driver.size("l40s").live == 2
+
+
+def test_nobody_answers(s3_endpoint: str) -> None:
+    """With the credentials that the endpoint's fixture sets, and nobody at the address."""
+    with pytest.raises(InfraError, match="describe_auto_scaling_groups failed"):
+        AwsDriver("demo", REGION, "http://127.0.0.1:9").size("l40s")

@@ -1,0 +1,195 @@
+"""The modules for AWS, as far as they can be checked without an account: arguments, user data, what is rendered."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import provider_bindings as bindings
+import pytest
+from stacks import needs_terraform, pool, stack
+from test_deployment_files import takes
+
+from infra.errors import InfraError
+from infra.render import MODULES, render
+from infra.stack import AwsHost, RegistryBucket, Stack
+from infra.terraform import environment, find_program
+
+AWS = ("aws_pool", "aws_registry")
+SETTINGS: dict[str, Any] = {
+    "region": "eu-central-1", "pool": "l40s", "group": "demo-l40s", "gpus": 4,
+    "gateway_url": "http://gateway.internal:8080", "node_port": 8081, "secret_parameter": "/garnish/demo/secret",
+    "package": "s3://acme-packages/garnish-0.1.0-py3-none-any.whl", "package_on_s3": True,
+    "model_source": "s3://acme-models/llama-8b/", "node_file": base64.b64encode(b'{"node": {}}').decode(),
+    "drain_seconds": 3700,
+}  # fmt: skip
+
+
+def aws_stack(**registry: Any) -> Stack:
+    host = AwsHost(
+        region="eu-central-1",
+        vpc_id="vpc-1",
+        subnet_ids=("subnet-1", "subnet-2"),
+        gateway_security_group_id="sg-1",
+        gateway_url="http://gateway.internal:8080",
+        secret_parameter="/garnish/demo/secret",
+        package="garnish==0.1.0",
+        image_parameter="/acme/images/gpu",
+        model_source="s3://acme-models/llama-8b",
+        node_file='{"note": "${not} a template"}',
+        tags=(("team", "support"),),
+    )
+    pools = (pool("l40s", backend="aws", instance_type="g6e.12xlarge"), pool("here"))
+    where = RegistryBucket(bucket="acme-adapters", prefix="prod", **registry)
+    return msgspec.structs.replace(stack(*pools), aws=host, registry=where)
+
+
+def text_of(module: str) -> str:
+    return "\n".join(file.read_text() for file in sorted((MODULES / module).glob("*.tf")))
+
+
+@pytest.mark.parametrize("module", AWS)
+def test_the_provider_knows_every_argument(module: str) -> None:
+    package = bindings.package_directory()
+    if package is None:
+        pytest.skip(
+            f"{module}: cdktn-provider-aws is not installed, so its arguments are NOT held against the provider"
+        )
+    stated = bindings.resources(text_of(module))
+    assert stated
+    known = bindings.definitions(package, {kind for kind, _ in stated})
+    found = []
+    for (kind, name), block in stated.items():
+        pascal = "".join(part.capitalize() for part in kind.replace("aws_", "").split("_"))
+        pascal = pascal.replace("Data", "DataAws", 1) if kind.startswith("data_") else pascal
+        interfaces, _ = known[kind]
+        config = next(entry for entry in interfaces if entry in (f"{pascal}Config", f"{pascal}AConfig"))
+        found += bindings.problems(f"{kind}.{name}", block, config, interfaces)
+    for kind, name, attribute in bindings.references(text_of(module)):
+        if attribute and bindings.camel(attribute) not in known[kind][1]:
+            found.append(f"{kind}.{name} has no {attribute}")
+    assert found == []
+
+
+@pytest.mark.parametrize("module", [*AWS, "local_pool"])
+def test_what_is_referred_to_is_there_and_what_is_there_is_used(module: str) -> None:
+    text = text_of(module)
+    declared = set(re.findall(r'^variable "(\w+)"', text, re.MULTILINE))
+    used = re.sub(r'^variable "\w+" \{\n.*?^\}', "", text, flags=re.DOTALL | re.MULTILINE)
+    assert declared >= set(re.findall(r"\bvar\.(\w+)", text))
+    assert declared - set(re.findall(r"\bvar\.(\w+)", used)) <= {"min", "max"}, "bounds alone bound others"
+    (given,) = re.findall(r"^locals \{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE) or [""]
+    assert set(re.findall(r"^  (\w+)\s+= ", given, re.MULTILINE)) == set(re.findall(r"\blocal\.(\w+)", text))
+    there = set(bindings.resources(text))
+    assert {(kind, name) for kind, name, _ in bindings.references(text)} <= there
+
+
+def test_the_check_of_arguments_finds_mistakes() -> None:
+    known = {
+        "Config": {"name": bindings.Argument(True, "string"), "rule": bindings.Argument(False, "Rule[] | x")},
+        "Rule": {"size": bindings.Argument(False, "number")},
+    }
+    text = 'resource "aws_thing" "it" {\n  nome = 1\n\n  rule {\n    seize = 2\n  }\n}\n'
+    (block,) = bindings.resources(text).values()
+    assert bindings.problems("it", block, "Config", known) == [
+        "it: nome is no argument", "it: name is missing", "it.rule: seize is no argument"
+    ]  # fmt: skip
+
+
+def user_data(folder: Path, **changes: Any) -> str:
+    """The template, filled in by terraform itself."""
+    folder.mkdir()
+    (folder / "user_data.sh.tftpl").write_text((MODULES / "aws_pool" / "user_data.sh.tftpl").read_text())
+    (folder / "main.tf").write_text(
+        'variable "settings" {}\n'
+        'output "text" {\n  value = templatefile("${path.module}/user_data.sh.tftpl", var.settings)\n}\n'
+    )
+    (folder / "terraform.tfvars.json").write_text(json.dumps({"settings": {**SETTINGS, **changes}}))
+    for arguments in (["init", "-no-color"], ["apply", "-no-color", "-auto-approve"]):
+        done = subprocess.run(
+            [find_program().path, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+    state = json.loads((folder / "terraform.tfstate").read_text())
+    return str(state["outputs"]["text"]["value"])
+
+
+def is_shell(text: str) -> None:
+    done = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_terraform
+def test_user_data(tmp_path: Path) -> None:
+    wheel = user_data(tmp_path / "wheel")
+    index = user_data(tmp_path / "index", package="garnish==0.1.0", package_on_s3=False)
+    for text in (wheel, index):
+        is_shell(text)
+        assert len(base64.b64encode(text.encode())) <= 21_844, "AWS takes 16 KiB"
+        (awaiting,) = re.findall(r"<<'END'\n(.*?)^END$", text, re.DOTALL | re.MULTILINE)
+        is_shell(awaiting)
+        assert "--auto-scaling-group-name 'demo-l40s'" in awaiting
+        calls = re.findall(r"curl .*", text)
+        assert calls and all("X-aws-ec2-metadata-token" in call for call in calls), "IMDSv2 only"
+        assert "--name '/garnish/demo/secret' --with-decryption" in text
+        assert 'data/model/llama-8b/"' in text, "the folder that the node's file names"
+        assert '[ "$gpu" -lt 4 ]' in text
+    assert (
+        'pip install --quiet "/opt/$(basename' in wheel and "aws s3 cp --only-show-errors 's3://acme-packages/" in wheel
+    )
+    assert "garnish[node]==" in index and "/opt/$(basename" not in index
+
+
+@needs_terraform
+def test_the_unit_in_user_data_starts_what_there_is(tmp_path: Path) -> None:
+    (unit,) = re.findall(
+        r"<<UNIT\n(\[Unit\]\nDescription=Garnish node.*?)^UNIT$", user_data(tmp_path / "u"), re.S | re.M
+    )
+    (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+    program, *words = start.split()
+    assert program == "/opt/garnish/bin/garnish"
+    takes(words)
+    # The shell leaves these for systemd.
+    assert r"--node-id \${NODE_ID}" in start and r"--port \${NODE_PORT}" in start
+
+
+def test_what_is_rendered_for_aws() -> None:
+    root = render(aws_stack())
+    module = root["module"]["pool_l40s"]
+    assert (module["source"], module["gpus"], module["max"]) == ("./modules/aws_pool", 4, 3)
+    assert module["node_file"] == '{"note": "$${not} a template"}'
+    assert root["provider"]["aws"]["default_tags"]["tags"] == {"garnish:service": "demo", "team": "support"}
+    assert root["terraform"]["required_providers"]["aws"]["source"] == "hashicorp/aws"
+    assert set(root["module"]) == {"pool_here", "pool_l40s"}
+    assert set(render(aws_stack(managed=True))["module"]) == {"pool_here", "pool_l40s", "registry"}
+
+
+def test_every_setting_is_a_variable_of_the_module() -> None:
+    for name, module in render(aws_stack(managed=True))["module"].items():
+        text = (MODULES / Path(module["source"]).name / "variables.tf").read_text()
+        declared = set(re.findall(r'^variable "(\w+)"', text, re.MULTILINE))
+        needed = {
+            variable
+            for variable, body in re.findall(r'^variable "(\w+)" \{\n(.*?)^\}', text, re.DOTALL | re.MULTILINE)
+            if "\n  default" not in body
+        }
+        stated = set(module) - {"source"}
+        assert stated <= declared and needed <= stated, name
+
+
+def test_local_pools_alone_ask_for_no_provider() -> None:
+    root = render(stack())
+    assert "provider" not in root and "required_providers" not in root["terraform"]
+
+
+def test_what_aws_can_not_do_without() -> None:
+    with pytest.raises(InfraError, match="need a registry on S3"):
+        render(msgspec.structs.replace(aws_stack(), registry=None))
+    strange = msgspec.structs.replace(aws_stack(), pools=(pool("a", backend="aws", instance_type="m5.large"),))
+    with pytest.raises(InfraError, match="unknown instance type"):
+        render(strange)

@@ -1,0 +1,167 @@
+"""What a node starts its cold starts with: whatever its profile's file is or says, it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.exact import Case, Tally, check
+from benchmarks.local_engine import LocalEngine, MakeEngine
+from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from node_agent.coldstart import measure, setup
+from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey, read_profile
+from node_agent.coldstart.profile import check as check_profile
+from node_agent.coldstart.setup import profile_key
+from node_agent.config import EngineConfig
+from node_agent.cores import spare_cores
+from node_agent.device import device_name
+from node_agent.types import Lease
+from tests.node_agent.adapter_world import World, lease
+
+PROMPT = [1, *range(50, 57)]
+needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
+
+
+@pytest.fixture(scope="module")
+def directory(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("setup") / "whole"
+    return make_adapter(stories_dir, out, 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
+
+
+def assert_serves(engine: LocalEngine, reference: PeftReference, directory: Path) -> None:
+    request = engine.submit(PROMPT, 3, engine.deploy(directory), ignore_eos=True)
+    engine.run()
+    case = Case(directory, None, PROMPT, 3)
+    assert not check(engine, reference, case, engine.outcomes[request].tokens, Tally())
+
+
+def test_a_profile_that_can_not_be_written_keeps_no_node_from_serving(
+    make_engine: MakeEngine, reference: PeftReference, directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    engine = make_engine(cpu_workers=0, profile=str(tmp_path / "file" / "profile.json"))
+    assert engine.engine.cold_start.profile is not None
+    assert_serves(engine, reference, directory)
+
+
+def test_a_cache_of_fewer_tokens_than_are_measured(
+    make_engine: MakeEngine, reference: PeftReference, directory: Path
+) -> None:
+    engine = make_engine(cpu_workers=0, cold_start="pipeline", block_tokens=4, kv_memory=4 * 4 * 1280)
+    assert engine.engine.limits.max_context == 12
+    profile = engine.engine.cold_start.profile
+    assert profile is not None and [tokens for tokens, _ in profile.layer] == [12]
+    assert_serves(engine, reference, directory)
+
+
+@needs_core
+def test_workers_that_did_not_answer_once_are_asked_again_at_the_next_start(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, cores = tmp_path / "profile.json", os.sched_getaffinity(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "_slice_seconds", lambda *_: None)
+        engine = make_engine(cpu_workers=1, profile=str(file))
+    assert engine.engine.assist is None and not file.exists()
+    assert os.sched_getaffinity(0) == cores
+    engine = make_engine(cpu_workers=1, profile=str(file))
+    assert engine.engine.assist is not None
+    found = msgspec.json.decode(file.read_bytes(), type=Profile)
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(found, cpu=None)))
+    with pytest.raises(ProfileError, match="none answered"):
+        read_profile(file, found.key)
+
+
+@needs_core
+def test_all_threads_of_the_engine_keep_off_the_workers_cores(
+    stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that torch computes with too, which are there before the workers are."""
+    cores, before = os.sched_getaffinity(0), torch.get_num_threads()
+    monkeypatch.setattr(setup, "spare_cores", lambda threads: [max(cores)])
+    try:
+        engine = LocalEngine(
+            stories_dir, tmp_path / "registry", dtype="float32", threads=2, cpu_workers=1,
+            adapter_memory=1 << 20, host_memory=4 << 20, kv_memory=4 << 20,
+        )  # fmt: skip
+        assert torch.get_num_threads() == 2
+        assert engine.engine.assist is not None
+        assert not [found for found in affinities() if max(cores) in found]
+        engine.close()
+        assert all(found == cores for found in affinities())
+    finally:
+        torch.set_num_threads(before)
+
+
+def affinities() -> list[set[int]]:
+    """Of this process's threads."""
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            found.append(os.sched_getaffinity(int(task)))
+    return found
+
+
+def test_a_profile_is_of_this_processor(make_engine: MakeEngine) -> None:
+    engine = make_engine(cpu_workers=0)
+    config = EngineConfig(model_dir="", base_id="", registry="")
+    key = profile_key(engine.engine, config, engine.base, None)
+    assert key.device == device_name(engine.engine.runner.device)
+    assert key.device in Path("/proc/cpuinfo").read_text()
+
+
+@pytest.fixture(scope="module")
+def held(world: World) -> Iterator[tuple[ColdStarts, Lease]]:
+    """An adapter of which nothing crosses the link."""
+    store = world.store()
+    store.loader._copying.close(wait=True)
+    yield ColdStarts(store, world.base, WAYS["auto"]), lease(store, world.adapters[0])
+    store.close()
+
+
+class OneWorker:
+    usable = 1
+
+
+NUMBERS = st.one_of(
+    st.floats(0, 1e3), st.sampled_from([0.0, 5e-324, 1e-308, 1.0, 999.0, 1e308, float("inf"), float("nan"), -1.0])
+)
+
+
+@given(
+    layer=st.dictionaries(st.integers(1, 1 << 20), NUMBERS, min_size=1, max_size=3),
+    cpu=st.tuples(NUMBERS, NUMBERS, NUMBERS),
+    link=st.tuples(NUMBERS, NUMBERS),
+    tokens=st.integers(1, 1 << 13),
+    ahead=st.sampled_from([0.0, 1e-9, 1e6]),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_profile_that_is_accepted_makes_a_plan(
+    held: tuple[ColdStarts, Lease],
+    layer: dict[int, float],
+    cpu: tuple[float, float, float],
+    link: tuple[float, float],
+    tokens: int,
+    ahead: float,
+) -> None:
+    """Its file can say anything; a plan that can't be made would end the engine."""
+    starts, found = held
+    key = ProfileKey("", "float32", "cpu", 1, 1)
+    profile = Profile(key, tuple(sorted(layer.items())), CpuLora(*cpu), LinkCost(*link))
+    try:
+        check_profile(profile)
+    except ProfileError:
+        return
+    starts.profile, starts.workers = profile, OneWorker()  # type: ignore[assignment]
+    plan = starts.plan(found, tokens, ahead)
+    assert plan.name in starts.way.plans and plan.exposed >= 0
+    assert 0 <= starts.ready_until(found, plan, 0) <= starts.base.num_layers

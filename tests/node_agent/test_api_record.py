@@ -1,0 +1,79 @@
+"""What a node's record says of its batch, its queue and its performance, at every moment between two pictures of the
+engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.messages import Adapter, NodeRecord
+from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
+from tests.node_agent.scripted_engine import READY, admitted, finished, stats
+from tests.node_agent.served_node import request_of, run_scenario, served_node
+
+ADAPTER = Adapter("d" * 64, "artifacts/v1/base/digest", 1000, (4, 8))
+MODEL = PerformanceModel(
+    ModelKey("here", "fingerprint", "float32", "cpu", "0"),
+    DecodeModel(0.1, 0.01, 0.001, 0.0, "adapter_ranks"),
+    PrefillModel(0.1, 0.01, 0.0, 0.0),
+    Transfer(0.0, 1e9),
+    Transfer(0.0, 1e8),
+)
+
+
+def waiting(record: NodeRecord) -> tuple[list[int], int]:
+    return record.queued_ranks, record.prompt_tokens_left
+
+
+def test_a_request_counts_once_from_its_receipt_to_its_end(tmp_path: Path, stories_dir: Path) -> None:
+    """In the queue until the engine's picture has it in the batch, with the rank of its adapter all the while."""
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            idle = await node.record()
+            assert (idle.max_rows, waiting(idle), idle.batch_slots) == (READY.max_rows, ([], 0), [])
+            with_adapter = request_of("a", token_ids=[1, 2, 3], adapter=ADAPTER)
+            async with node.generate(with_adapter) as first, node.generate(request_of("b")) as second:
+                await engine.hear_submit()
+                await engine.hear_submit()
+                record = await node.record()
+                assert (record.queued, record.running) == (2, 0)
+                assert (sorted(record.queued_ranks), record.prompt_tokens_left) == ([0, 8], 4)
+
+                await engine.say(admitted("a"))
+                await first.next()
+                record = await node.record()
+                assert (record.queued, record.running, record.batch_ranks) == (1, 1, [])
+                assert (sorted(record.queued_ranks), record.prompt_tokens_left) == ([0, 8], 4)
+
+                batch = {"batch_ranks": [8], "batch_contexts": [2], "batch_slots": [5]}
+                told = stats(
+                    running=1, queued=1, prompt_tokens_left=1, loading_bytes=7, performance=MODEL, forecast_ratio=1.25,
+                    **batch,
+                )  # fmt: skip
+                await engine.say(told)
+                record = await node.record_where(lambda record: record.batch_ranks == [8])
+                assert waiting(record) == ([0], 2)
+                assert (record.batch_contexts, record.batch_slots, record.loading_bytes) == ([2], [5], 7)
+                assert (record.performance, record.forecast_ratio) == (MODEL, 1.25)
+
+                await engine.say(finished("a"), finished("b"), stats())
+                await first.rest()
+                await second.rest()
+            record = await node.record_where(lambda record: not record.batch_ranks)
+            assert waiting(record) == ([], 0)
+
+    run_scenario(scenario())
+
+
+def test_nothing_is_known_of_an_engine_that_is_gone(tmp_path: Path, stories_dir: Path) -> None:
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            await engine.say(stats(batch_ranks=[8], batch_contexts=[2], batch_slots=[5], performance=MODEL))
+            await node.record_where(lambda record: record.performance == MODEL)
+            await engine.close()
+            record = await node.record_where(lambda record: record.state == "warming")
+            assert (record.performance, record.max_rows, record.batch_slots) == (None, 0, [])
+
+    run_scenario(scenario())

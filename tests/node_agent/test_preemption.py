@@ -1,0 +1,193 @@
+"""Strict requests: places are kept for them, and best-effort ones give up theirs and are computed again unharmed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.exact import Case, Tally, check
+from benchmarks.local_engine import GREEDY, LocalEngine, MakeEngine
+from benchmarks.peft_reference import PeftReference
+from cluster.messages import Adapter, Sampling
+from node_agent.engine.preemption import MOST_PREEMPTIONS
+from node_agent.ipc import Finished
+
+STORY = [1, 403, 407, 261]
+BLOCK_BYTES = 2 * 5 * 4 * 8 * 4 * 4
+"""Of 4 tokens of stories260K in fp32."""
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=7, frequency_penalty=0.5)
+
+
+def ended(engine: LocalEngine, request: str) -> Finished:
+    finished = engine.outcomes[request].finished
+    assert finished is not None
+    return finished
+
+
+def flood(engine: LocalEngine, count: int, length: int = 60, **owner: str) -> list[str]:
+    return [
+        engine.submit(STORY, length, tenant="cheap", slo_class="best_effort", ignore_eos=True, **owner)
+        for _ in range(count)
+    ]
+
+
+def strict(engine: LocalEngine, length: int = 3) -> str:
+    return engine.submit(STORY, length, tenant="dear", slo_class="strict", ttft=0.5, ignore_eos=True)
+
+
+def test_strict_enters_at_once_under_a_best_effort_flood(make_engine: MakeEngine) -> None:
+    """Each in the iteration in which it came, whether rows are kept for it already or must be given up."""
+    engine = make_engine(max_rows=4)
+    best_effort = flood(engine, 20)
+    engine.run(until=lambda: len(engine.engine.running) == 4)
+    calls = [strict(engine) for _ in range(3)]
+    engine.step()
+    assert all(engine.outcomes[call].admitted for call in calls)
+    engine.run(until=lambda: all(engine.outcomes[call].finished for call in calls))
+    for _ in range(20):
+        engine.step()
+    assert len(engine.engine.running) == 3, "one row is kept for the next"
+    engine.run()
+    assert all(ended(engine, r).reason == "length" and len(engine.outcomes[r].tokens) == 60 for r in best_effort)
+    assert 3 <= sum(ended(engine, r).preemptions for r in best_effort) <= 3 + 3
+
+
+def test_strict_takes_kv_blocks_of_best_effort(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_rows=8, block_tokens=4, kv_memory=BLOCK_BYTES * 41)  # 40 blocks
+    best_effort = flood(engine, 4, 44)  # 12 blocks each: three run
+    engine.run(until=lambda: len(engine.engine.running) == 3)
+    call = strict(engine, 60)  # 16 blocks
+    engine.step()
+    assert engine.outcomes[call].admitted
+    assert engine.engine.blocks.free >= 0
+    engine.run()
+    assert all(len(engine.outcomes[r].tokens) == 44 for r in best_effort)
+
+
+def test_nobody_is_preempted_in_vain(make_engine: MakeEngine) -> None:
+    """Not for a strict request that would not fit all the same, nor for others, nor are others' than best effort."""
+    engine = make_engine(max_rows=4, block_tokens=4, kv_memory=BLOCK_BYTES * 41)
+    standard = engine.submit(STORY, 96, tenant="other", ignore_eos=True)  # 25 blocks
+    best_effort = flood(engine, 1, 40)  # 11 blocks
+    engine.run(until=lambda: len(engine.engine.running) == 2)
+    too_large, late = strict(engine, 80), engine.submit(STORY, 40, tenant="other", ignore_eos=True)
+    engine.step()
+    assert not engine.outcomes[too_large].admitted
+    assert not engine.outcomes[late].admitted
+    assert len(engine.engine.running) == 2
+    engine.run()
+    assert [ended(engine, r).preemptions for r in (standard, *best_effort, too_large, late)] == [0] * 4
+
+
+@pytest.mark.parametrize("ways", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapter"])
+def test_a_preempted_answer_is_the_same(
+    make_engine: MakeEngine, drawn_adapters: list[Path], reference: PeftReference, ways: Sampling, adapted: bool
+) -> None:
+    """Preempted while its prompt is computed and in the midst of its answer: no token is lost, repeated or changed."""
+    engine = make_engine(max_rows=2, chunk_tokens=8)
+    path = drawn_adapters[0]
+    adapter: Adapter | None = engine.deploy(path) if adapted else None
+    prompt = [1, *range(60, 90)]
+    alone = engine.submit(prompt, 30, adapter, ways, ignore_eos=True)
+    engine.run()
+    request = engine.submit(prompt, 30, adapter, ways, ignore_eos=True, tenant="cheap", slo_class="best_effort")
+    filler = flood(engine, 1, 200)
+    for tokens in (0, 4, 15):
+        engine.run(until=lambda tokens=tokens: len(engine.outcomes[request].tokens) >= tokens)
+        calls = [strict(engine) for _ in range(2)]
+        engine.run(until=lambda calls=calls: all(engine.outcomes[call].finished for call in calls))
+    engine.engine.cancel(filler[0])
+    engine.run()
+    assert ended(engine, request).preemptions >= 2
+    assert engine.outcomes[request].tokens == engine.outcomes[alone].tokens
+    if ways is GREEDY:
+        case = Case(path if adapted else None, adapter, prompt, 30)
+        assert not check(engine, reference, case, engine.outcomes[request].tokens, Tally())
+
+
+def test_a_request_is_preempted_so_often_and_no_more(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_rows=1)
+    (request,) = flood(engine, 1, 100)
+    engine.run(until=lambda: bool(engine.engine.running))
+    for _ in range(MOST_PREEMPTIONS):
+        call = strict(engine)
+        engine.step()
+        assert engine.outcomes[call].admitted
+        engine.run(until=lambda call=call: engine.outcomes[call].finished is not None)
+        engine.run(until=lambda: bool(engine.engine.running))
+    last = strict(engine)
+    engine.step()
+    assert not engine.outcomes[last].admitted
+    engine.run()
+    assert ended(engine, request).preemptions == MOST_PREEMPTIONS
+    assert len(engine.outcomes[request].tokens) == 100
+
+
+def test_preempted_requests_can_be_cancelled_and_expire(make_engine: MakeEngine) -> None:
+    """While they wait again; a text so far is kept, and everything is given back."""
+    engine = make_engine(max_rows=2)
+    gone = flood(engine, 1, 100)[0]
+    late = engine.submit(STORY, 100, tenant="cheap", slo_class="best_effort", ignore_eos=True)
+    engine.run(until=lambda: all(len(engine.outcomes[r].tokens) > 2 for r in (gone, late)))
+    calls = [strict(engine, 200) for _ in range(2)]
+    engine.step()
+    assert all(engine.outcomes[call].admitted for call in calls)
+    assert {r.id for r in engine.engine.queue} == {gone, late}
+    engine.engine.cancel(gone)
+    found = next(iter(engine.engine.queue))
+    found.deadline = time.monotonic()
+    engine.run()
+    assert (ended(engine, gone).reason, ended(engine, late).reason) == ("cancelled", "timeout")
+    assert engine.outcomes[late].tokens
+
+
+def test_a_preempted_request_waits_for_its_adapter_again(
+    make_engine: MakeEngine, drawn_adapters: list[Path], reference: PeftReference
+) -> None:
+    """Its adapter is evicted meanwhile: it comes back, and the answer is PEFT's."""
+    engine = make_engine(max_rows=1)
+    path = drawn_adapters[0]
+    adapter = engine.deploy(path)
+    request = engine.submit(STORY, 20, adapter, ignore_eos=True, tenant="cheap", slo_class="best_effort")
+    engine.run(until=lambda: len(engine.outcomes[request].tokens) > 4)
+    call = strict(engine, 10)
+    engine.step()
+    assert engine.outcomes[call].admitted
+    engine.engine.store._evict(adapter.digest)
+    engine.run()
+    assert ended(engine, request).preemptions == 1
+    assert not check(engine, reference, Case(path, adapter, STORY, 20), engine.outcomes[request].tokens, Tally())
+
+
+def test_standard_is_not_kept_out_by_strict(make_engine: MakeEngine) -> None:
+    """Strict requests without end take what is kept for them; behind a waiting standard one they take no more."""
+    engine = make_engine(max_rows=4)
+    calls = [strict(engine, 12) for _ in range(4)]
+    engine.run(until=lambda: len(engine.engine.running) == 4)
+    waiting = engine.submit(STORY, 6, tenant="other", ignore_eos=True)
+
+    def keep_calling() -> bool:
+        if sum(r.slo_class == "strict" for r in engine.engine.queue) < 2:
+            calls.append(strict(engine, 12))
+        return engine.outcomes[waiting].finished is not None
+
+    engine.run(until=keep_calling)
+    assert len(calls) < 30
+    engine.run()
+
+
+def test_no_best_effort_enters_while_strict_waits(make_engine: MakeEngine) -> None:
+    """Whoever came first: it would have to give its place up at once."""
+    engine = make_engine(max_rows=2)
+    running = [engine.submit(STORY, length, tenant="other", ignore_eos=True) for length in (6, 60)]
+    engine.run(until=lambda: len(engine.engine.running) == 2)
+    (earlier,) = flood(engine, 1, 4)
+    call = engine.submit(STORY, 4, tenant="dear", slo_class="strict", ignore_eos=True)
+    engine.run(until=lambda: bool(engine.outcomes[call].admitted))
+    assert not engine.outcomes[earlier].admitted
+    assert engine.outcomes[running[0]].finished is not None
+    engine.run()
+    assert ended(engine, earlier).preemptions == 0
