@@ -26,6 +26,8 @@ from cluster.messages import ColdStart, Done, GenerateRequest, NodeRecord, Start
 from cluster.secret import authorization
 
 PUBLISH_SECONDS = 0.2
+KEEP_ALIVE = 90
+"""Seconds that an idle connection stays open, as with real nodes."""
 TIMING = Timing(queue=0.0, prefill=0.0, total=0.0, cold_start=ColdStart("none", "none", 0.0, 0.0))
 
 
@@ -111,7 +113,9 @@ async def serve(config: StubConfig) -> None:
         Route("/generate", stub.generate, methods=["POST"]),
         Route("/invoke/{name}", stub.invoke, methods=["POST"]),
     ]
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_config=None, access_log=False, ws="none"))
+    app = Starlette(routes=routes)
+    settings = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_keep_alive=KEEP_ALIVE)
+    server = uvicorn.Server(settings)
     publishing = asyncio.create_task(stub.publish())
     print(url, flush=True)
     await server.serve(sockets=[listener])

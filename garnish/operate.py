@@ -12,11 +12,6 @@ def nodes_call() -> Call:
     return Call(method="GET", url="/nodes")
 
 
-def tenant_call(tenant: str) -> Call:
-    """The reply is gateway.admin_schema.TenantReply."""
-    return Call(method="GET", url=f"/tenants/{quote(tenant, safe='')}")
-
-
 def node_adapters_call(node: str) -> Call:
     """The reply is gateway.node_schema.NodeAdapters."""
     return Call(method="GET", url=f"/nodes/{quote(node, safe='')}/adapters")

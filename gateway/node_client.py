@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -19,9 +18,8 @@ from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Toke
 from cluster.secret import authorization
 from cluster.state import ClusterState
 from gateway.breaker import Breakers
+from gateway.connected import cut_short
 from gateway.scheduling.placement import Placed
-
-T = TypeVar("T")
 
 TICK = 1.0
 """Seconds between two looks at whether the node still lives."""
@@ -108,7 +106,8 @@ class NodeClient:
         given_up = asyncio.ensure_future(self._give_up(watch))
         response: aiohttp.ClientResponse | None = None
         try:
-            response = await _unless(given_up, self._answered(placed, request))
+            with cut_short(given_up):
+                response = await self._answered(placed, request)
             if response.status != 200:
                 raise _node_failed(f"node {placed.node_id} answered with status {response.status}")
             self.breakers.undecided(placed.node_id, placed.epoch)
@@ -143,7 +142,7 @@ class NodeClient:
             f"{placed.url}/generate", data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
         )
 
-    async def _give_up(self, watch: _Watch) -> ServiceError | NodeFailure:
+    async def _give_up(self, watch: _Watch) -> Exception:
         """Why the request is to end, as soon as it is: revoked, its deadline passed by far, or the node silent."""
         while True:
             await asyncio.wait({watch.revoked}, timeout=TICK if watch.has_token else FIRST_TICK)
@@ -160,20 +159,6 @@ class NodeClient:
             return silence > self._silence
         nodes = await self._state.table()
         return silence > self._silence or bool((nodes.live & nodes.ready).any())
-
-
-async def _unless(given_up: asyncio.Task[Exception], work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises the reason when the request is given up first."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task, given_up}, return_when=asyncio.FIRST_COMPLETED)
-        if given_up.done():
-            raise given_up.result()
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 def _end_stream(stream: aiohttp.StreamReader, given_up: asyncio.Task[Exception]) -> None:

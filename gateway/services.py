@@ -155,7 +155,9 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with (
         open_ledger(usage_directory(config), store) as usage,
-        aiohttp.ClientSession(connector=connector, auto_decompress=False) as session,
+        aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session,
         open_shared(config, secret) as shared,
     ):
         peers = shared.peers
