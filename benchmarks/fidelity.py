@@ -41,6 +41,7 @@ from gateway.simulation.slo import DEFAULT_SLO, parse_slo
 from gateway.simulation.study import simulate
 
 NODES = 2
+READY_SECONDS = 120.0
 LOADS = (0.1, 0.2, 0.3)
 PROMPTS, ANSWERS = (8, 96), (8, 48)
 ADAPTERS = 4
@@ -84,6 +85,17 @@ def node_profile(record: NodeRecord, assume: bool) -> NodeProfile:
 
 
 def records(service: HttpService) -> list[NodeRecord]:
+    """Of all nodes, once each is ready."""
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        found = _records(service)
+        if len(found) == NODES and all(record.state == "ready" for record in found):
+            return found
+        time.sleep(0.2)
+    raise TimeoutError(f"of {NODES} nodes some are not ready after {READY_SECONDS:g} s")
+
+
+def _records(service: HttpService) -> list[NodeRecord]:
     reply = httpx.get(f"{service.url}/nodes", headers={"authorization": f"Bearer {service.admin_key}"}, timeout=30)
     reply.raise_for_status()
     return [msgspec.convert(node["record"], NodeRecord) for node in reply.json()["nodes"]]

@@ -70,7 +70,8 @@ def placement_table(document: dict[str, Any]) -> str:
         values = [
             f"{row[f'{name}_p50_us']:.0f} ({row[f'{name}_p99_us']:.0f})" for name in ("scoring", "place", "publish")
         ]
-        lines.append(f"| {row['nodes']} | {row['policy']} | {' | '.join(values)} |")
+        nodes = f"{row['nodes']}{', over Redis' if row.get('state') == 'redis' else ''}"
+        lines.append(f"| {nodes} | {row['policy']} | {' | '.join(values)} |")
     lines += ["", _probe(document["settings"])]
     return "\n".join(lines)
 

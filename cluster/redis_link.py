@@ -113,6 +113,7 @@ class RedisLink:
         self._scripts = {name: self._client.register_script((folder / f"{name}.lua").read_text()) for name in SCRIPTS}
         self._lost = asyncio.Event()
         self._up = asyncio.Event()
+        self._ending = False
 
     def key(self, *parts: str) -> str:
         return self.prefix + ":".join(parts)
@@ -154,6 +155,7 @@ class RedisLink:
         try:
             yield
         finally:
+            self._ending = True
             await _end([task])
             with suppress(RedisError, OSError):
                 await self._client.connection_pool.aclose()
@@ -182,7 +184,7 @@ class RedisLink:
 
     async def _keep(self) -> None:
         pause = FIRST_PAUSE
-        while True:
+        while not self._ending:
             try:
                 async with self._client.pubsub() as messages:
                     await self._subscribe(messages)
@@ -226,8 +228,9 @@ class RedisLink:
 
     async def _listen(self, messages: PubSub) -> None:
         handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
-        while True:
-            message = await messages.get_message(ignore_subscribe_messages=True, timeout=None)
+        # Looks up now and then: a cancellation may be lost inside the client again and again.
+        while not self._ending:
+            message = await messages.get_message(ignore_subscribe_messages=True, timeout=BEAT_SECONDS)
             if message is not None and message["type"] == "message":
                 handlers[message["channel"]](message["data"])
 
@@ -251,8 +254,15 @@ class RedisLink:
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel until it is done: a cancellation that meets an answer or a time limit inside the client is lost."""
+    """Cancel until it is done: a cancellation that meets an answer or a time limit inside the client is lost. Nor does
+    a cancellation of the caller leave any of them behind."""
+    cancelled = False
     while not all(task.done() for task in tasks):
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=BEAT_SECONDS)
+        try:
+            await asyncio.wait(tasks, timeout=BEAT_SECONDS)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError

@@ -28,4 +28,5 @@ def test_quick_run(tmp_path: Path) -> None:
     }
     assert names <= set(document["figures"])
     table = placement_table(document)
-    assert all(table.count(f"| {policy} |") == 2 for policy in POLICIES)
+    assert all(table.count(f" {nodes} | {policy} |") == 1 for policy in POLICIES for nodes in (60, 1000))
+    assert table.count("60, over Redis | rank_aware |") == 1

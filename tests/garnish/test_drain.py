@@ -29,7 +29,8 @@ class Gateway(ThreadingHTTPServer):
     def items(self) -> list[dict[str, Any]]:
         items = []
         for node, count in self.open.items():
-            items.append({"record": {"id": node, "running": count, "queued": 0}, "reserved": 0, "age": 0.1})
+            record = {"id": node, "running": count, "queued": 0}
+            items.append({"record": record, "reserved": 0, "age": 0.1, "circuit": "closed"})
             if node in self.drained and node not in self.stuck:
                 self.open[node] = max(0, count - 1)
         return items
