@@ -41,6 +41,8 @@ def document() -> Schema:
         found["properties"][name] = _top_field(name, field, definitions, name in found["required"])
     definitions["Function"]["properties"]["alias"] = _or_null(_text(rf"(?!\d+$){NAME.pattern}"))
     _describe_sharing(definitions["Gateway"])
+    sources = definitions["Gateway"]["properties"]["allowed_sources"]
+    sources["anyOf"][0]["items"] = _text(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
     definitions["variable"] = {"type": "string", "pattern": r"\$\{env:[A-Za-z_][A-Za-z0-9_]*\}"}
     head = {
         "title": "serverless.yml",

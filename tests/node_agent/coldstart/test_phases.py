@@ -20,6 +20,8 @@ from node_agent.types import Plan
 PROMPT = [1, *range(50, 90)]
 DELAY = 0.3
 """Seconds. Only lower bounds are asserted, and what can't be more than a whole that has it."""
+MOST_OF_IT = 0.9 * DELAY
+"""What is counted begins when the engine first looks."""
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
 
 
@@ -89,9 +91,9 @@ def test_bytes_that_are_awaited_before_the_admission_are_no_queue(
     engine.run()
     finished, cold = ended(engine, request), ended(engine, request).cold_start
     assert cold.state == "absent"
-    assert min(cold.load, cold.fetch, cold.exposed) >= DELAY
+    assert min(cold.load, cold.fetch, cold.exposed) > MOST_OF_IT
     assert finished.queue < finished.prefill and cold.exposed <= finished.prefill
-    assert cold.plan == "wait" or cold.forecast >= DELAY  # the plan was made after it
+    assert cold.plan == "wait" or cold.forecast > MOST_OF_IT  # the plan was made after it
 
 
 def test_what_a_request_waits_for_others_is_queue_and_not_exposed(make_engine: MakeEngine, directory: Path) -> None:
@@ -134,7 +136,7 @@ def test_a_chunk_that_is_computed_again_waited_for_its_weights(make_engine: Make
     engine.run()
     finished = ended(engine, request)
     assert finished.cold_start.replays == 1
-    assert DELAY <= finished.cold_start.exposed <= finished.prefill
+    assert MOST_OF_IT < finished.cold_start.exposed <= finished.prefill
 
 
 @needs_core
@@ -154,7 +156,7 @@ def test_a_request_that_ends_while_its_second_token_waits(make_engine: MakeEngin
     link.open()
     finished = ended(engine, request)
     assert (finished.reason, len(engine.outcomes[request].tokens)) == (how, 1)
-    assert finished.cold_start.exposed >= DELAY
+    assert finished.cold_start.exposed > MOST_OF_IT
     assert finished.cold_start.load == 0  # it had not ended
 
 
