@@ -29,7 +29,6 @@ def problem_of(model: PerformanceModel, base: str = "") -> str | None:
         "prefill.per_token_rank": model.prefill.per_token_rank,
         "to_device.latency": model.to_device.latency,
         "from_store.latency": model.from_store.latency,
-        "exposed_share": model.exposed_share,
     }
     for name, value in named.items():
         if not 0.0 <= value <= MAX_SECONDS:
@@ -37,6 +36,8 @@ def problem_of(model: PerformanceModel, base: str = "") -> str | None:
     for name, bandwidth in (("to_device", model.to_device.bandwidth), ("from_store", model.from_store.bandwidth)):
         if not (MIN_BANDWIDTH <= bandwidth < math.inf):
             return f"{name}.bandwidth is {bandwidth}, not a finite number of {MIN_BANDWIDTH:g} byte/s or more"
+    if not 0.0 <= model.exposed_share <= 1.0:
+        return f"exposed_share is {model.exposed_share}, not between 0 and 1"
     if model.decode.base + model.decode.per_row <= 0.0:
         return "decode.base and decode.per_row are 0: a step would take no time"
     if base and model.key.base not in ("", base):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from pathlib import Path
 
 import msgspec
 
+from cluster.json_file import write_json
+from cluster.model_check import problem_of
 from cluster.node_table import ASSUMED
 from cluster.performance_fit import LEAST_R2, DecodeFit, PaperForm, PrefillFit
 from cluster.performance_model import MODEL_VERSION, ModelKey, PerformanceModel, Transfer
 
 MAX_BYTES = 1 << 20
-LONGEST = 1e4
-"""Seconds that no cost of a model reaches."""
 AGAIN = "run `garnish profile` on this host while it serves nothing"
 
 
@@ -64,39 +63,14 @@ def read_performance(file: Path, key: ModelKey | None) -> PerformanceProfile:
         raise BadPerformanceFile(f"{file}: of version {profile.version}, here is {MODEL_VERSION}; {AGAIN}")
     if key is not None and profile.key != key:
         raise BadPerformanceFile(f"{file}: measured on {_differences(profile.key, key)}; {AGAIN}")
-    problem = find_problem(profile.model) or _poor(profile)
+    problem = problem_of(profile.model) or _poor(profile)
     if problem:
         raise BadPerformanceFile(f"{file}: {problem}; {AGAIN}")
     return profile
 
 
 def write_performance(profile: PerformanceProfile, file: Path) -> None:
-    """Atomically: a reader sees the old one or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-    part.replace(file)
-
-
-def find_problem(model: PerformanceModel) -> str:
-    """What no node can have measured, or an empty string."""
-    costs = {
-        f"{part}.{name}": value
-        for part, struct in (("decode", model.decode), ("prefill", model.prefill))
-        for name, value in msgspec.structs.asdict(struct).items()
-        if isinstance(value, float)
-    }
-    for name, value in costs.items():
-        if not 0 <= value < LONGEST:
-            return f"{name} is {value}; it must be at least 0 and below {LONGEST:g}"
-    for name, link in (("to_device", model.to_device), ("from_store", model.from_store)):
-        if not (link.bandwidth > 0 and isfinite(link.bandwidth) and 0 <= link.latency < LONGEST):
-            return f"{name} is {link}; bandwidth must be positive, latency not negative"
-    if not 0 <= model.exposed_share <= 1:
-        return f"exposed_share is {model.exposed_share}; it must lie between 0 and 1"
-    if not (costs["decode.base"] + costs["decode.per_row"] > 0):
-        return "a decode step costs nothing"
-    return ""
+    write_json(profile, file)
 
 
 def _poor(profile: PerformanceProfile) -> str:

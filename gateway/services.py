@@ -43,7 +43,7 @@ from gateway.node_client import NodeClient
 from gateway.peers import Answered, Asked, Called, Changed, Counted, Message, Peers, Revoked, TenantChanged
 from gateway.placing import Placer
 from gateway.running import Running
-from gateway.shared_state import open_shared
+from gateway.shared_state import Shared, open_shared
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.usage.ledger import UsageLedger, open_ledger
 
@@ -151,27 +151,15 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     secret = read_secret(Path(config.secret_file))
     running, last_hour, attainment = Running(), LastHour(monotonic), Attainment(monotonic)
     callers = Callers(config, tenants, threads, monotonic)
-    # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with (
         open_ledger(usage_directory(config), store) as usage,
-        aiohttp.ClientSession(
-            connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
-        ) as session,
+        _session() as session,
         open_shared(config, secret) as shared,
     ):
         peers = shared.peers
         called = CalledDigests(lambda tenant, digest: peers.tell(Called(tenant, digest)))
         breakers = Breakers(monotonic, metrics.count_opened_circuit)
-        client = NodeClient(
-            session,
-            shared.cluster,
-            secret,
-            connect=config.connect_seconds,
-            silence=config.node_silence,
-            first_silence=config.record_expiry,
-            breakers=breakers,
-        )
+        client = _node_client(config, session, shared, secret, breakers)
         explanations = MemoryExplanations()
         placer = Placer(shared.cluster, config.policy, base.fingerprint, metrics, explanations, gateways=config.workers)
         services = Services(
@@ -181,9 +169,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             text_threads=LeavableThreads(TEXT_THREADS),
             registry=registry,
             threads=threads,
-            probe=GraceCache(
-                lambda _: threads.read(store.head, PROBE_KEY), clock=monotonic, fresh=config.cache_seconds, grace=0.0
-            ),
+            probe=_store_probe(config, threads, store),
             tenants=tenants,
             callers=callers,
             usage=usage,
@@ -205,13 +191,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             attainment=attainment,
             called=called,
             explanations=explanations,
-            deploys=DeploySlots(
-                uploads=share(config.max_uploads, config),
-                tenant_uploads=share(config.max_tenant_uploads, config),
-                stores=share(config.max_deploys, config),
-                tenant_stores=share(config.max_tenant_deploys, config),
-                wait_seconds=config.deploy_wait,
-            ),
+            deploys=_deploy_slots(config),
             sources=Sources(config.allowed_sources),
             source_threads=LeavableThreads(SOURCE_THREADS),
         )
@@ -219,3 +199,39 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             peers.on_message, peers.collect = services.heard, services.counted
             last_hour.share()
         yield services
+
+
+def _session() -> aiohttp.ClientSession:
+    # No limit here: placement bounds what each node gets, and the boundary what the gateway takes.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
+
+
+def _node_client(
+    config: GatewayConfig, session: aiohttp.ClientSession, shared: Shared, secret: str, breakers: Breakers
+) -> NodeClient:
+    return NodeClient(
+        session,
+        shared.cluster,
+        secret,
+        connect=config.connect_seconds,
+        silence=config.node_silence,
+        first_silence=config.record_expiry,
+        breakers=breakers,
+    )
+
+
+def _store_probe(config: GatewayConfig, threads: StoreThreads, store: ObjectStore) -> GraceCache[None, object]:
+    return GraceCache(
+        lambda _: threads.read(store.head, PROBE_KEY), clock=monotonic, fresh=config.cache_seconds, grace=0.0
+    )
+
+
+def _deploy_slots(config: GatewayConfig) -> DeploySlots:
+    return DeploySlots(
+        uploads=share(config.max_uploads, config),
+        tenant_uploads=share(config.max_tenant_uploads, config),
+        stores=share(config.max_deploys, config),
+        tenant_stores=share(config.max_tenant_deploys, config),
+        wait_seconds=config.deploy_wait,
+    )

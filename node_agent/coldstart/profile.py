@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from cluster.json_file import write_json
+
 PROFILE_VERSION = 1
 MAX_PROFILE_BYTES = 1 << 20
 MOST_TOKENS = 1 << 50
@@ -117,11 +119,7 @@ def read_profile(file: Path, key: ProfileKey) -> Profile:
 
 
 def write_profile(profile: Profile, file: Path) -> None:
-    """Atomically: a reader sees the old one or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-    part.replace(file)
+    write_json(profile, file)
 
 
 def check(profile: Profile) -> None:

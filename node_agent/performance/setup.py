@@ -12,10 +12,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from adapters.base_model import BaseModel
+from cluster.model_check import problem_of
 from cluster.performance_file import (
     BadPerformanceFile,
     PerformanceProfile,
-    find_problem,
     read_performance,
     write_performance,
 )
@@ -122,7 +122,7 @@ def fitted(engine: Engine, base: BaseModel, sweep: Sweep) -> PerformanceProfile:
         from_store=None,
         exposed_share=exposed,
     )
-    problem = find_problem(profile.model)
+    problem = problem_of(profile.model)
     if problem:
         raise BadSample(problem)
     return profile

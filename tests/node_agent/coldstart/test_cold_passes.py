@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,23 +22,10 @@ from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.ipc import Generated
 from node_agent.types import LayerState, Lease, Plan
+from tests.node_agent.coldstart.held_link import HeldLink
 
 STORY = [1, *range(50, 90)]
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
-
-
-class HeldLink:
-    """Nothing reaches the device until it is opened."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._event = threading.Event()
-        engine.engine.store.loader.device_link = self  # type: ignore[assignment]
-
-    def carry(self, size: int) -> None:
-        assert self._event.wait(60)
-
-    def open(self) -> None:
-        self._event.set()
 
 
 @pytest.fixture(scope="module")

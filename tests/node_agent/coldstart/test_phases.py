@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from cluster.messages import Adapter
 from node_agent.cores import spare_cores
 from node_agent.ipc import Finished
 from node_agent.types import Plan
+from tests.node_agent.coldstart.held_link import HeldLink
 
 PROMPT = [1, *range(50, 90)]
 DELAY = 0.3
@@ -23,20 +23,6 @@ DELAY = 0.3
 MOST_OF_IT = 0.9 * DELAY
 """What is counted begins when the engine first looks."""
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
-
-
-class HeldLink:
-    """Nothing reaches the device until it is opened."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._event = threading.Event()
-        engine.engine.store.loader.device_link = self  # type: ignore[assignment]
-
-    def carry(self, size: int) -> None:
-        assert self._event.wait(60)
-
-    def open(self) -> None:
-        self._event.set()
 
 
 @pytest.fixture(scope="module")

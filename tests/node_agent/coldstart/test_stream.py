@@ -33,8 +33,8 @@ from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
 from node_agent.cores import spare_cores
 from node_agent.types import Plan
+from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.pools import CORES, LONG, MAX_TOKENS, draw_x, drawn_case, eventually, is_right, poison
-from tests.node_agent.coldstart.test_cold_passes import HeldLink
 
 CPU = torch.device("cpu")
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
