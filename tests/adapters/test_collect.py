@@ -165,11 +165,18 @@ def test_content_written_anew_since_it_was_listed_stays(tmp_path: Path) -> None:
 def test_deploys_beside_a_collection(tmp_path: Path, base: BaseModel, good: Good) -> None:
     """All that a delete left is old at once, and is deployed again while collections run without a pause."""
     store = LocalStore(tmp_path)
-    registry, ended, rounds = Registry(store, base), threading.Event(), []
+    registry, ended, rounds, round_ended = Registry(store, base), threading.Event(), [], threading.Semaphore(0)
 
     def sweep() -> None:
         while not ended.is_set():
             rounds.append(collect(store))
+            round_ended.release()
+
+    def await_a_whole_round() -> None:
+        while round_ended.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the first may have looked before
+            assert round_ended.acquire(timeout=60)
 
     thread = threading.Thread(target=sweep)
     thread.start()
@@ -179,10 +186,14 @@ def test_deploys_beside_a_collection(tmp_path: Path, base: BaseModel, good: Good
             assert verify(store).damaged == 0
             registry.delete_function("acme", "f")
             age(store)
+            if turn % 3 == 0:
+                await_a_whole_round()
+                assert not any(key.startswith("blobs/") for key in keys(store))
     finally:
         ended.set()
         thread.join(60)
-    assert sum(done.blobs for done in rounds) > 0
+    assert not thread.is_alive()
+    assert sum(done.blobs for done in rounds) >= 5 * 2
 
 
 @pytest.mark.parametrize("broken", ["versions/1.json", "function.json"])
