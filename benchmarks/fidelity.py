@@ -51,13 +51,18 @@ CALIBRATING = 12
 """Calls of one token."""
 
 
-def measure_host(service: HttpService) -> None:
+def measure_host(service: HttpService, earlier: Path | None) -> None:
     """The profiles of the nodes that the service will have, measured on one core: a node has as many threads."""
-    garnish = Path(sys.executable).parent / "garnish"
-    command = ["taskset", "-c", "0", str(garnish), "profile", "--node-id", "node-1"]
-    subprocess.run(command, cwd=service.root, check=True, timeout=1800)
     folder = service.root / ".garnish" / "profiles"
-    for file in list(folder.glob("node-1.*")):
+    if earlier is None:
+        garnish = Path(sys.executable).parent / "garnish"
+        command = ["taskset", "-c", "0", str(garnish), "profile", "--node-id", "node-1"]
+        subprocess.run(command, cwd=service.root, check=True, timeout=1800)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+    for file in list((earlier or folder).glob("node-1.*")):
+        if earlier is not None:
+            shutil.copyfile(file, folder / file.name)
         for number in range(2, NODES + 1):
             shutil.copyfile(file, folder / file.name.replace("node-1", f"node-{number}"))
 
@@ -163,7 +168,9 @@ def capacity(profile: NodeProfile) -> float:
     return 1 / alone
 
 
-def measure(model_dir: Path, settings: dict[str, Any], seed: int) -> tuple[list[dict[str, Any]], NodeProfile]:
+def measure(
+    model_dir: Path, settings: dict[str, Any], seed: int, earlier: Path | None
+) -> tuple[list[dict[str, Any]], NodeProfile]:
     """Rows, and what the nodes told of themselves."""
     rng, words = np.random.default_rng(seed), 100 / len(BaseText(model_dir).encode_prompt("the " * 100))
     paths = sorted((ROOT / "examples" / "adapters" / model_dir.name).iterdir())[:ADAPTERS]
@@ -171,7 +178,7 @@ def measure(model_dir: Path, settings: dict[str, Any], seed: int) -> tuple[list[
         options = ("--nodes", str(NODES))
         service = HttpService(model_dir, paths, Path(root) / "service", settings["dtype"], 1, options=options)
         if settings["profiled"]:
-            measure_host(service)
+            measure_host(service, earlier)
         stack.enter_context(service)
         found = Bed(service.url, service.key, 1)
         profile = node_profile(records(service)[0], assume=not settings["profiled"])
@@ -182,7 +189,7 @@ def measure(model_dir: Path, settings: dict[str, Any], seed: int) -> tuple[list[
         rows = []
         for load in settings["loads"]:
             rate = settings.get("rate", load * NODES * capacity(profile))
-            requests = draw(rate, settings["requests"], adapters, rng)
+            requests = draw(rate, max(12, int(rate * settings["seconds"])), adapters, rng)
             rows.append({"overhead_ms": overhead * 1e3, **compare(found, profile, requests, words, load)})
         return rows, profile
 
@@ -200,15 +207,16 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--profile", type=Path, help="write what the nodes told here, as a profile for simulations")
+    parser.add_argument("--earlier", type=Path, metavar="DIR", help="profiles/ of an earlier `garnish profile`, reused")
     options = parser.parse_args()
-    settings: dict[str, Any] = {"loads": LOADS, "requests": 300, "profiled": True}
+    settings: dict[str, Any] = {"loads": LOADS, "seconds": 180.0, "profiled": True}
     if options.quick:
-        settings = {"loads": LOADS[-1:], "requests": 12, "profiled": False, "rate": 6.0}
+        settings = {"loads": LOADS[-1:], "seconds": 2.0, "profiled": False, "rate": 6.0}
         if options.profile is not None:
             parser.error("--quick profiles nothing: --profile would write assumed numbers")
     settings |= {"nodes": NODES, "dtype": options.dtype, "model": options.model.name, "policy": default_policy()}
     probe = contention_probe()
-    rows, profile = measure(options.model.absolute(), settings, options.seed)
+    rows, profile = measure(options.model.absolute(), settings, options.seed, options.earlier)
     if options.profile is not None:
         options.profile.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
     figures = {

@@ -1,9 +1,10 @@
 """Where requests are placed: every policy on SIM-60 (simulated) and TESTBED-8 (model-timed nodes, the real gateway).
 
 SIM-60: 60 simulated nodes, 40,000 functions with the popularity of the MAF sample's (each is given the counts of one
-drawn from it), 340 requests/s on the papers' node. TESTBED-8: eight nodes timed by the same model in real time (four to
-a process), behind a gateway process, called over HTTP by Poisson arrivals at shares of their capacity. Each with the
-papers' constants and with profiles that we measured; there rates are scaled to the same utilisation.
+drawn from it), 340 requests/s on the papers' node, and shares of them. TESTBED-8: eight nodes timed by the same model
+in real time (four to a process), behind a gateway process, called over HTTP by Poisson arrivals at shares of their
+capacity. Each with the papers' constants and with profiles that we measured; there rates are scaled to the same
+utilisation.
 
 SLO: 1.5 x the TPT of the base without adapters (gateway.simulation.slo). `oracle_gap`: mean TPT of rank_aware over that
 of the oracle, less 1, on a shorter piece of the trace, for the oracle is slow.
@@ -37,12 +38,14 @@ SIM_NODES, SIM_RATE, SIM_FUNCTIONS = 60, 340.0, 40_000
 RANKS = (8, 16, 32, 64)
 MEAN_PROMPT, MEAN_OUTPUT = 115, 96
 FULL = {
-    "sim_nodes": SIM_NODES, "sim_seconds": 600.0, "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS,
+    "sim_nodes": SIM_NODES, "sim_loads": [1.0, 0.9, 0.75, 0.6], "sim_seconds": 600.0,
+    "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": list(POLICIES), "bed_loads": [0.6, 0.8, 1.0],
     "bed_seconds": 60.0, "bed_functions": 64, "bed_longest": 256,
 }  # fmt: skip
 QUICK = {
-    "sim_nodes": 6, "sim_seconds": 20.0, "oracle_seconds": 4.0, "functions": 400,
+    "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 20.0,
+    "oracle_seconds": 4.0, "functions": 400,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": ["rank_aware", "random"], "bed_loads": [0.6],
     "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30,
 }  # fmt: skip
@@ -59,37 +62,35 @@ def work(profile: NodeProfile) -> float:
 
 
 def sim_rows(name: str, profile: NodeProfile, settings: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-    """A row per policy and piece of the trace, with and without the ten functions that are called most."""
-    rate = SIM_RATE * work(load_profile("papers")) / work(profile) * settings["sim_nodes"] / SIM_NODES
+    """A row per policy and load; at the whole load also without the ten functions that are called most, and the oracle
+    on a piece of the trace."""
+    whole = SIM_RATE * work(load_profile("papers")) / work(profile) * settings["sim_nodes"] / SIM_NODES
     rows = []
-    for skip in (0, 10):
-        laws = Laws(seed, RANKS, settings["functions"], rate, settings["sim_seconds"], MEAN_OUTPUT, skip)
+    for load, skip in [(1.0, 10), *((load, 0) for load in settings["sim_loads"])]:
+        laws = Laws(seed, RANKS, settings["functions"], whole * load, settings["sim_seconds"], MEAN_OUTPUT, skip)
         requests = read_trace(MAF, laws)[1]
-        short = [request for request in requests if request.at < settings["oracle_seconds"]]
+        study = {"study": "sim60", "profile": name, "load": load, "rate": whole * load, "without_top": skip}
         for policy in settings["sim_policies"]:
-            rows.append(_simulated(name, profile, settings["sim_nodes"], policy, requests, "whole", skip, seed))
-        if not skip:
+            rows.append(
+                {**study, "piece": "whole", **_simulated(profile, settings["sim_nodes"], policy, requests, seed)}
+            )
+        if load == 1.0 and not skip:
+            short = [request for request in requests if request.at < settings["oracle_seconds"]]
             for policy in ("rank_aware", "oracle"):
-                rows.append(_simulated(name, profile, settings["sim_nodes"], policy, short, "short", skip, seed))
+                rows.append(
+                    {**study, "piece": "short", **_simulated(profile, settings["sim_nodes"], policy, short, seed)}
+                )
     return rows
 
 
 def _simulated(
-    name: str,
-    profile: NodeProfile,
-    nodes: int,
-    policy: str,
-    requests: list[TraceRequest],
-    piece: str,
-    skip: int,
-    seed: int,
+    profile: NodeProfile, nodes: int, policy: str, requests: list[TraceRequest], seed: int
 ) -> dict[str, Any]:
     began = time.perf_counter()
     simulator, summary = simulate(requests, profile, nodes, policy, parse_slo(DEFAULT_SLO, profile), seed)
     told = msgspec.to_builtins(summary)
     return {
-        "study": "sim60", "profile": name, "policy": policy, "piece": piece, "without_top": skip,
-        "took_s": round(time.perf_counter() - began, 1),
+        "policy": policy, "took_s": round(time.perf_counter() - began, 1),
         "decision_p50_us": float(np.percentile(simulator.decisions, 50)) * 1e6,
         "decision_p99_us": float(np.percentile(simulator.decisions, 99)) * 1e6, **told,
     }  # fmt: skip
@@ -145,7 +146,7 @@ def _words_per_token(model_dir: Path) -> float:
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Names end in `_sim60_PROFILE` or `_testbed8_PROFILE_LOAD`."""
+    """Names end in `_sim60_PROFILE`, followed by `_LOAD` unless it is whole, or `_testbed8_PROFILE_LOAD`."""
     found: dict[str, float] = {}
     for row in rows:
         if row["study"] == "testbed8":
@@ -157,6 +158,7 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
             found[f"short_mean_tpt_{end}"] = row["tpt"]["mean"] * 1e3
         else:
             end += f"_without{row['without_top']}" if row["without_top"] else ""
+            end += f"_{row['load']:g}" if row["load"] != 1.0 else ""
             found |= {f"attain_{end}": row["attainment"], f"mean_tpt_{end}": row["tpt"]["mean"] * 1e3}
             found[f"decision_p99_us_{end}"] = row["decision_p99_us"]
     for profile in {row["profile"] for row in rows if row["study"] == "sim60"}:

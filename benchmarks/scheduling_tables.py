@@ -26,22 +26,21 @@ def _simulated(
         return []
     lines = [
         "",
-        f"**Simulated: {settings['sim_nodes']} nodes, `{profile}`, {settings['sim_seconds']:.0f} s, "
-        f"{found[0]['requests']} requests**",
+        f"**Simulated: {settings['sim_nodes']} nodes, `{profile}`, {settings['sim_seconds']:.0f} s**",
         "",
-        "| policy | left out | within the SLO | mean TPT | TPT p99 | TTFT p50 | TTFT p99 | cold starts | utilisation "
-        "| decision p99 |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| requests/s | left out | policy | within the SLO | mean TPT | TPT p99 | TTFT p50 | TTFT p99 "
+        "| cold starts | utilisation | decision p99 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found:
         cold = 1 - row["cold_starts"].get("none", 0) / max(1, row["done"])
         lines.append(
-            f"| {row['policy']} | top {row['without_top']} | {row['attainment']:.2%} "
+            f"| {row['rate']:.3g} | top {row['without_top']} | {row['policy']} | {row['attainment']:.2%} "
             f"| {row['tpt']['mean'] * 1e3:.1f} ms | {row['tpt']['p99'] * 1e3:.1f} ms "
             f"| {row['ttft']['p50'] * 1e3:.0f} ms | {row['ttft']['p99'] * 1e3:.0f} ms "
             f"| {cold:.1%} | {row['utilisation']:.0%} | {row['decision_p99_us']:.0f} us |"
         )
-    lines += ["", f"Empty nodes would keep the SLO of {found[0]['attainable']:.2%} of the requests."]
+    lines += ["", f"Empty nodes would keep the SLO of {found[-1]['attainable']:.2%} of the requests."]
     gap = figures[f"oracle_gap_{profile}"]
     lines += [
         "",

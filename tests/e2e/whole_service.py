@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-START_SECONDS = 120
-STOP_SECONDS = 30
+START_SECONDS = 200
+STOP_SECONDS = 60
 POLL_SECONDS = 0.05
 
 
@@ -51,7 +51,7 @@ class Service:
         return {"authorization": f"Bearer {known['keys'][tenant] if tenant else known['admin_key']}"}
 
     def client(self, tenant: str | None = None) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=self.headers(tenant), timeout=60)
+        return httpx.Client(base_url=self.url, headers=self.headers(tenant), timeout=120)
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "garnish.cli.main", *arguments]
@@ -59,7 +59,7 @@ class Service:
     def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
         """A command of the command line, in the service's folder."""
         return subprocess.run(
-            self.command(*arguments), cwd=self.folder, input=text, capture_output=True, text=True, timeout=60
+            self.command(*arguments), cwd=self.folder, input=text, capture_output=True, text=True, timeout=200
         )
 
     def spawn(self, *arguments: str) -> subprocess.Popen[str]:

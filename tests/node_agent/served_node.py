@@ -23,7 +23,7 @@ from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready
 from tests.node_agent.scripted_engine import READY, ScriptedEngine
 
-SECONDS = 60.0
+SECONDS = 200.0
 """Bound of one scenario."""
 
 
