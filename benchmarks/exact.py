@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import TIE, PeftReference
 from cluster.messages import Adapter
@@ -52,7 +54,7 @@ def check(engine: LocalEngine, reference: PeftReference, case: Case, got: list[i
         gap = float(best.values[same, 0] - best.values[same, 1])
         if gap >= TIE:
             tally.mismatches += 1
-            return [f"token {same} is {got[same]}, PEFT has {want[same]} (gap {gap:.2e})"]
+            return [_wrong_token(logits[same], same, got[same], want[same], gap)]
         tally.ties += 1
         prompt, left = prompt + got[:same] + want[same : same + 1], left - same - 1
         if not left or want[same] in eos:
@@ -60,3 +62,10 @@ def check(engine: LocalEngine, reference: PeftReference, case: Case, got: list[i
         request = engine.submit(prompt, left, case.adapter)
         engine.run()
         got = engine.outcomes[request].tokens
+
+
+def _wrong_token(logits: torch.Tensor, at: int, got: int, want: int, gap: float) -> str:
+    """Rounding exchanges neighbours: a token that stands far below PEFT's tells of wrong numbers, whatever the gap."""
+    place = int((logits > logits[got]).sum()) + 1
+    below = float(logits[want] - logits[got])
+    return f"token {at} is {got}, PEFT has {want} (gap {gap:.2e}; {got} is PEFT's number {place}, {below:.2e} below)"

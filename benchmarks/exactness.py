@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.exact import Case, Tally, check
 from benchmarks.forced import ForcedStarts, force
-from benchmarks.local_engine import LocalEngine
+from benchmarks.local_engine import LocalEngine, Outcome
 from benchmarks.peft_reference import TIE, PeftReference, draw_adapter, make_adapter
 from benchmarks.report import ROOT, arguments, publish, report
 from node_agent.cores import spare_cores
@@ -73,9 +73,21 @@ def run_batch(
             seen.update(cold=1, replays=finished.cold_start.replays)
             seen.update(layers_cpu=finished.cold_start.layers_cpu, layers_device=finished.cold_start.layers_device)
     for case, request in running:
-        problems += check(engine, reference, case, engine.outcomes[request].tokens, tally)
+        outcome = engine.outcomes[request]
+        found = check(engine, reference, case, outcome.tokens, tally)
+        problems += [f"{problem}; {_circumstances(engine, case, outcome)}" for problem in found]
     engine.outcomes.clear()
     return problems
+
+
+def _circumstances(engine: LocalEngine, case: Case, outcome: Outcome) -> str:
+    """What it takes to judge a wrong answer that may not come again."""
+    adapter = case.directory.name if case.directory is not None else "no adapter"
+    workers = engine.engine.assist.workers.counters() if engine.engine.assist is not None else "none"
+    return (
+        f"{adapter}, prompt {case.prompt}, chunks of {engine.engine.limits.chunk_tokens}, answer {outcome.tokens}, "
+        f"{outcome.finished and outcome.finished.cold_start}, CPU workers so far: {workers}"
+    )
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:

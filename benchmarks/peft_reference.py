@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM
 ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TIE = 1e-4
 """Two best logits closer than this may be swapped by another order of additions."""
+STRENGTH = 0.25
+"""How large a part a drawn adapter computes beside the projection's input. It is enough to change what is written, and
+not so much that rounding grows from layer to layer: fp32 must come closer to the true logits than TIE."""
 
 
 def draw_adapter(rng: random.Random, num_layers: int) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def draw_adapter(rng: random.Random, num_layers: int) -> dict[str, Any]:
 
 
 def make_adapter(model_dir: Path, out: Path, seed: int, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    """Write a PEFT adapter with random weights, large enough to change what is written."""
+    """Write a PEFT adapter with random weights, as strong in all its projections whatever their ranks and alphas."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
     wrapped.save_pretrained(out)
@@ -52,6 +55,10 @@ def make_adapter(model_dir: Path, out: Path, seed: int, dtype: torch.dtype = tor
     tensors = load_file(file)
     for name, tensor in sorted(tensors.items()):
         spread = tensor.shape[1] ** -0.5
+        projection, is_b, _ = name.partition(".lora_B.")
+        if is_b:
+            layer: Any = wrapped.get_submodule(projection)
+            spread *= STRENGTH / layer.scaling["default"]
         tensors[name] = (torch.randn(tensor.shape, generator=generator) * spread).to(dtype)
     save_file(tensors, file, metadata={"format": "pt"})
     return out

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from kernels.handoff import LINE
@@ -138,14 +137,20 @@ def _pages(size: int) -> int:
 
 
 class HandoffMemory:
-    """A mapping of the memfd. Views of it keep it mapped."""
+    """A mapping of the memfd. Views of it keep it mapped.
+
+    All of them share one torch storage. Of tensors at one address in several storages Triton's interpreter copies one
+    over the other when a kernel ends, all bytes onto themselves: what a worker writes meanwhile would be lost.
+    """
 
     def __init__(self, fd: int, layout: Layout) -> None:
         self.layout = layout
         self._map = mmap.mmap(fd, layout.size)
         self._bytes = memoryview(self._map)
-        self._elements = torch.frombuffer(self._map, dtype=layout.torch_dtype)
-        self.armed: int = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._elements = whole.view(layout.torch_dtype)
+        self._words64, self._words32 = whole.view(torch.int64), whole.view(torch.int32)
+        self.armed: int = whole.data_ptr()
         """Addresses of flags, the latter two by command and worker."""
         self.command_flags = self._by_worker(layout.command_flag, self.armed)
         self.done_flags = self._by_worker(layout.done_flag, self.armed)
@@ -169,12 +174,11 @@ class HandoffMemory:
 
     def lines(self, offset: int) -> torch.Tensor:
         """i64[workers, 8] from a command's first flag, command or done flag on: its lines, one for each worker."""
-        words = torch.frombuffer(self._map, dtype=torch.int64)
-        return words.as_strided((self.layout.workers, LINE // 8), (LINE // 8, 1), offset // 8)
+        return self._words64.as_strided((self.layout.workers, LINE // 8), (LINE // 8, 1), offset // 8)
 
     def failed(self, slot: int) -> torch.Tensor:
         """i32[1]"""
-        return torch.frombuffer(self._map, dtype=torch.int32, count=1, offset=self.layout.failed(slot))
+        return self._words32[self.layout.failed(slot) // 4 :][:1]
 
     @property
     def repeats(self) -> int:

@@ -20,8 +20,8 @@ from kernels.handoff import flag_value
 from kernels.handoff_cuda import CudaKernels
 from kernels.handoff_device import StreamKernels, stream_kernels
 from kernels.handoff_triton import TritonKernels
-from node_agent.coldstart.shared import Command
-from tests.node_agent.coldstart.pools import CORES, draw_x, drawn_case, poison, started
+from node_agent.coldstart.shared import PAGE, Command, HandoffMemory, Layout, make_memory
+from tests.node_agent.coldstart.pools import CORES, WIDTHS, draw_x, drawn_case, poison, started
 
 ROOT = Path(__file__).parents[2]
 SECOND_NS = 1_000_000_000
@@ -101,6 +101,48 @@ def test_a_poisoned_pass_neither_signals_nor_waits(kernels: StreamKernels) -> No
     kernels.copy_and_signal(x, target, ticket, flags, words(8), poisoned)
     kernels.wait(words(3), words(8), 1000 * SECOND_NS, poisoned, failed)
     assert not target.any() and torch.equal(flags, words(3)) and (int(ticket), int(failed)) == (0, 0)
+
+
+def pages_of(fd: int) -> set[int]:
+    """The pages of a memfd that have been read or written since it was made, or cut to nothing."""
+    found: set[int] = set()
+    at, size = 0, os.fstat(fd).st_size
+    while at < size:
+        try:
+            begin = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError:  # ENXIO: from here on there is nothing
+            break
+        at = os.lseek(fd, begin, os.SEEK_HOLE)
+        found |= set(range(begin // PAGE, -(-at // PAGE)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+def test_they_touch_nothing_that_is_not_theirs(kernels: StreamKernels, dtype: int) -> None:
+    """A worker writes its answer while they run. (Triton's interpreter once copied all of the memory onto itself
+    after each kernel, and so took back what a worker wrote just then.)"""
+    layout = Layout(3, 2, 96, WIDTHS, dtype, steps=2)
+    fd = make_memory(layout)
+    try:
+        memory, slot, at = HandoffMemory(fd, layout), 1, 2
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, layout.size)
+        assert not pages_of(fd)
+        for worker in range(layout.workers):
+            memory.write_command(at, worker, (flag_value(1, 1), 0, 0, 0, 0, 40, 40, dtype))
+        flags, commands, done = (
+            memory.lines(offset(at, 0)) for offset in (layout.command_flag, layout.command, layout.done_flag)
+        )
+        x, failed, poisoned = draw_x(40, 40, layout.torch_dtype), memory.failed(slot), word()
+        kernels.copy_and_signal(x, memory.x(slot, 40, 40), word(), flags, commands, poisoned)
+        kernels.wait(done, commands, 1000, poisoned, failed)
+        assert memory.command_value(at, 0) == flag_value(1, 1) and int(failed) == 1
+        assert torch.equal(memory.x(slot, 40, 40), x)
+        lines = range(layout.x_area(0) // PAGE)
+        area = range(layout.x_area(slot) // PAGE, layout.y_area(slot) // PAGE)
+        assert {area[0]} < pages_of(fd) <= {*lines, *area}
+    finally:
+        os.close(fd)
 
 
 def test_triton_is_taken_where_it_has_the_operations() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
+from benchmarks.peft_reference import TIE, PeftReference
 from cluster.text import BaseText
 from node_agent.detokenize import IncrementalDetokenizer, TokenText
 
@@ -30,6 +32,21 @@ def test_base_writes_the_known_story(make_engine: MakeEngine) -> None:
     text = "".join(detokenizer.add(token) for token in engine.outcomes[request].tokens) + detokenizer.flush()
     expected = Path(__file__).parents[2] / "examples/models/stories260K/stories260K.greedy200.txt"
     assert text.encode() == expected.read_bytes()
+
+
+def test_drawn_adapters_can_be_judged_by_tokens(
+    stories_dir: Path, drawn_adapters: list[Path], reference: PeftReference
+) -> None:
+    """Rounding in fp32 stays below what the tie rule excuses, and an adapter that is left out is seen at once."""
+    precise = PeftReference(stories_dir, torch.float64)
+    rng = random.Random(1)
+    prompts = [[1, *(rng.randrange(3, 512) for _ in range(length))] for length in (40, 120)]
+    for path in drawn_adapters:
+        found = [(reference.logits(path, ids), precise.logits(path, ids)) for ids in prompts]
+        assert max(float((got - true).abs().max()) for got, true in found) < TIE, path
+        base = torch.cat([reference.logits(None, ids) for ids in prompts]).argmax(1)
+        changed = torch.cat([got for got, _ in found]).argmax(1) != base
+        assert changed.float().mean() > 0.1, path
 
 
 @pytest.fixture

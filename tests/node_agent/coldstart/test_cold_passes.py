@@ -153,7 +153,7 @@ def test_drawn_plans_arrivals_and_faults(
     problems: list[str] = []
     while tally.cases < 60:
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
-    assert not problems
+    assert not problems, "\n".join(problems)
     assert all(forced.plans.values())
     assert seen["layers_cpu"] and seen["layers_device"]
 

@@ -289,7 +289,7 @@ def test_drawn_plans_arrivals_and_faults(
     problems: list[str] = []
     while tally.cases < 16:
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
-    assert not problems
+    assert not problems, "\n".join(problems)
     assert forced.plans["assist"] and seen["layers_cpu"] and seen["layers_device"]
 
 
