@@ -52,9 +52,9 @@ CALIBRATING = 12
 
 
 def measure_host(service: HttpService) -> None:
-    """The profiles of the nodes that the service will have, measured on one core: a node has as many threads."""
+    """The profiles of the nodes that the service will have, measured with one node's share of the cores."""
     garnish = Path(sys.executable).parent / "garnish"
-    command = ["taskset", "-c", "0", str(garnish), "profile", "--node-id", "node-1"]
+    command = [str(garnish), "profile", "--node-id", "node-1", "--host-nodes", str(NODES)]
     subprocess.run(command, cwd=service.root, check=True, timeout=1800)
     folder = service.root / ".garnish" / "profiles"
     for file in list(folder.glob("node-1.*")):

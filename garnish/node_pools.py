@@ -19,7 +19,7 @@ from garnish.settings import registry_of, secret_file_of
 from garnish.up.prepare import local_url
 from infra.instances import gpus_of
 from infra.memory_need import check_fits, need_of
-from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack
+from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack, sharing_nodes
 from node_agent.config import EngineConfig
 
 PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
@@ -51,6 +51,13 @@ def stack_of(service: ServiceFile, state: Path) -> Stack:
         registry=_registry_bucket(service),
         state=_s3_state(service),
     )
+
+
+def host_nodes_of(service: ServiceFile, node: str) -> int:
+    """How many nodes divide this host's cores with a node of this id, by the declared pools; 1 for one of no pool."""
+    bounds = {name: pool.max for name, pool in service.node_pools.items() if pool.backend == "local"}
+    pool, _, number = node.rpartition("-")
+    return sharing_nodes(bounds.values()) if pool in bounds and number.isdecimal() else 1
 
 
 def infra_directory(service: ServiceFile, state: Path) -> Path:

@@ -17,6 +17,7 @@ resource "terraform_data" "node" {
       state        = var.host.state
       gateway_url  = var.host.gateway_url
       secret_file  = var.host.secret_file
+      host_nodes   = var.host.nodes
     })
   }
 

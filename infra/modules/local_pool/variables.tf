@@ -66,13 +66,14 @@ variable "program" {
 }
 
 variable "host" {
-  description = "What a node is started with. Paths are absolute; secret_file names a file and never holds the secret itself."
+  description = "What a node is started with. Paths are absolute; secret_file names a file and never holds the secret itself; nodes, of all pools, share the host's cores."
   type = object({
     service_file = string
     state        = string
     gateway_url  = string
     secret_file  = string
     registry     = string
+    nodes        = optional(number, 1)
   })
   nullable = false
 
@@ -84,6 +85,11 @@ variable "host" {
   validation {
     condition     = can(regex("^https?://", var.host.gateway_url))
     error_message = "The gateway's URL must begin with http:// or https://."
+  }
+
+  validation {
+    condition     = var.host.nodes >= 1 && floor(var.host.nodes) == var.host.nodes
+    error_message = "The number of nodes that share the host's cores must be a whole number, 1 or more."
   }
 }
 
