@@ -1,17 +1,24 @@
 """Arguments of the AWS provider's resources, by its published bindings for the CDK, and those that a module states.
 
-The bindings are a development-only download (`pip install cdktn-provider-aws==25.8.1`); they are read as text.
+What the modules use of the bindings is kept in provider_arguments.json, for half a gigabyte is much to install for it.
+After `pip install '.[infra-check]'`, `python tests/infra/provider_bindings.py` writes it anew; the bindings are read as
+text.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import tarfile
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).parents[2]
+MODULES = ROOT / "infra" / "modules"
 PACKAGE = "cdktn_provider_aws"
+EXTRACT = Path(__file__).with_name("provider_arguments.json")
 META = {"lifecycle", "depends_on", "for_each", "count", "provider"}
 """Terraform's own arguments."""
 INTERFACE = re.compile(r"export interface (\w+)[^{]*\{\n(.*?)\n\}", re.DOTALL)
@@ -32,14 +39,48 @@ class Block(NamedTuple):
 Interfaces = dict[str, dict[str, Argument]]
 
 
+class Known(NamedTuple):
+    """Of a resource type: its interfaces' arguments by HCL's names, and the attributes that it has."""
+
+    interfaces: Interfaces
+    attributes: set[str]
+
+
 def package_directory() -> Path | None:
     found = importlib.util.find_spec(PACKAGE)
     places = found.submodule_search_locations if found is not None else None
     return Path(next(iter(places))) if places else None
 
 
-def definitions(package: Path, types: set[str]) -> dict[str, tuple[Interfaces, set[str]]]:
-    """By resource type (data sources as data_TYPE): its interfaces' arguments by HCL's names, and its attributes."""
+def pin() -> str:
+    """The version of the bindings that the project names."""
+    (found,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["infra-check"]
+    return str(found)
+
+
+def stored() -> tuple[str, dict[str, Known]]:
+    """The pin that the extract was made with, and its types."""
+    held = json.loads(EXTRACT.read_text())
+    types = {
+        kind: Known(
+            {
+                name: {argument: Argument(*given) for argument, given in arguments.items()}
+                for name, arguments in interfaces.items()
+            },
+            set(attributes),
+        )
+        for kind, (interfaces, attributes) in held["types"].items()
+    }
+    return held["bindings"], types
+
+
+def used_types() -> set[str]:
+    """By all modules, as `resources` names them."""
+    return {kind for file in MODULES.glob("aws_*/*.tf") for kind, _ in resources(file.read_text())}
+
+
+def definitions(package: Path, types: set[str]) -> dict[str, Known]:
+    """By resource type (data sources as data_TYPE)."""
     files = {}
     for name in types:
         folder = name.replace("aws_", "", 1) if not name.startswith("data_") else name
@@ -53,7 +94,7 @@ def definitions(package: Path, types: set[str]) -> dict[str, tuple[Interfaces, s
                 assert stream is not None
                 text = stream.read().decode()
                 interfaces = {name: _arguments(body) for name, body in INTERFACE.findall(text)}
-                found[files[member.name]] = interfaces, set(re.findall(r"^    get (\w+)\(", text, re.MULTILINE))
+                found[files[member.name]] = Known(interfaces, set(re.findall(r"^    get (\w+)\(", text, re.MULTILINE)))
     return found
 
 
@@ -64,7 +105,7 @@ def _arguments(body: str) -> dict[str, Argument]:
         link = re.search(r"#(\w+) \w+#(\w+)\}", part)
         declared = re.search(r"readonly \w+(\??): ([^;]+);", part)
         if link and declared:
-            found[link[2]] = Argument(not declared[1], declared[2])
+            found[link[2]] = Argument(not declared[1], " ".join(declared[2].split()))
     return found
 
 
@@ -117,3 +158,18 @@ def problems(where: str, block: Block, kind: str, known: Interfaces) -> list[str
             for each in inner:
                 found += problems(f"{where}.{name}", each, nested[0], known)
     return found
+
+
+def main() -> None:
+    package = package_directory()
+    if package is None:
+        raise SystemExit(f"{PACKAGE} is not installed: pip install '.[infra-check]'")
+    types = {
+        kind: [known.interfaces, sorted(known.attributes)] for kind, known in definitions(package, used_types()).items()
+    }
+    lines = ",\n".join(f"{json.dumps(kind)}: {json.dumps(types[kind])}" for kind in sorted(types))
+    EXTRACT.write_text(f'{{"bindings": {json.dumps(pin())}, "types": {{\n{lines}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    main()
