@@ -89,9 +89,9 @@ def _local_host(service: ServiceFile, state: Path) -> LocalHost:
 
 
 def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
-    """None for a service without pools in AWS, whatever infra.aws says."""
+    """None without infra.aws. With it and without pools in AWS their registry's bucket stays."""
     aws = service.infra.aws
-    if aws is None or all(pool.backend != "aws" for pool in service.node_pools.values()):
+    if aws is None:
         return None
     if service.infra.gateway_url is None:
         raise ServiceFileError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,24 @@ def test_pools_that_can_not_be(folder: Path, text: str, problem: str) -> None:
     done = run(folder, "plan")
     assert isinstance(done.exception, FrontDoorError)
     assert problem in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "problem"),
+    [
+        ("g4dn.xlarge", r"it needs 21\.0 GiB \(15\.0 base model, 4\.0 adapter_memory, .*\), and a GPU has 15\.0 GiB"),
+        ("g6e.2xlrge", "unknown instance type 'g6e.2xlrge'; did you mean g6e.2xlarge"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "apply"])
+def test_gpus_that_can_not_be_are_refused_before_terraform_is_asked(
+    folder: Path, command: str, instance_type: str, problem: str
+) -> None:
+    aws_file(folder, node_pools={"a": {"backend": "aws", "instance_type": instance_type}})
+    done = run(folder, command, path="")
+    assert isinstance(done.exception, FrontDoorError)
+    assert re.search(rf"node_pools\.a.*{problem}", str(done.exception)), done.exception
+    assert not (folder / "state").exists()
 
 
 def test_missing_credentials_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
