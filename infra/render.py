@@ -83,8 +83,8 @@ def _local_module(stack: Stack, pool: Pool) -> Block:
                     "gateway_url": host.gateway_url,
                     "secret_file": host.secret_file,
                     "registry": host.registry,
-                    "nodes": sharing_nodes(pool.max for pool in stack.local_pools),
                 },
+                "host_nodes": sharing_nodes(pool.max for pool in stack.local_pools),
                 "revision": host.revision,
             }
         ),

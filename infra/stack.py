@@ -97,7 +97,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 def sharing_nodes(bounds: Iterable[int]) -> int:
     """Into how many parts nodes divide their host's cores, by the local pools' `max`: whatever is desired just now, so
-    that scaling changes no node that is there."""
+    that all nodes have one share, however they are scaled."""
     return max(1, sum(bounds))
 
 

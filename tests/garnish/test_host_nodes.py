@@ -74,10 +74,11 @@ def test_nodes_that_are_started_one_by_one_are_profiled_with_their_share(setting
 
 def test_nodes_of_a_pool_are_profiled_with_their_share(settings: Settings) -> None:
     """As Terraform's module hands it on: the pool's bound counts, not what is desired."""
-    host = render(stack_of(load_service_file(settings.file), settings.state))["module"]["pool_here"]["host"]
+    module = render(stack_of(load_service_file(settings.file), settings.state))["module"]["pool_here"]
+    host = module["host"]
     spec = Spec(
         service="s", pool="here", node="here-2", service_file=host["service_file"], state=host["state"],
-        gateway_url=host["gateway_url"], secret_file=host["secret_file"], host_nodes=host["nodes"],
+        gateway_url=host["gateway_url"], secret_file=host["secret_file"], host_nodes=module["host_nodes"],
     )  # fmt: skip
     served = settings.of(*node_command(spec), own=True)
     assert served.host_nodes == 3

@@ -95,7 +95,7 @@ def test_nodes_divide_their_hosts_cores_by_what_their_pools_may_have(folder: Pat
         "here-1": 5, "gpu.a-2": 5, "far-1": 1, "node-1": 1, "here-x": 1, "h": 1
     }  # fmt: skip
     modules = render(stack_of(service, folder / "state"))["module"]
-    assert [modules[f"pool_{name}"]["host"]["nodes"] for name in ("here", "gpu_a")] == [5, 5]
+    assert [modules[f"pool_{name}"]["host_nodes"] for name in ("here", "gpu_a")] == [5, 5]
 
 
 def test_nodes_report_to_the_gateway_of_this_state(folder: Path) -> None:

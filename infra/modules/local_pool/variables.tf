@@ -66,14 +66,13 @@ variable "program" {
 }
 
 variable "host" {
-  description = "What a node is started with. Paths are absolute; secret_file names a file and never holds the secret itself; nodes, of all pools, share the host's cores."
+  description = "What a node is started with. Paths are absolute; secret_file names a file and never holds the secret itself."
   type = object({
     service_file = string
     state        = string
     gateway_url  = string
     secret_file  = string
     registry     = string
-    nodes        = optional(number, 1)
   })
   nullable = false
 
@@ -86,10 +85,17 @@ variable "host" {
     condition     = can(regex("^https?://", var.host.gateway_url))
     error_message = "The gateway's URL must begin with http:// or https://."
   }
+}
+
+variable "host_nodes" {
+  description = "How many nodes, of all pools, divide the host's cores. A node takes its share when it starts: another number replaces none."
+  type        = number
+  default     = 1
+  nullable    = false
 
   validation {
-    condition     = var.host.nodes >= 1 && floor(var.host.nodes) == var.host.nodes
-    error_message = "The number of nodes that share the host's cores must be a whole number, 1 or more."
+    condition     = var.host_nodes >= 1 && floor(var.host_nodes) == var.host_nodes
+    error_message = "The number of nodes that divide the host's cores must be a whole number, 1 or more."
   }
 }
 
