@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from benchmarks.cold_rig import Rig
-from node_agent.coldstart.workers import Handoff
 from node_agent.types import LayerState
 
 Span = tuple[float, float]
@@ -59,15 +58,16 @@ class Recorder:
     @contextmanager
     def _handoffs(self, workers: Any) -> Iterator[None]:
         """A layer's time on the workers: from its first handoff's opening until the engine has its last answer."""
-        opened, spans = workers.open, self._by_workers
+        opened: Callable[..., Any] = workers.open
+        spans = self._by_workers
 
-        def note(x: torch.Tensor, slot: int, layer: int, *rest: Any) -> Handoff | None:
+        def note(x: torch.Tensor, slot: int, layer: int, *rest: Any) -> Any:
             begin = spans.get(layer, (time.perf_counter(), 0.0))[0]
-            handoff: Any = opened(x, slot, layer, *rest)
+            handoff = opened(x, slot, layer, *rest)
             if handoff is not None:
                 wait = handoff.wait
 
-                def waited(*args: Any) -> bool:
+                def waited(*args: Any) -> Any:
                     arrived = wait(*args)
                     spans[layer] = begin, time.perf_counter()
                     return arrived

@@ -83,7 +83,8 @@ class Study:
     def _most(self, part: str) -> int:
         """Adapters of each rank that a round of the part calls."""
         share = CALLS_SHARE[SETTINGS[part].lengths] if part in SETTINGS else 0.0
-        return max(1, round(self.options.calls * share))
+        calls: int = self.options.calls
+        return max(1, round(calls * share))
 
     @property
     def parts(self) -> list[str]:

@@ -7,7 +7,7 @@ requests, all sent at once. Tokens/s counts generated tokens over the whole run,
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.step_profile import breakdown
+from cluster.messages import Adapter
 from node_agent.cores import usable_cores
 
 WORKLOADS = (
@@ -53,7 +54,8 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         variants["http"] = lambda w: Measured(*service.run(w.adapters, length, count))
         rows = measure(variants, rounds)
     figures = summarise(rows)
-    for name, held in (("base_8", [None] * 8), ("mixed_8", adapters)):
+    batches: dict[str, Sequence[Adapter | None]] = {"base_8": [None] * 8, "mixed_8": adapters}
+    for name, held in batches.items():
         spent = breakdown(engine, held, prompts)
         figures |= {f"{name}_{kind.replace(' ', '_')}_ms": value for kind, value in spent.items()}
     engine.close()

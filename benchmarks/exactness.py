@@ -114,7 +114,12 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         "model": model.name, "adapters": ADAPTERS, "adapter_file_bytes": sizes, "adapter_memory": POOL,
         "faults": FAULTS, "tie": TIE, "quick": options.quick,
     }  # fmt: skip
-    figures = {"cases": tally.cases, "tokens": tally.tokens, "mismatches": tally.mismatches, "ties": tally.ties}
+    figures: dict[str, float] = {
+        "cases": tally.cases,
+        "tokens": tally.tokens,
+        "mismatches": tally.mismatches,
+        "ties": tally.ties,
+    }
     figures |= dict(seen) | _forced(forced)
     return report("exactness", settings, options.seed, [{"problem": problem} for problem in problems], figures)
 

@@ -52,11 +52,11 @@ CALIBRATING = 12
 
 
 def measure_host(service: HttpService, earlier: Path | None) -> None:
-    """The profiles of the nodes that the service will have, measured on one core: a node has as many threads."""
+    """The profiles of the nodes that the service will have, measured with one node's share of the cores."""
     folder = service.root / ".garnish" / "profiles"
     if earlier is None:
         garnish = Path(sys.executable).parent / "garnish"
-        command = ["taskset", "-c", "0", str(garnish), "profile", "--node-id", "node-1"]
+        command = [str(garnish), "profile", "--node-id", "node-1", "--host-nodes", str(NODES)]
         subprocess.run(command, cwd=service.root, check=True, timeout=1800)
     else:
         folder.mkdir(parents=True, exist_ok=True)

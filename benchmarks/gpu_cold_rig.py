@@ -77,7 +77,8 @@ class Bench:
                 raise RuntimeError(f"adapter {digest} is in use between two runs")
 
     def prompts(self, tokens: int, count: int) -> list[list[int]]:
-        return self.rng.integers(3, self.engine.base.vocab_size, (count, tokens)).tolist()
+        drawn: list[list[int]] = self.rng.integers(3, self.engine.base.vocab_size, (count, tokens)).tolist()
+        return drawn
 
     def serve(
         self, way: Way, adapters: Sequence[Adapter], prompts: Sequence[list[int]], count: int = 1

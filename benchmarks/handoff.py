@@ -63,7 +63,7 @@ def echo_over_socket(x: torch.Tensor, calls: int, core: int) -> tuple[float, flo
     payload = x.view(torch.uint8).numpy().reshape(-1)
 
     def call() -> None:
-        here.sendall(payload)
+        here.sendall(payload.data)
         at = 0
         while at < size:
             at += here.recv_into(memoryview(received)[at:])

@@ -76,7 +76,7 @@ class PeftGenerate:
         return Measured(clock.times[0] - begin, len(prompts) * count / total, _middle(clock.times))
 
 
-class TokenClock(StoppingCriteria):
+class TokenClock(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
     """Notes when each token was there; stops nothing."""
 
     def __init__(self) -> None:

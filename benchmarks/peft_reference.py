@@ -95,8 +95,9 @@ class PeftReference:
     """One base model in fp32; adapters are loaded from their directories and run one at a time."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
-        self._wrapped: PeftModel | None = None
+        self.base: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+        self._wrapped: Any = None
+        """The base as a PeftModel, from its first adapter on"""
         self._loaded: set[str] = set()
 
     def model(self, adapter: Path | None) -> torch.nn.Module:
@@ -115,7 +116,8 @@ class PeftReference:
         self._loaded.add(name)
         self._wrapped.base_model.enable_adapter_layers()
         self._wrapped.set_adapter(name)
-        return self._wrapped
+        wrapped: torch.nn.Module = self._wrapped
+        return wrapped
 
     @torch.inference_mode()
     def greedy(self, adapter: Path | None, prompt: list[int], count: int, eos: frozenset[int] = frozenset()) -> Greedy:

@@ -16,7 +16,7 @@ from benchmarks.report import RESULTS, ROOT, load
 IMAGES = ROOT / "docs" / "images"
 ALLOCATORS = {"pages": "pages (Garnish)", "slots": "fixed slots", "bestfit": "best fit", "slora": "unified rows"}
 WIDTH = 4096
-STYLE = {"svg.hashsalt": "garnish"}
+STYLE: dict[Any, Any] = {"svg.hashsalt": "garnish"}
 """The same report gives the same bytes."""
 
 

@@ -62,7 +62,7 @@ def write_adapters(root: Path, shape: str, rank: int, count: int, seed: int) -> 
             name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
             tensors[f"{name}.lora_A.weight"] = _noise((rank, hidden), hidden**-0.5, generator)
             tensors[f"{name}.lora_B.weight"] = _noise((hidden, rank), 0.5 * rank**-0.5, generator)
-    found = []
+    found: list[Path] = []
     for i in range(count):
         directory = root / f"r{rank}-{i}"
         directory.mkdir(parents=True)

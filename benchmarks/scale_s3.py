@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,7 +60,7 @@ def measure(model_dir: Path, adapter: Path, functions: int, orphans: int) -> dic
         requests = Requests(store)
         size = min(PAGE, functions // 2)
         starts = [_name(turn * functions // (2 * PAGES)) for turn in range(PAGES)]
-        pages = [requests.of(lambda after=after: registry.functions(TENANT, after, size)) for after in starts]
+        pages = [requests.of(partial(registry.functions, TENANT, after, size)) for after in starts]
         assert all(len(found[0]) == size for found, _, _ in pages)
         _, resolve, _ = requests.of(lambda: registry.choices(TENANT, _name(functions // 2)))
         later = store.now() + ORPHAN_SECONDS + 600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from statistics import median
 
 from torch.profiler import ProfilerActivity, profile
@@ -21,7 +22,7 @@ KINDS = {
 STEPS = 8
 
 
-def breakdown(engine: LocalEngine, adapters: list[Adapter | None], prompts: list[list[int]]) -> dict[str, float]:
+def breakdown(engine: LocalEngine, adapters: Sequence[Adapter | None], prompts: list[list[int]]) -> dict[str, float]:
     """Milliseconds per decode step of one batch: `step` on the wall, without the profiler, and the operators' own time.
 
     What they do not account for is Python, dispatch, and the compiled operators, which the profiler does not see.

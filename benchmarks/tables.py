@@ -192,7 +192,8 @@ def render(page: Path, text: str) -> str:
     for marker, (study, table) in TABLES[page].items():
         measured = (RESULTS / f"{study}.json").exists()
         block = f"<!-- {marker} -->\n{table(load(study)) if measured else 'Not measured yet.'}\n<!-- /{marker} -->"
-        text, found = re.subn(f"<!-- {marker} -->.*?<!-- /{marker} -->", lambda _, b=block: b, text, flags=re.DOTALL)
+        verbatim = block.replace("\\", r"\\")
+        text, found = re.subn(f"<!-- {marker} -->.*?<!-- /{marker} -->", verbatim, text, flags=re.DOTALL)
         if found != 1:
             raise ValueError(f"{page} must have one pair of markers for {marker}")
     return text

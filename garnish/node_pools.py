@@ -19,7 +19,7 @@ from garnish.settings import registry_of, secret_file_of
 from garnish.up.prepare import local_url
 from infra.instances import gpus_of
 from infra.memory_need import check_fits, need_of
-from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack
+from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack, sharing_nodes
 from node_agent.config import EngineConfig
 
 PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
@@ -53,6 +53,13 @@ def stack_of(service: ServiceFile, state: Path) -> Stack:
     )
 
 
+def host_nodes_of(service: ServiceFile, node: str) -> int:
+    """How many nodes divide this host's cores with a node of this id, by the declared pools; 1 for one of no pool."""
+    bounds = {name: pool.max for name, pool in service.node_pools.items() if pool.backend == "local"}
+    pool, _, number = node.rpartition("-")
+    return sharing_nodes(bounds.values()) if pool in bounds and number.isdecimal() else 1
+
+
 def infra_directory(service: ServiceFile, state: Path) -> Path:
     """Where the root modules of this service file's state are kept on this host."""
     written = service.infra.state
@@ -82,9 +89,9 @@ def _local_host(service: ServiceFile, state: Path) -> LocalHost:
 
 
 def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
-    """None for a service without pools in AWS, whatever infra.aws says."""
+    """None without infra.aws. With it and without pools in AWS their registry's bucket stays."""
     aws = service.infra.aws
-    if aws is None or all(pool.backend != "aws" for pool in service.node_pools.values()):
+    if aws is None:
         return None
     if service.infra.gateway_url is None:
         raise ServiceFileError(

@@ -39,6 +39,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: str
     gateway_url: str
     secret_file: str
+    host_nodes: int = 1
 
     @property
     def key(self) -> NodeKey:
@@ -82,12 +83,15 @@ def serve(spec: Spec) -> None:
     threading.Thread(target=_keep_bounded, args=(log,), name="log", daemon=True).start()
     from garnish.cli.main import main as command_line
 
-    command_line(
-        [
-            "node", "-f", spec.service_file, "--state", spec.state, "--gateway", spec.gateway_url,
-            "--secret-file", spec.secret_file, "--node-id", spec.node,
-        ]
-    )  # fmt: skip
+    command_line(node_command(spec))
+
+
+def node_command(spec: Spec) -> list[str]:
+    """Of the command line."""
+    return [
+        "node", "-f", spec.service_file, "--state", spec.state, "--gateway", spec.gateway_url,
+        "--secret-file", spec.secret_file, "--node-id", spec.node, "--host-nodes", str(spec.host_nodes),
+    ]  # fmt: skip
 
 
 def _keep_bounded(log: Path) -> None:

@@ -40,7 +40,8 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     applied: int | None
     """As was last applied; None: the pool was never made."""
     nodes: dict[str, str] = {}
-    """Of a local pool: each node's state as the gateway sees it, `alive` where that can't be asked, or `dead`."""
+    """States as the gateway sees them. Of a local pool all its nodes: `alive` where that can't be asked, or `dead`. Of
+    one in AWS those that report to the gateway."""
     drift: list[str] = []
 
 
@@ -97,6 +98,8 @@ class Provision:
             known: dict[str, Any] | None = applied.get(pool.name)
             names = known.get("nodes", []) if known else []
             nodes = {name: seen.get(name, "alive") if name in alive else "dead" for name in names}
+            if pool.backend == "aws":
+                nodes = {name: state for name, state in seen.items() if _is_instance(name, pool.name)}
             found.append(
                 PoolStatus(
                     pool=pool.name,
@@ -178,7 +181,7 @@ class Provision:
 
 def check_credentials(stack: Stack) -> None:
     """Named here, before terraform looks in vain for minutes; their values are never read. Raises InfraError."""
-    if not stack.aws_pools and stack.state is None:
+    if stack.aws is None and stack.state is None:
         return
     import boto3
 
@@ -252,5 +255,9 @@ def _undeclared(applied: dict[str, Any], declared: set[str]) -> Iterator[PoolSta
 
 
 def _of_pools(node: str, stack: Stack) -> bool:
-    """Whether an instance of an aws pool calls itself so: POOL-INSTANCE-..."""
-    return any(node.startswith(f"{pool.name}-i-") for pool in stack.aws_pools)
+    return any(_is_instance(node, pool.name) for pool in stack.aws_pools)
+
+
+def _is_instance(node: str, pool: str) -> bool:
+    """Whether a node of an aws pool calls itself so: POOL-INSTANCE-..."""
+    return node.startswith(f"{pool}-i-")

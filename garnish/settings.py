@@ -131,10 +131,10 @@ def node_config(
     secret_file: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
-    threads: int | None = None,
+    host_nodes: int = 1,
     stop_seconds: float = UP_SHUTDOWN_SECONDS,
 ) -> NodeConfig:
-    """`threads` None: as many as the node finds right for its host."""
+    """`host_nodes` of this host, the new one included, divide its cores."""
     return NodeConfig(
         node_id=node_id,
         host=host,
@@ -143,7 +143,7 @@ def node_config(
         secret_file=str(secret_file or secret_file_of(service, state)),
         run_dir=str(run_directory(state, node_id)),
         stop_seconds=stop_seconds,
-        engine=_engine_config(service, base, state, node_id, threads),
+        engine=_engine_config(service, base, state, node_id, host_nodes),
     )
 
 
@@ -159,7 +159,7 @@ def run_directory(state: Path, node_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"garnish-{name}"
 
 
-def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, threads: int | None) -> EngineConfig:
+def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, host_nodes: int) -> EngineConfig:
     node = service.node
     sizes = {"adapter_memory": node.adapter_memory, "host_memory": node.host_memory, "kv_memory": node.kv_memory}
     memory: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
@@ -170,7 +170,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         registry=registry_of(service, state),
         device=node.device,
         dtype=node.dtype,
-        threads=threads,
+        host_nodes=host_nodes,
         cold_start=node.cold_start,
         cpu_workers=None if node.cpu_workers == "auto" else node.cpu_workers,
         profile=str(state / "profiles" / f"{node_id}.json"),

@@ -22,8 +22,9 @@ class AwsParts(msgspec.Struct, frozen=True):
 
 
 def aws_parts(stack: Stack) -> AwsParts:
-    """Empty for a stack without pools in AWS. Raises InfraError."""
-    if stack.aws is None or not stack.aws_pools:
+    """Empty for a stack without AWS. One with AWS and without pools keeps the registry's bucket, and what Terraform
+    needs to destroy pools that were there. Raises InfraError."""
+    if stack.aws is None:
         return AwsParts()
     if stack.registry is None:
         raise InfraError("registry: nodes in AWS need a registry on S3, s3://bucket/prefix")

@@ -86,6 +86,8 @@ def _reason(entry: Mapping[str, Any], action: str) -> str:
         return f"{told}: {', '.join(changed)}" if named else told
     if action == "create":
         return "not there yet"
+    if action == "change" and entry["type"] == "terraform_data":
+        return "how it is started; it goes on"
     return f"differs in {', '.join(changed)}" if changed else "differs"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from infra.aws_modules import aws_parts
 from infra.errors import InfraError
-from infra.stack import Pool, S3State, Stack, check_stack, module_name
+from infra.stack import Pool, S3State, Stack, check_stack, module_name, sharing_nodes
 from infra.text import literal
 
 MODULES = Path(__file__).with_name("modules")
@@ -84,6 +84,7 @@ def _local_module(stack: Stack, pool: Pool) -> Block:
                     "secret_file": host.secret_file,
                     "registry": host.registry,
                 },
+                "host_nodes": sharing_nodes(pool.max for pool in stack.local_pools),
                 "revision": host.revision,
             }
         ),

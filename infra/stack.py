@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -92,6 +93,12 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def aws_pools(self) -> tuple[Pool, ...]:
         return tuple(pool for pool in self.pools if pool.backend == "aws")
+
+
+def sharing_nodes(bounds: Iterable[int]) -> int:
+    """Into how many parts nodes divide their host's cores, by the local pools' `max`: whatever is desired just now, so
+    that all nodes have one share, however they are scaled."""
+    return max(1, sum(bounds))
 
 
 def module_name(pool: str) -> str:

@@ -46,7 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapter_slots: int = 256
     """Adapters that may be on the device at once, whatever their size."""
     threads: int | None = None
-    """None: the cores that the process may really use (one for a model of a few megabytes)."""
+    """None: this node's share of the cores that the process may really use (one for a model of a few megabytes)."""
+    host_nodes: int = 1
+    """Nodes on this host, this one included, that divide its cores among them."""
     cold_start: str = "auto"
     """auto, wait, pipeline or assist: how adapters that are not on the device may get there"""
     cpu_workers: int | None = None

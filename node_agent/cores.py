@@ -15,6 +15,11 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return max(1, min(cores, math.ceil(quota))) if quota else cores
 
 
+def core_share(host_nodes: int, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores for each of so many nodes on this host; one at least, even if they are fewer than nodes."""
+    return max(1, usable_cores(cgroup) // host_nodes)
+
+
 def spare_cores(engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> list[int]:
     """Numbers of the cores that are left for CPU LoRA workers when the engine computes with so many threads, one worker
     each: the highest of this process's affinity, none where the engine has use for all."""

@@ -15,6 +15,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 File = Annotated[Path, typer.Option("-f", "--file", help="The service file.")]
 State = Annotated[Path, typer.Option("--state", help="Directory of registry, keys and logs.")]
 Url = Annotated[str | None, typer.Option("--url", help="The service's address (default: GARNISH_URL, or the state's).")]
+HostNodes = Annotated[
+    int | None, typer.Option("--host-nodes", min=1, max=64, help="Nodes that divide this host's cores, it included.")
+]
 Tenant = Annotated[str | None, typer.Option("--tenant", help="Act for this tenant.")]
 
 DEFAULT_FILE = Path("serverless.yml")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, HostNodes, State
 
 
 def register(app: typer.Typer) -> None:
@@ -18,20 +18,28 @@ def profile(
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
     node_id: Annotated[str, typer.Option("--node-id", help="The node whose profile it becomes.")] = "node-1",
+    host_nodes: HostNodes = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this host for the scheduler and the cold-start planner, while it serves nothing. Takes minutes.
 
-    A node that was not profiled measures itself shortly when it starts, where that takes seconds.
+    A node that was not profiled measures itself shortly when it starts, where that takes seconds. --host-nodes is as
+    many as `garnish up --nodes` will start; a node of a local pool has its pools' share without it.
     """
     from garnish.config import load_service_file
     from garnish.measurement import run_measurement
+    from garnish.node_pools import host_nodes_of
     from garnish.screen import Screen
     from garnish.settings import node_config, resolve_base
 
     service = load_service_file(file)
     config = node_config(
-        service, resolve_base(service), state.absolute(), node_id=node_id, gateway_url="http://127.0.0.1"
+        service,
+        resolve_base(service),
+        state.absolute(),
+        node_id=node_id,
+        gateway_url="http://127.0.0.1",
+        host_nodes=host_nodes or host_nodes_of(service, node_id),
     ).engine
     with Screen(as_json) as screen:
         found = run_measurement(config, screen.progress)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, HostNodes, State
 
 Host = Annotated[str | None, typer.Option("--host", help="Listen here instead of the file's gateway.host.")]
 Port = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Instead of the file's gateway.port.")]
@@ -63,6 +63,7 @@ def node(
     node_id: Annotated[str | None, typer.Option("--node-id", help="Its name (default: the host's name).")] = None,
     host: Annotated[str, typer.Option("--host", help="Listen here; the gateway must reach it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 0,
+    host_nodes: HostNodes = None,
 ) -> None:
     """Serve one node, which reports to a gateway."""
     from garnish.config import load_service_file
@@ -80,6 +81,7 @@ def node(
         secret_file=secret_file,
         host=host,
         port=port,
+        host_nodes=host_nodes or 1,
         stop_seconds=SERVICE_STOP_SECONDS,
     )
     check_secret(Path(config.secret_file))

@@ -35,7 +35,6 @@ from garnish.settings import (
 )
 from gateway.config import GatewayConfig
 from node_agent.config import NodeConfig
-from node_agent.cores import usable_cores
 
 MAX_NODES = 64
 
@@ -101,8 +100,6 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     check_port(gateway.host, gateway.port)
     check_shared(gateway)
     credentials, new_keys = make_keys(service, state, url)
-    # Nodes that share this host share its cores; a node alone decides for itself.
-    threads = max(1, usable_cores() // options.nodes) if options.nodes > 1 else None
     return Prepared(
         service=service,
         base=base,
@@ -110,7 +107,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
         url=url,
         gateway=gateway,
         nodes=tuple(
-            node_config(service, base, state, node_id=f"node-{number}", gateway_url=url, threads=threads)
+            node_config(service, base, state, node_id=f"node-{number}", gateway_url=url, host_nodes=options.nodes)
             for number in range(1, options.nodes + 1)
         ),
         credentials=credentials,

@@ -42,6 +42,8 @@ def cores_to_leave(config: EngineConfig) -> int:
     """That the engine does not compute on, where its threads are not given."""
     if config.cpu_workers is not None:
         return config.cpu_workers
+    if config.host_nodes > 1:
+        return 0
     return 1 if config.load_link is not None and "assist" in WAYS[config.cold_start].plans else 0
 
 
@@ -49,13 +51,17 @@ def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, th
     """The workers, warm; None where there are to be none. Raises ValueError when there can't be as many as asked for.
 
     `auto` starts none on a CPU whose adapters have no slow link to cross: there a load ends before a worker could help;
-    and none with a GPU, as long as no GPU has run the handoff.
+    none with a GPU, as long as no GPU has run the handoff; and none where other nodes compute on the same cores.
     """
     dtype = store.pool.data.dtype
     if "assist" not in WAYS[config.cold_start].plans or config.cpu_workers == 0:
         return None
-    if config.cpu_workers is None and config.load_link is None:
+    if config.cpu_workers is None and (config.load_link is None or config.host_nodes > 1):
         return None
+    if config.host_nodes > 1:
+        raise ValueError(
+            f"cpu_workers: each needs a core of its own, and {config.host_nodes} nodes share this host's; set 0 or auto"
+        )
     if dtype not in DTYPES:
         if config.cpu_workers:
             raise ValueError(f"cpu_workers: they compute in {' or '.join(map(str, DTYPES))}, not {dtype}; set 0")

@@ -17,7 +17,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.setup import cores_to_leave, start_workers, use_profile
 from node_agent.config import EngineConfig
-from node_agent.cores import usable_cores
+from node_agent.cores import core_share
 from node_agent.device import DTYPES, free_memory, pick_device
 from node_agent.engine.limits import Limits
 from node_agent.engine.loop import Engine
@@ -48,7 +48,7 @@ def build_engine(
     device = pick_device(config.device)
     if device.type == "cuda" and (config.load_link or config.store_link):
         raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
-    threads = config.threads or default_threads(Path(config.model_dir), cores_to_leave(config))
+    threads = config.threads or default_threads(Path(config.model_dir), cores_to_leave(config), config.host_nodes)
     torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
@@ -72,15 +72,15 @@ def build_engine(
     return engine, base
 
 
-def default_threads(model_dir: Path, left: int = 0) -> int:
-    """The cores that the process may use, less those that are `left` to workers; one for a model that lies in a core's
-    own cache.
+def default_threads(model_dir: Path, left: int = 0, host_nodes: int = 1) -> int:
+    """This node's share of the cores that the process may use, less those that are `left` to workers; one for a model
+    that lies in a core's own cache.
 
     There a second thread gains nothing, and on a busy host threads that spin for each other cost a step many times
     its length.
     """
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    return 1 if weights < SMALL_MODEL else max(1, usable_cores() - left)
+    return 1 if weights < SMALL_MODEL else max(1, core_share(host_nodes) - left)
 
 
 def warm_up(engine: Engine) -> None:

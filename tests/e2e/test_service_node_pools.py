@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(
     reason="neither terraform nor tofu is on PATH: node pools are NOT tested end to end",
 )
 READY_SECONDS = 120
+OFFLINE = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+"""Whatever would be fetched from elsewhere can't be."""
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 
@@ -42,7 +44,9 @@ class Pools:
 
     def infra(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         command = self.service.command("infra", *arguments, "--state", "state", "--json")
-        done = subprocess.run(command, cwd=self.service.folder, capture_output=True, text=True, timeout=150)
+        done = subprocess.run(
+            command, cwd=self.service.folder, env=OFFLINE, capture_output=True, text=True, timeout=150
+        )
         assert done.returncode == code, done.stdout + done.stderr + self.service.logs()
         result: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"error": done.stderr}
         return result

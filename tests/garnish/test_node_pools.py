@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,18 @@ from typer.testing import CliRunner
 from garnish.cli.main import app
 from garnish.config import load_service_file
 from garnish.errors import FrontDoorError
-from garnish.node_pools import ADAPTER_MEMORY, check_memory, gateway_url_of, infra_directory, node_file, stack_of
+from garnish.node_pools import (
+    ADAPTER_MEMORY,
+    check_memory,
+    gateway_url_of,
+    host_nodes_of,
+    infra_directory,
+    node_file,
+    stack_of,
+)
 from garnish.provision import check_credentials
 from infra.errors import InfraError
+from infra.render import render
 from node_agent.config import EngineConfig
 
 AWS = {
@@ -72,6 +82,20 @@ def test_nodes_are_replaced_only_for_what_they_read(folder: Path) -> None:
 
     assert revision() == revision(functions={}, tenants={"acme": {}}, node_pools={})
     assert revision() != revision(node={"dtype": "float32"})
+
+
+def test_nodes_divide_their_hosts_cores_by_what_their_pools_may_have(folder: Path) -> None:
+    pools = {
+        "here": {"backend": "local", "desired": 1, "max": 3},
+        "gpu.a": {"backend": "local", "desired": 0, "max": 2},
+        "far": {"backend": "aws", "instance_type": "g6e.2xlarge", "max": 9},
+    }
+    service = load_service_file(aws_file(folder, node_pools=pools))
+    assert {node: host_nodes_of(service, node) for node in ("here-1", "gpu.a-2", "far-1", "node-1", "here-x", "h")} == {
+        "here-1": 5, "gpu.a-2": 5, "far-1": 1, "node-1": 1, "here-x": 1, "h": 1
+    }  # fmt: skip
+    modules = render(stack_of(service, folder / "state"))["module"]
+    assert [modules[f"pool_{name}"]["host_nodes"] for name in ("here", "gpu_a")] == [5, 5]
 
 
 def test_nodes_report_to_the_gateway_of_this_state(folder: Path) -> None:
@@ -169,6 +193,24 @@ def test_pools_that_can_not_be(folder: Path, text: str, problem: str) -> None:
     done = run(folder, "plan")
     assert isinstance(done.exception, FrontDoorError)
     assert problem in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "problem"),
+    [
+        ("g4dn.xlarge", r"it needs 21\.0 GiB \(15\.0 base model, 4\.0 adapter_memory, .*\), and a GPU has 15\.0 GiB"),
+        ("g6e.2xlrge", "unknown instance type 'g6e.2xlrge'; did you mean g6e.2xlarge"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "apply"])
+def test_gpus_that_can_not_be_are_refused_before_terraform_is_asked(
+    folder: Path, command: str, instance_type: str, problem: str
+) -> None:
+    aws_file(folder, node_pools={"a": {"backend": "aws", "instance_type": instance_type}})
+    done = run(folder, command, path="")
+    assert isinstance(done.exception, FrontDoorError)
+    assert re.search(rf"node_pools\.a.*{problem}", str(done.exception)), done.exception
+    assert not (folder / "state").exists()
 
 
 def test_missing_credentials_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

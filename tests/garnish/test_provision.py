@@ -16,10 +16,11 @@ import pytest
 
 from garnish import node_pools
 from garnish.errors import FrontDoorError
-from garnish.provision import DEAD, Provision
+from garnish.provision import DEAD, Provision, _progress
 from infra.local.processes import NodeKey, remember
 from infra.terraform import PROGRAMS
 from infra.workspace import PlanNote
+from tests.garnish.draining_gateway import running_gateway
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -138,6 +139,29 @@ def test_destroy_needs_the_gateway_while_nodes_live(pools: Pools) -> None:
     assert len(note.changes) == 2
     assert [process.wait(30) for process in pools.running.values()] == [-signal.SIGTERM] * 2
     assert pools.provision().destroy(lambda note: None, pools.told.append, force=False).changes == ()
+
+
+def test_what_goes_is_drained_before_it_is_destroyed(pools: Pools) -> None:
+    with running_gateway() as gateway:
+        gateway.open = {"here-1": 3, "here-2": 2, "another": 1}
+        (pools.state / "credentials.toml").write_text(f'url = "{gateway.url}"\ntenant = "default"\n')
+        pools.made()
+        pools.declare({"here": 1})
+        pools.plan()
+        pools.apply()
+        assert (gateway.drained, gateway.open["here-2"]) == (["here-2"], 0)
+        assert pools.told.index("draining: requests are open on here-2") < pools.told.index("here-2: destroy")
+        pools.provision().destroy(lambda note: None, pools.told.append, force=False)
+        assert (gateway.drained, gateway.open["here-1"]) == (["here-2", "here-1"], 0)
+        assert gateway.open["another"] > 0, "it is of no pool"
+
+
+def test_long_work_says_that_it_goes_on() -> None:
+    told: list[str] = []
+    hook = {"resource": {"resource_key": "here-1"}, "action": "delete", "elapsed_seconds": 20}
+    for kind in ("apply_start", "apply_progress", "apply_errored", "refresh_start"):
+        _progress({"type": kind, "hook": hook}, told.append)
+    assert told == ["here-1: destroy", "here-1: destroy for 20 s", "here-1: destroy failed"]
 
 
 def test_destroying_dead_nodes_needs_no_gateway(pools: Pools) -> None:

@@ -1,35 +1,47 @@
-"""Arguments of the AWS provider's resources, by its published bindings for the CDK, and those that a module states.
+"""The schema of the AWS provider's resources that the modules use, by the provider's published bindings for the CDK.
 
-The bindings are a development-only download (`pip install cdktn-provider-aws==25.8.1`); they are read as text.
+What is used of the bindings is kept in provider_schema.json, for half a gigabyte is much to install for it. After
+`pip install '.[infra-check]'`, `python tests/infra/provider_bindings.py` writes it anew; the bindings are read as text.
+
+A block is {"attributes": {NAME: {"type": ..., "required": true, "optional": true, "computed": true}}, "blocks": {NAME:
+{"nesting": "list" or "set", "most": 1 or 0 (any), "required": bool, "block": ...}}}; types are Terraform's own.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import tarfile
+import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+ROOT = Path(__file__).parents[2]
+MODULES = ROOT / "infra" / "modules"
 PACKAGE = "cdktn_provider_aws"
-META = {"lifecycle", "depends_on", "for_each", "count", "provider"}
-"""Terraform's own arguments."""
-INTERFACE = re.compile(r"export interface (\w+)[^{]*\{\n(.*?)\n\}", re.DOTALL)
+EXTRACT = Path(__file__).with_name("provider_schema.json")
+USED = re.compile(r'^(resource|data) "(aws_\w+)"', re.MULTILINE)
+CLASS = re.compile(r"^class (\w+) extends cdktn\.(\w+) \{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
+FIELD = re.compile(
+    r"^    // (\w+) - computed: (\w+), optional: (\w+), required: (\w+)\n(.*?)(?=^    // \w+ - computed|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+NESTED = re.compile(r'new (\w+?)(List|OutputReference)\(this, "\w+"(?:, (true|false))?\)')
+PLAIN = re.compile(
+    r"(tolist\()?this\.get(String|Number|Boolean|List|NumberList|StringMap)Attribute\(|(StringMap)\(this"
+)
+TYPES: dict[str, Any] = {
+    "String": "string", "Number": "number", "Boolean": "bool", "List": ["list", "string"],
+    "NumberList": ["list", "number"], "StringMap": ["map", "string"],
+}  # fmt: skip
+Block = dict[str, Any]
 
 
-class Argument(NamedTuple):
-    required: bool
-    type: str
-
-
-class Block(NamedTuple):
-    """Of HCL: the names of what it states, and the blocks in it by name."""
-
-    arguments: set[str]
-    blocks: dict[str, list[Block]]
-
-
-Interfaces = dict[str, dict[str, Argument]]
+def pin() -> str:
+    """The version of the bindings that the project names."""
+    (found,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["infra-check"]
+    return str(found)
 
 
 def package_directory() -> Path | None:
@@ -38,82 +50,80 @@ def package_directory() -> Path | None:
     return Path(next(iter(places))) if places else None
 
 
-def definitions(package: Path, types: set[str]) -> dict[str, tuple[Interfaces, set[str]]]:
-    """By resource type (data sources as data_TYPE): its interfaces' arguments by HCL's names, and its attributes."""
+def used_types() -> set[tuple[str, str]]:
+    """("resource" or "data", type) of all that the modules state."""
+    return {found for file in MODULES.glob("aws_*/*.tf") for found in USED.findall(file.read_text())}
+
+
+def schema(package: Path) -> dict[str, Any]:
+    """As it is kept: which bindings, the provider's version, and the blocks of resources and data sources."""
     files = {}
-    for name in types:
-        folder = name.replace("aws_", "", 1) if not name.startswith("data_") else name
-        files[f"package/lib/{folder.replace('_', '-')}/index.d.ts"] = name
-    found = {}
+    for kind, name in used_types():
+        folder = name.replace("aws_", "", 1) if kind == "resource" else f"data_{name}"
+        files[f"package/lib/{folder.replace('_', '-')}/index.js"] = kind, name
+    found: dict[str, Any] = {"bindings": pin(), "provider": "", "resource": {}, "data": {}}
     (bundle,) = (package / "_jsii").glob("*.tgz")
     with tarfile.open(bundle) as tar:
         for member in tar:
             if member.name in files:
                 stream = tar.extractfile(member)
                 assert stream is not None
-                text = stream.read().decode()
-                interfaces = {name: _arguments(body) for name, body in INTERFACE.findall(text)}
-                found[files[member.name]] = interfaces, set(re.findall(r"^    get (\w+)\(", text, re.MULTILINE))
+                text, (kind, name) = stream.read().decode(), files[member.name]
+                found[kind][name] = _resource(text)
+                found["provider"] = re.findall(r"providerVersion: '(.*)'", text)[0]
     return found
 
 
-def _arguments(body: str) -> dict[str, Argument]:
-    """The documentation before each property names it for HCL."""
-    found = {}
-    for part in re.split(r"(?=    /\*\*\n)", body):
-        link = re.search(r"#(\w+) \w+#(\w+)\}", part)
-        declared = re.search(r"readonly \w+(\??): ([^;]+);", part)
-        if link and declared:
-            found[link[2]] = Argument(not declared[1], declared[2])
-    return found
+def _resource(text: str) -> Block:
+    classes = {name: body for name, _, body in CLASS.findall(text)}
+    (main,) = (name for name, parent, _ in CLASS.findall(text) if parent.startswith("Terraform"))
+    return _block(classes, main)
 
 
-def resources(text: str) -> dict[tuple[str, str], Block]:
-    """(type, name) of each resource and data source (its type as data_TYPE) of a formatted file."""
-    written = r'^(resource|data) "(\w+)" "(\w+)" \{(?:\}|\n(.*?)^\})'
-    return {
-        (("data_" if kind == "data" else "") + resource, name): _block(body, 2)
-        for kind, resource, name, body in re.findall(written, text, re.DOTALL | re.MULTILINE)
-    }
+def _block(classes: dict[str, str], name: str) -> Block:
+    attributes: dict[str, Any] = {}
+    blocks: dict[str, Any] = {}
+    for field, *flags, body in FIELD.findall(classes[name]):
+        given = [
+            flag for flag, value in zip(("computed", "optional", "required"), flags, strict=True) if value == "true"
+        ]
+        nested = NESTED.search(body)
+        if nested is None:
+            attributes[field] = {"type": _type(body), **dict.fromkeys(given, True)}
+            continue
+        inner, nesting = _block(classes, f"{nested[1]}OutputReference"), "set" if nested[3] == "true" else "list"
+        if "computed" in given:
+            attributes[field] = {"type": [nesting, _object(inner)], **dict.fromkeys(given, True)}
+        else:
+            most = 1 if nested[2] == "OutputReference" else 0
+            blocks[field] = {"nesting": nesting, "most": most, "required": "required" in given, "block": inner}
+    return {"attributes": attributes, "blocks": blocks}
 
 
-def _block(body: str, indent: int) -> Block:
-    """By indentation, which `terraform fmt` fixes."""
-    margin = " " * indent
-    arguments = set(re.findall(rf"^{margin}(\w+)\s+= ", body, re.MULTILINE))
-    blocks: dict[str, list[Block]] = {}
-    nested = rf"^{margin}(\w+) \{{(?:\}}|\n(.*?)^{margin}\}})"
-    for name, inner in re.findall(nested, body, re.DOTALL | re.MULTILINE):
-        blocks.setdefault(name, []).append(_block(inner, indent + 2))
-    return Block(arguments, blocks)
+def _type(body: str) -> Any:
+    found = PLAIN.search(body)
+    assert found is not None, body
+    kind = TYPES[found[2] or found[3]]
+    return ["set", kind[1]] if found[1] else kind
 
 
-REFERENCE = re.compile(r"\b(data\.)?(aws_\w+)\.(\w+)(?:\.(\w+))?")
+def _object(block: Block) -> Any:
+    fields = {name: given["type"] for name, given in block["attributes"].items()}
+    return ["object", fields | {name: [b["nesting"], _object(b["block"])] for name, b in block["blocks"].items()}]
 
 
-def references(text: str) -> set[tuple[str, str, str]]:
-    """(type, name, attribute or nothing) of all that is referred to outside of comments."""
-    bare = re.sub(r"#.*$", "", text, flags=re.MULTILINE)
-    return {
-        (("data_" if data else "") + kind, name, attribute) for data, kind, name, attribute in REFERENCE.findall(bare)
-    }
+def text_of(kept: dict[str, Any]) -> str:
+    """A line for each resource, in a stable order."""
+    ordered = {**kept, "resource": dict(sorted(kept["resource"].items())), "data": dict(sorted(kept["data"].items()))}
+    return re.sub(r'(?<=[{ ])("aws_\w+": )', r"\n\1", json.dumps(ordered)) + "\n"
 
 
-def camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(part.capitalize() for part in rest)
+def main() -> None:
+    package = package_directory()
+    if package is None:
+        raise SystemExit(f"{PACKAGE} is not installed: pip install '.[infra-check]'")
+    EXTRACT.write_text(text_of(schema(package)))
 
 
-def problems(where: str, block: Block, kind: str, known: Interfaces) -> list[str]:
-    """What the provider would not understand, or miss."""
-    declared = known[kind]
-    stated = (block.arguments | set(block.blocks)) - META
-    found = [f"{where}: {name} is no argument" for name in sorted(stated - set(declared))]
-    needed = [name for name, argument in declared.items() if argument.required]
-    found += [f"{where}: {name} is missing" for name in needed if name not in stated]
-    for name, inner in block.blocks.items():
-        nested = re.match(r"\w+", declared[name].type) if name in declared else None
-        if nested and nested[0] in known:
-            for each in inner:
-                found += problems(f"{where}.{name}", each, nested[0], known)
-    return found
+if __name__ == "__main__":
+    main()

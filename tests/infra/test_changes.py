@@ -32,8 +32,12 @@ def test_data_is_no_row() -> None:
 
 
 def test_a_change_in_place_names_what_differs() -> None:
-    found = only(entry(["update"], before={"a": 1, "b": 2}, after={"a": 1, "b": 3}))
+    found = only(entry(["update"], before={"a": 1, "b": 2}, after={"a": 1, "b": 3}, type="aws_iam_role"))
     assert (found.action, found.reason, found.pool) == ("change", "differs in b", "a")
+
+
+def test_a_change_of_a_process_says_that_it_goes_on() -> None:
+    assert only(entry(["update"], before={"input": 1}, after={"input": 2})).reason == "how it is started; it goes on"
 
 
 def test_a_replacement_names_what_forces_it() -> None:

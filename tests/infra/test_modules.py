@@ -51,16 +51,51 @@ def test_variables_are_typed_and_described_and_documented(module: str) -> None:
     assert len(re.findall(r"\n  validation \{", "".join(variables.values()))) >= 3
 
 
-@needs_terraform
-@pytest.mark.parametrize("module", NAMES)
-def test_terraform_tests_it(module: str, tmp_path: Path) -> None:
-    """validate, and the module's own tests; a copy, so that nothing is left in the tree."""
-    copy = tmp_path / module
+def copied(module: str, folder: Path) -> Path:
+    """So that nothing is left in the tree."""
+    copy = folder / module
     shutil.copytree(MODULES / module, copy, ignore=shutil.ignore_patterns(".terraform*"))
-    initialised = run(copy, "init", "-no-color", "-backend=false", check=False)
-    if initialised.returncode != 0 and module not in OFFLINE:
-        pytest.skip(f"{module}: its provider can't be installed here, so Terraform has NOT validated or tested it")
-    assert initialised.returncode == 0, initialised.stderr
+    return copy
+
+
+def validate_and_test(copy: Path) -> None:
+    """`copy` is initialised."""
     run(copy, "validate", "-no-color")
     done = run(copy, "test", "-no-color")
     assert re.search(r"Success! \d+ passed, 0 failed", done.stdout), done.stdout
+
+
+@needs_terraform
+@pytest.mark.parametrize("module", NAMES)
+def test_terraform_tests_it(module: str, tmp_path: Path) -> None:
+    copy = copied(module, tmp_path)
+    initialised = run(copy, "init", "-no-color", "-backend=false", check=False)
+    if initialised.returncode != 0 and module not in OFFLINE:
+        pytest.skip(f"{module}: the AWS provider itself can't be installed here, so it has NOT checked the module")
+    assert initialised.returncode == 0, initialised.stderr
+    validate_and_test(copy)
+
+
+@needs_terraform
+@pytest.mark.parametrize("module", [name for name in NAMES if name not in OFFLINE])
+def test_terraform_tests_it_by_the_providers_schema(module: str, tmp_path: Path, aws_provider: None) -> None:
+    """A stand-in has the provider's schema, so this needs no download."""
+    copy = copied(module, tmp_path)
+    run(copy, "init", "-no-color", "-backend=false")
+    validate_and_test(copy)
+
+
+@needs_terraform
+def test_the_schema_finds_mistakes(tmp_path: Path, aws_provider: None) -> None:
+    copy = copied("aws_registry", tmp_path)
+    text = (copy / "main.tf").read_text()
+    run(copy, "init", "-no-color", "-backend=false")
+    for right, wrong, told in (
+        ("bucket_key_enabled = true", "bucket_keys = true", 'An argument named "bucket_keys" is not expected'),
+        ('    status = "Enabled"\n  }\n}', "  }\n}", 'The argument "status" is required'),
+        ("aws_s3_bucket.registry.arn,", "aws_s3_bucket.registry.ann,", 'exported attribute named "ann"'),
+    ):  # fmt: skip
+        assert right in text
+        (copy / "main.tf").write_text(text.replace(right, wrong, 1))
+        done = run(copy, "validate", "-no-color", check=False)
+        assert done.returncode == 1 and told in " ".join(done.stderr.split()), done.stderr

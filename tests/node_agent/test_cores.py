@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node_agent.cores import spare_cores, usable_cores
+from node_agent.cores import core_share, spare_cores, usable_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -18,6 +18,13 @@ def test_spare_cores(threads: int) -> None:
     spare = spare_cores(threads)
     assert len(spare) == max(0, usable_cores() - threads)
     assert spare == CORES[len(CORES) - len(spare) :]
+
+
+@given(nodes=st.integers(1, 3 * len(CORES)))
+def test_nodes_of_a_host_divide_its_cores(nodes: int) -> None:
+    share = core_share(nodes)
+    assert share >= 1 and (share * nodes <= usable_cores() or share == 1)
+    assert (share + 1) * nodes > usable_cores()
 
 
 def test_a_container_quota_counts(tmp_path: Path) -> None:

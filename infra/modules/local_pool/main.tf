@@ -17,10 +17,12 @@ resource "terraform_data" "node" {
       state        = var.host.state
       gateway_url  = var.host.gateway_url
       secret_file  = var.host.secret_file
+      host_nodes   = var.host_nodes
     })
   }
 
-  # The program may move (another virtual environment) without a restart of the nodes that run.
+  # The program may move (another virtual environment), and pools may come and go beside this one, without a restart of
+  # the nodes that run.
   triggers_replace = {
     revision = var.revision
     host     = var.host

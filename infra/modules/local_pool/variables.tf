@@ -87,6 +87,18 @@ variable "host" {
   }
 }
 
+variable "host_nodes" {
+  description = "How many nodes, of all pools, divide the host's cores. A node takes its share when it starts: another number replaces none."
+  type        = number
+  default     = 1
+  nullable    = false
+
+  validation {
+    condition     = var.host_nodes >= 1 && floor(var.host_nodes) == var.host_nodes
+    error_message = "The number of nodes that divide the host's cores must be a whole number, 1 or more."
+  }
+}
+
 variable "revision" {
   description = "Digest of all settings that a node reads at its start; nodes of another revision are replaced."
   type        = string

@@ -21,7 +21,7 @@ from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey, read_profile
 from node_agent.coldstart.profile import check as check_profile
 from node_agent.coldstart.setup import profile_key
-from node_agent.config import EngineConfig
+from node_agent.config import EngineConfig, LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.device import device_name
 from node_agent.types import Lease
@@ -100,6 +100,14 @@ def test_all_threads_of_the_engine_keep_off_the_workers_cores(
         assert all(found == cores for found in affinities())
     finally:
         torch.set_num_threads(before)
+
+
+def test_no_worker_has_a_core_of_its_own_where_nodes_share_them(make_engine: MakeEngine) -> None:
+    link = LinkConfig(bandwidth=1e8)
+    assert make_engine(load_link=link, host_nodes=2).engine.assist is None
+    with pytest.raises(ValueError, match="cpu_workers: each needs a core of its own, and 2 nodes share this host's"):
+        make_engine(load_link=link, cpu_workers=1, host_nodes=2)
+    make_engine(load_link=link, cpu_workers=0, host_nodes=2)
 
 
 def affinities() -> list[set[int]]:

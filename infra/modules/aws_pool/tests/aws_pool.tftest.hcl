@@ -65,6 +65,39 @@ run "is_hardened" {
     condition     = !strcontains(aws_iam_role_policy.node.policy, "s3:Put") && !strcontains(aws_iam_role_policy.node.policy, "\"*\"")
     error_message = "Nodes write nothing, and have no grant on everything."
   }
+
+  assert {
+    condition = toset(flatten([
+      for statement in jsondecode(aws_iam_role_policy.node.policy).Statement : statement.Resource if contains(statement.Action, "s3:GetObject")
+      ])) == toset([
+      "arn:aws:s3:::acme-adapters/prod/*",
+      "arn:aws:s3:::acme-models/llama-8b/*",
+      "arn:aws:s3:::acme-packages/garnish-0.1.0-py3-none-any.whl",
+    ])
+    error_message = "Nodes read the registry's prefix, the model and the package, and no other object."
+  }
+
+  assert {
+    condition = [
+      for statement in jsondecode(aws_iam_role_policy.node.policy).Statement : statement.Resource if contains(statement.Action, "ssm:GetParameter")
+    ] == [["arn:aws:ssm:eu-central-1:123456789012:parameter/garnish/demo/cluster-secret"]]
+    error_message = "Nodes read one parameter, the cluster secret's."
+  }
+
+  assert {
+    condition     = aws_vpc_security_group_ingress_rule.gateway.referenced_security_group_id == "sg-1" && aws_vpc_security_group_ingress_rule.gateway.cidr_ipv4 == null
+    error_message = "Only the gateway reaches nodes."
+  }
+
+  assert {
+    condition     = aws_autoscaling_group.nodes.min_size == 0 && aws_autoscaling_group.nodes.desired_capacity == 1 && aws_autoscaling_group.nodes.max_size == 8
+    error_message = "The group has the pool's bounds and size."
+  }
+
+  assert {
+    condition     = one(aws_autoscaling_group.nodes.initial_lifecycle_hook).lifecycle_transition == "autoscaling:EC2_INSTANCE_TERMINATING"
+    error_message = "Instances drain before they go."
+  }
 }
 
 run "leaves_the_size_to_an_autoscaler" {
@@ -87,7 +120,17 @@ run "refuses_bounds_the_wrong_way_round" {
     min = 9
   }
 
-  expect_failures = [var.max, var.desired]
+  expect_failures = [var.max]
+}
+
+run "refuses_a_size_out_of_bounds" {
+  command = plan
+
+  variables {
+    desired = 9
+  }
+
+  expect_failures = [var.desired]
 }
 
 run "refuses_a_package_that_is_not_pinned" {

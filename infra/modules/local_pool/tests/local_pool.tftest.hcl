@@ -41,6 +41,20 @@ run "keeps_ids_when_it_grows" {
   }
 }
 
+run "tells_the_next_start_of_others_on_the_host" {
+  command = apply
+
+  variables {
+    desired    = 3
+    host_nodes = 4
+  }
+
+  assert {
+    condition     = jsondecode(terraform_data.node["here-1"].output.spec).host_nodes == 4
+    error_message = "Its next start takes the new share."
+  }
+}
+
 run "may_be_empty" {
   command = plan
 

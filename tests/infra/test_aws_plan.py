@@ -1,0 +1,75 @@
+"""Pools in AWS, planned, applied, changed and destroyed by Terraform over a stand-in with the provider's schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from stacks import needs_terraform, pool, stack
+from test_aws_modules import aws_stack
+
+from infra.changes import Change
+from infra.stack import Pool, Stack
+from infra.terraform import find_program
+from infra.workspace import Workspace, digest_of, outputs, resources
+
+pytestmark = [needs_terraform, pytest.mark.usefixtures("aws_provider")]
+
+
+class Account:
+    def __init__(self, folder: Path) -> None:
+        self.workspace = Workspace(folder / "demo", find_program())
+
+    def plan(self, wanted: Stack, *, destroy: bool = False) -> list[Change]:
+        with self.workspace.held():
+            self.workspace.open(wanted)
+            return list(self.workspace.plan(wanted, digest_of(wanted, b""), destroy=destroy).changes)
+
+    def apply(self) -> None:
+        with self.workspace.held():
+            self.workspace.apply(lambda _: None)
+
+
+@pytest.fixture
+def account(tmp_path: Path) -> Account:
+    return Account(tmp_path)
+
+
+def pools(*made: Pool) -> Stack:
+    return msgspec.structs.replace(aws_stack(managed=True), pools=made)
+
+
+def l40s(**fields: object) -> Pool:
+    return pool("l40s", backend="aws", instance_type="g6e.12xlarge", **fields)
+
+
+def test_the_life_of_a_pool_in_aws(account: Account) -> None:
+    made = account.plan(pools(l40s()))
+    assert {change.action for change in made} == {"create"}
+    assert {change.resource for change in made if change.cost} == {
+        "aws_autoscaling_group.nodes", "aws_s3_bucket.registry"
+    }  # fmt: skip
+    assert {change.pool for change in made} == {"l40s", None}, "the registry's bucket is of no single pool"
+    account.apply()
+    assert account.plan(pools(l40s())) == []
+    assert outputs(account.workspace.state(), "pools")["l40s"]["autoscaling_group"] == "demo-l40s"
+
+    (grown,) = account.plan(pools(l40s(desired=2, max=5)))
+    assert (grown.action, grown.resource, grown.cost) == ("change", "aws_autoscaling_group.nodes", True)
+    assert grown.reason == "differs in desired_capacity, max_size"
+    account.apply()
+
+    gone = account.plan(pools())
+    assert {(change.action, change.pool, change.reason) for change in gone} == {
+        ("destroy", "l40s", "no longer declared")
+    }, "the bucket stays"
+    everything = account.plan(pools(), destroy=True)
+    assert {(change.action, change.reason) for change in everything} == {("destroy", "everything is destroyed")}
+    account.apply()
+    assert resources(account.workspace.state()) == []
+
+
+def test_a_stack_without_pools_in_aws_needs_no_provider(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CLI_CONFIG_FILE")
+    assert account.plan(stack(pool(desired=0))) == []
