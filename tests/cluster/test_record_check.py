@@ -62,12 +62,22 @@ def test_urls_of_the_sender(url: str, peer: str, allowed: tuple[str, ...]) -> No
         "http://10.0.0.7:81?x=1",
         "ftp://10.0.0.7",
         "10.0.0.7:81",
+        "http://[10.0.0.7:81",
+        "http://10.0.0.7:port",
+        "http://10.0.0.7:99999",
         "",
     ],
 )
 def test_urls_of_others(url: str) -> None:
     with pytest.raises(BadRecord, match=r"^url"):
         check_record(record(url=url), "10.0.0.7", ("nodes.example",))
+
+
+def test_a_flood_of_what_are_no_ids_takes_no_memory() -> None:
+    rates = RecordRates(Clock())
+    with pytest.raises(BadRecord, match=r"^id"):
+        rates.allows("a" * 1_000_000)
+    assert not rates._buckets
 
 
 @given(st.lists(st.floats(0, 0.1), max_size=300))
