@@ -218,7 +218,7 @@ class NodeTable:
         self._problems.pop(row, None)
         for column in self._data.values():
             column[row] = 0
-        self.ids[row], self._records[row] = None, None
+        self.ids[row], self._records[row], self.generation[row] = None, None, 0
         self._demands[row].clear()
         self._free.append(row)
 
