@@ -214,7 +214,8 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_left: int = 0
     """Tokens of prompts, waiting and running, that are not computed yet."""
     tightest_tpot: float | None = None
-    """The least that any request here, waiting or running, was promised between two tokens (seconds)."""
+    """The least that any request here, waiting or running, was promised between two tokens (seconds), but for what the
+    node could not keep for one request alone."""
     loading_bytes: int = 0
     """On their way to the device."""
     performance: PerformanceModel | None = None

@@ -268,8 +268,11 @@ class NodeTable:
         self.full[row], self.crammed[row] = waiting >= limit, waiting >= limit + room_for_others(limit)
         promised = [record.tightest_tpot, *(demand.tpot for demand in demands)]
         self._derive(row)
-        # A promise that is no positive number is none: NaN would hide the others, 0 could never be kept.
-        self.tightest_tpot[row] = min((value for value in promised if value is not None and value > 0), default=np.inf)
+        # What the node can't keep even for one request alone is not protected, or it would keep all others out. Nor is
+        # what is no number: NaN would hide the others.
+        least = self._models[row].decode.seconds(1, 0, 0)
+        kept = (value for value in promised if value is not None and value >= least)
+        self.tightest_tpot[row] = min(kept, default=np.inf)
 
     def _model(self, row: int, measured: PerformanceModel | None, base: str) -> None:
         problem = problem_of(measured, base) if measured is not None else None

@@ -81,6 +81,24 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
     return made
 
 
+def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.ndarray:
+    """bool[C]: the node could keep what the request was promised if it had nothing else to do. Where none could,
+    waiting is in vain."""
+    rows, rank = made.candidates, float(request.rank)
+    context = request.prompt_tokens + request.answer_tokens / 2
+    step = (
+        nodes.decode_base[rows]
+        + nodes.decode_per_row[rows]
+        + context * nodes.decode_per_context[rows]
+        + rank * nodes.decode_per_rank[rows]
+    )
+    ahead = (nodes.device_wait[rows] - nodes.device_latency[rows]) * nodes.exposed_share[rows]
+    exposed = np.where(made.tier == DEVICE, 0.0, made.exposed - ahead)
+    ttft = nodes.prefill_base[rows] + made.prefill + exposed
+    kept: np.ndarray = (ttft <= made.ttft_limit) & (step <= (np.inf if request.tpot is None else request.tpot))
+    return kept
+
+
 def _terms(nodes: NodeTable, candidates: np.ndarray, n: int, request: PlacementRequest) -> Terms:
     tokens, answer, after = float(request.prompt_tokens), request.answer_tokens, nodes.requests[:n] + 1.0
     tier, transfer, exposed = _load(nodes, n, request)

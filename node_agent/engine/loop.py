@@ -168,8 +168,11 @@ class Engine:
         )
 
     def _tightest_tpot(self) -> float | None:
-        """The least that anyone here was promised."""
-        return min((r.tpot for r in [*self.queue, *self.running.values()] if r.tpot is not None), default=None)
+        """The least that anyone here was promised, but for what could not be kept for one request alone: it would hide
+        what can."""
+        least = self.drift.published.decode.seconds(1, 0, 0) if self.drift else 0.0
+        promised = [r.tpot for r in [*self.queue, *self.running.values()] if r.tpot is not None]
+        return min((tpot for tpot in promised if tpot >= least), default=None)
 
     # --- inside an iteration
 

@@ -113,7 +113,9 @@ def reference(record: NodeRecord, demands: list[Demand], request: PlacementReque
         step = model.decode.base + (step - model.decode.base) * record.max_rows / (len(ranks) + 1)
     queue = _queue(record, demands, request, model, step, answer)
     total += queue / answer
-    promises = [record.tightest_tpot, request.tpot, *(demand.tpot for demand in demands)]
+    least = model.decode.seconds(1, 0, 0)
+    others = [record.tightest_tpot, *(demand.tpot for demand in demands)]
+    promises = [request.tpot, *(promise for promise in others if promise is not None and promise >= least)]
     ratios = [step / promise for promise in promises if promise is not None]
     if request.ttft is not None:
         ratios.append((queue + model.prefill.base + d_prefill + exposed) / request.ttft)

@@ -87,7 +87,7 @@ def test_nobody_is_able() -> None:
 
 def test_strict_requests_are_told_when_to_come_back() -> None:
     async def main() -> None:
-        state, trace = await state_of(node("a", *[8] * 32, queued=30)), Trace()
+        state, trace = await state_of(node("a", *[8] * 32, tier="device", queued=30)), Trace()
         request = ask(ttft=0.1, slo_class="strict")
         with pytest.raises(ServiceError) as caught:
             await place(state, make_policy("rank_aware"), "b", request, trace=trace)
@@ -128,7 +128,7 @@ def test_what_is_told_of_a_placement() -> None:
         state, trace = MemoryClusterState(lambda: now), Trace()
         await state.publish(node("cold"))
         await state.publish(node("warm", 16, tier="device"))
-        await state.publish(node("promised", 16, tier="host", tightest_tpot=0.001, performance=None))
+        await state.publish(node("promised", 16, tier="host", tightest_tpot=0.0303, performance=None))
         now = 8.5
         placed = await place(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
         assert trace.picture is not None

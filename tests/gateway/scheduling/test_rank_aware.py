@@ -140,11 +140,36 @@ def test_when_all_break_a_promise() -> None:
     assert chosen(policy, nodes, ask(ttft=0.1)) == "b"
     assert chosen(policy, nodes, ask(ttft=0.1, slo_class="best_effort")) == "b"
     crowded = table_of(
-        *(node(name, *[8] * 9, tier="device", tightest_tpot=tpot) for name, tpot in (("a", 0.01), ("b", 0.02)))
+        *(node(name, *[8] * 9, tier="device", tightest_tpot=tpot) for name, tpot in (("a", 0.031), ("b", 0.0315)))
     )
     assert chosen(policy, crowded, ask(slo_class="strict")) is None
     assert low <= policy.last.retry_after <= high
     assert chosen(policy, crowded) == "b"
+
+
+def test_a_strict_request_is_not_sent_away_for_what_waiting_can_not_mend() -> None:
+    """An adapter that is nowhere yet, or a promise that no node could ever keep: it would be sent away for ever."""
+    policy = RankAware()
+    cold = table_of(node("cold"), node("colder", loading_bytes=10**9))
+    assert chosen(policy, cold, ask(ttft=0.1, slo_class="strict")) == "cold"
+    assert chosen(policy, cold, ask(ttft=10.0, tpot=0.01, slo_class="strict")) == "cold"
+    warm = node("warm", *[8] * 32, tier="device", queued=20)
+    assert chosen(policy, table_of(node("cold"), warm), ask(ttft=0.2, slo_class="strict")) is None
+    assert policy.last is not None
+    until = policy.last.terms.ttft[1] - 0.2
+    assert until > 2 and policy.last.retry_after == pytest.approx(until), "when the one that has it can"
+    linked = table_of(node("near", tier="host", loading_bytes=16_000_000_000))
+    assert chosen(policy, linked, ask(ttft=0.2, slo_class="strict")) is None, "once the link is free it can"
+
+
+def test_a_promise_that_can_not_be_kept_keeps_nobody_out() -> None:
+    """Of another request there, which no node could ever keep."""
+    request = ask(tpot=0.06, slo_class="strict")
+    nodes = table_of(node("a", 8, tier="device", tightest_tpot=0.001))
+    nodes.reserve(0, "x", Demand(rank=8, prompt_tokens=10, max_tokens=10, tpot=0.001))
+    assert chosen(RankAware(), nodes, request) == "a"
+    nodes.reserve(0, "y", Demand(rank=8, prompt_tokens=10, max_tokens=10, tpot=0.0304))
+    assert chosen(RankAware(), nodes, request) is None
 
 
 def test_a_hot_adapter_gets_more_nodes_and_a_cool_one_stays() -> None:
