@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from urllib.parse import urlsplit
 
+import msgspec
+
 from cluster.limits import Bucket
 from cluster.messages import NodeRecord
 
@@ -53,6 +55,9 @@ def _check_id(node_id: str) -> None:
 
 
 def _integers(record: NodeRecord) -> Iterator[tuple[str, int]]:
+    if record.strict is not None:
+        for field, value in msgspec.structs.asdict(record.strict).items():
+            yield f"strict.{field}", value
     for field in record.__struct_fields__:
         value = getattr(record, field)
         if isinstance(value, int):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Clock, record
 
+from cluster.messages import StrictRoom
 from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, check_record
 
 
@@ -30,6 +31,7 @@ def test_a_right_record_is_believed() -> None:
         ({"queue_limit": 1 << 60}, "queue_limit"),
         ({"batch_ranks": [8, -8]}, "batch_ranks"),
         ({"batch_slots": [-2]}, "batch_slots"),
+        ({"strict": StrictRoom(rows=-1)}, "strict.rows"),
         ({"tightest_tpot": math.nan}, "tightest_tpot"),
         ({"tightest_tpot": 0.0}, "tightest_tpot"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_world import RECORD, REQUEST, ask, node, table_of
+from scheduling_world import RECORD, REQUEST, ask, node, slow, table_of
 
 from cluster.errors import ServiceError
 from cluster.messages import NodeRecord
@@ -66,6 +66,18 @@ def test_only_those_are_able_that_serve_the_model_and_have_the_context(
     ]
     table.live[:] = False
     assert able(table, "b", REQUEST, frozenset()).size == 0
+
+
+def test_a_place_in_a_full_queue_is_taken_only_where_all_are_full() -> None:
+    async def main() -> None:
+        full, other = node("full", tier="device", queued=2, queue_limit=2), node("other", performance=slow(50.0))
+        request, policy = ask(displaces=True), make_policy("rank_aware")
+        assert (await place(await state_of(full, other), policy, "b", request)).node_id == "other"
+        assert (await place(await state_of(full), policy, "b", request)).node_id == "full"
+        with pytest.raises(ServiceError):
+            await place(await state_of(full), policy, "b", REQUEST)
+
+    asyncio.run(main())
 
 
 def test_nobody_is_able() -> None:

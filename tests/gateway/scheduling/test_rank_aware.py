@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 
+from cluster.messages import StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import Transfer
 from gateway.scheduling.policy import make_policy
@@ -160,6 +161,23 @@ def test_a_strict_request_is_not_sent_away_for_what_waiting_can_not_mend() -> No
     assert until > 2 and policy.last.retry_after == pytest.approx(until), "when the one that has it can"
     linked = table_of(node("near", tier="host", loading_bytes=16_000_000_000))
     assert chosen(policy, linked, ask(ttft=0.2, slo_class="strict")) is None, "once the link is free it can"
+
+
+def test_strict_requests_find_what_best_effort_gives_up() -> None:
+    """A node that is full of it is not full for them."""
+    flood = {"tier": "device", "queued": 50, "prompt_tokens_left": 20_000, "kv_blocks_free": 3}
+    request, policy = ask(ttft=0.5, slo_class="strict"), RankAware()
+    assert chosen(policy, table_of(node("a", *[8] * 32, **flood)), request) is None
+    nodes = table_of(node("a", *[8] * 32, strict=StrictRoom(rows=20, blocks=2000), **flood))
+    for index in range(40):
+        nodes.reserve(0, f"best-effort-{index}", Demand(16, 100, 200, slo_class="best_effort"))
+    assert chosen(policy, nodes, request) == "a"
+    assert policy.last is not None and policy.last.terms.wait.tolist() == [0.0]
+    chosen(policy, nodes, ask(ttft=0.5))
+    assert np.isinf(policy.last.totals).all(), "others do find it full"
+    for index in range(40):
+        nodes.reserve(0, f"strict-{index}", Demand(16, 100, 200, slo_class="strict"))
+    assert chosen(policy, nodes, request) is None
 
 
 def test_a_promise_that_can_not_be_kept_keeps_nobody_out() -> None:
