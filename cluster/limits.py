@@ -16,6 +16,8 @@ import msgspec
 
 IDLE_BUCKETS = 1000
 """From which on buckets that are full again are looked for and forgotten."""
+LONGEST_WAIT = 1e9
+"""Seconds: of rates that allow next to nothing."""
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -83,8 +85,10 @@ class Bucket:
 
     def wait(self, needed: float) -> float:
         """Seconds until it holds `needed`; 0: it does."""
-        missing = min(needed, self.capacity) - self.level
-        return max(0.0, missing / self.rate)
+        missing = max(0.0, min(needed, self.capacity) - self.level)
+        if not missing:
+            return 0.0
+        return min(LONGEST_WAIT, missing / self.rate if self.rate > 0 else math.inf)
 
     def change(self, by: float) -> None:
         self.level = min(self.capacity, self.level + by)

@@ -184,6 +184,19 @@ class Resident(msgspec.Struct, frozen=True):
     """Requests that hold a lease."""
 
 
+class StrictRoom(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the next strict request finds on a node."""
+
+    rows: int = 0
+    """That it could have at once: free ones, and those that best-effort requests would give up to it."""
+    blocks: int = 0
+    """The same of KV blocks."""
+    queued: int = 0
+    """Strict requests that wait before it."""
+    prompt_tokens: int = 0
+    """Of strict requests, waiting and running, that are not computed yet: they come before others'."""
+
+
 class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A node as the scheduler sees it."""
 
@@ -214,7 +227,10 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_left: int = 0
     """Tokens of prompts, waiting and running, that are not computed yet."""
     tightest_tpot: float | None = None
-    """The least that any request here, waiting or running, was promised between two tokens (seconds)."""
+    """The least that any request here, waiting or running, was promised between two tokens (seconds), but for what the
+    node could not keep for one request alone."""
+    strict: StrictRoom | None = None
+    """None: it does not tell, and strict requests find what all find."""
     loading_bytes: int = 0
     """On their way to the device."""
     performance: PerformanceModel | None = None

@@ -125,6 +125,11 @@ class NodeBook:
         for request_id in list(node.ends):
             self.drop(node_id, request_id)
 
+    def generation(self, node_id: str) -> int:
+        """0 of an unknown node."""
+        node = self._nodes.get(node_id)
+        return 0 if node is None else int(self.table.generation[node.row])
+
     def set_generation(self, node_id: str, generation: int) -> None:
         node = self._nodes.get(node_id)
         if node is not None:

@@ -9,22 +9,21 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from cluster.crowd import room_for_others
 from cluster.messages import NodeRecord
 from cluster.model_check import problem_of
+from cluster.node_load import MOST, Demand, NodeLoad, found_by_strict, held_by, load_of, tightest_tpot
 from cluster.performance_model import (
     RANK_TERMS,
     DecodeModel,
     ModelKey,
     PerformanceModel,
     PrefillModel,
-    RankTerm,
     Transfer,
 )
 from cluster.resident_index import ABSENT, DEVICE, DISK, HOST, TIERS, ResidentIndex
@@ -92,10 +91,27 @@ COLUMNS: dict[str, type] = {
     "kv_room": np.float64,  # tokens free beyond what reserved places will hold; infinite where it does not tell
     "decode_there": np.float64,  # a step of all its requests, whatever their number
     "prompt_wait": np.float64,  # for the prompts that are not computed yet
+    # The same as strict requests find it: they come before others, and best effort gives its places up to them.
+    "strict_ahead": np.float64,  # requests that get a row before one that comes now
+    "strict_rows": np.float64,
+    "strict_kv_room": np.float64,
+    "strict_prompt_wait": np.float64,
     "device_wait": np.float64,  # until another load's first byte
     "device_per_byte": np.float64,
     "store_per_byte": np.float64,
 }
+
+COUNTS = (
+    "running", "queued", "queue_limit", "reserved", "max_rows", "max_context", "kv_tokens_free", "kv_tokens",
+    "kv_promised", "contexts", "max_rank", "request_ranks", "adapter_ranks", "decode_ranks", "prompt_tokens",
+    "token_ranks", "adapter_bytes_free", "adapter_bytes", "loading_bytes",
+)  # fmt: skip
+"""Columns that lie side by side, so that one operation writes a node's: each would take as long alone."""
+DERIVED = (
+    "tightest_tpot", "requests", "capacity", "kv_room", "decode_there", "prompt_wait", "device_wait", "strict_ahead",
+    "strict_rows", "strict_kv_room", "strict_prompt_wait",
+)  # fmt: skip
+"""The same of seconds and sums."""
 
 ASSUMED = PerformanceModel(
     key=ModelKey(hardware="assumed", base="", dtype="", kernel="", garnish=""),
@@ -107,23 +123,7 @@ ASSUMED = PerformanceModel(
 """Of a node that was never measured, so that it is neither free nor out of the question. A 7B on an A10, roughly."""
 
 
-MOST = 1 << 53
-"""No count is above it: what a record says stays exact as a float, and sums stay inside 64 bits."""
-
 log = logging.getLogger("cluster")
-
-
-class Demand(msgspec.Struct, frozen=True):
-    """What a place that is given away will ask of its node, until the node's own record tells."""
-
-    rank: int = 0
-    """the adapter's largest; 0: the base alone"""
-    prompt_tokens: int = 0
-    max_tokens: int = 0
-    tpot: float | None = None
-    """seconds, as promised"""
-    displaces: bool = False
-    """its tenant has less waiting than another, so that it may take a place in a full queue from that one"""
 
 
 class NodeTable:
@@ -133,7 +133,12 @@ class NodeTable:
         self.ids: list[str | None] = [None] * capacity
         self.generation = np.zeros(capacity, np.int64)
         """Rises with every reservation on the node, by whomever."""
-        self._data: dict[str, np.ndarray] = {name: np.zeros(capacity, kind) for name, kind in COLUMNS.items()}
+        self._counts = np.zeros((len(COUNTS), capacity), np.int64)
+        self._derived = np.zeros((len(DERIVED), capacity), np.float64)
+        together = {**dict(zip(COUNTS, self._counts, strict=True)), **dict(zip(DERIVED, self._derived, strict=True))}
+        self._data: dict[str, np.ndarray] = {
+            name: together[name] if name in together else np.zeros(capacity, kind) for name, kind in COLUMNS.items()
+        }
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._residents = ResidentIndex(capacity)
@@ -143,7 +148,10 @@ class NodeTable:
         self._problems: dict[int, str] = {}
         self._demands: list[dict[str, Demand]] = [{} for _ in range(capacity)]
         self._records: list[NodeRecord | None] = [None] * capacity
+        self._loads: list[NodeLoad | None] = [None] * capacity
         self._models = [ASSUMED] * capacity
+        self._terms = [0] * capacity
+        """`rank_term`, as the column has it"""
         self.now = math.nan
         """By the clock of `heard`, when the table was last asked for; NaN where nobody keeps it."""
         vars(self).update(self._data)
@@ -195,7 +203,7 @@ class NodeTable:
         before = self._records[row]
         if before is not None and before.epoch != record.epoch:
             self._demands[row].clear()
-        self._records[row] = record
+        self._records[row], self._loads[row] = record, load_of(record)
         for request_id in record.acknowledged:
             self._demands[row].pop(request_id, None)
         if before is None or before.residents != record.residents:
@@ -218,7 +226,7 @@ class NodeTable:
         self._problems.pop(row, None)
         for column in self._data.values():
             column[row] = 0
-        self.ids[row], self._records[row] = None, None
+        self.ids[row], self._records[row], self._loads[row], self.generation[row] = None, None, None, 0
         self._demands[row].clear()
         self._free.append(row)
 
@@ -241,35 +249,36 @@ class NodeTable:
         return self._demands[row]
 
     def _refresh(self, row: int) -> None:
-        """The columns that follow from record and reservations."""
-        record, demands = self.record(row), list(self._demands[row].values())
-        counts = {
-            "running": record.running,
-            "queued": record.queued,
-            "queue_limit": record.queue_limit,
-            "reserved": len(demands),
-            "max_rows": record.max_rows,
-            "max_context": record.max_context,
-            "kv_tokens_free": record.kv_blocks_free * record.block_tokens,
-            "kv_tokens": record.kv_blocks * record.block_tokens,
-            "kv_promised": sum(demand.prompt_tokens + demand.max_tokens for demand in demands),
-            "contexts": sum(record.batch_contexts),
-            "prompt_tokens": record.prompt_tokens_left + sum(demand.prompt_tokens for demand in demands),
-            "token_ranks": sum(demand.prompt_tokens * demand.rank for demand in demands),
-            "adapter_bytes_free": record.adapter_bytes_free,
-            "adapter_bytes": record.adapter_bytes,
-            "loading_bytes": record.loading_bytes,
-            **_ranks(record, demands, RANK_TERMS[self.rank_term[row]]),
-        }
-        for name, value in counts.items():
-            self._data[name][row] = min(max(value, 0), MOST)
-        self.ready[row] = record.state == "ready"
-        waiting, limit = record.queued + len(demands), record.queue_limit
+        """The columns that follow from record, reservations and model."""
+        load, demands, model = self._loads[row], list(self._demands[row].values()), self._models[row]
+        assert load is not None
+        held = held_by(demands)
+        waiting, limit, prompts = load.queued + len(demands), load.queue_limit, load.prompt_tokens + held.prompt_tokens
+        requests, largest = load.running + waiting, max(load.max_rank, held.max_rank)
+        request_ranks, adapter_ranks = load.request_ranks + held.ranks, load.adapter_ranks + held.ranks
+        by_term = (requests * largest, request_ranks, adapter_ranks)
+        decode_ranks = min(by_term[self._terms[row]], MOST)
+        self._counts[:, row] = (  # in the order of COUNTS
+            load.running, load.queued, limit, len(demands), load.max_rows, load.max_context, load.kv_tokens_free,
+            load.kv_tokens, held.tokens, load.contexts, largest, request_ranks, adapter_ranks, decode_ranks, prompts,
+            held.token_ranks, load.adapter_bytes_free, load.adapter_bytes, load.loading_bytes,
+        )  # fmt: skip
+        found = (
+            requests,
+            load.max_rows or math.inf,
+            load.kv_tokens_free - held.tokens if load.kv_tokens else math.inf,
+            model.prefill.seconds(prompts, 0, held.token_ranks) if prompts else 0.0,
+        )
+        self._derived[:, row] = (  # in the order of DERIVED
+            tightest_tpot(load.tightest_tpot, demands, model),
+            *found[:3],
+            model.decode.seconds(requests, load.contexts + prompts, decode_ranks),
+            found[3],
+            model.to_device.seconds(load.loading_bytes),
+            *(found if load.strict is None else found_by_strict(load, load.strict, demands, model)),
+        )
+        self.ready[row] = load.ready
         self.full[row], self.crammed[row] = waiting >= limit, waiting >= limit + room_for_others(limit)
-        promised = [record.tightest_tpot, *(demand.tpot for demand in demands)]
-        self._derive(row)
-        # A promise that is no positive number is none: NaN would hide the others, 0 could never be kept.
-        self.tightest_tpot[row] = min((value for value in promised if value is not None and value > 0), default=np.inf)
 
     def _model(self, row: int, measured: PerformanceModel | None, base: str) -> None:
         problem = problem_of(measured, base) if measured is not None else None
@@ -282,7 +291,7 @@ class NodeTable:
         self.modelled[row] = model is not ASSUMED
         for field in ("base", "per_row", "per_context", "per_rank"):
             self._data[f"decode_{field}"][row] = getattr(model.decode, field)
-        self.rank_term[row] = RANK_TERMS.index(model.decode.rank_term)
+        self._terms[row] = self.rank_term[row] = RANK_TERMS.index(model.decode.rank_term)
         for field in ("base", "per_token", "per_token2", "per_token_rank"):
             self._data[f"prefill_{field}"][row] = getattr(model.prefill, field)
         for link, transfer in (("device", model.to_device), ("store", model.from_store)):
@@ -290,21 +299,6 @@ class NodeTable:
             self._data[f"{link}_bandwidth"][row] = transfer.bandwidth
             self._data[f"{link}_per_byte"][row] = 1.0 / transfer.bandwidth
         self.exposed_share[row] = model.exposed_share
-
-    def _derive(self, row: int) -> None:
-        model, data = self._models[row], self._data
-        running, queued, reserved, rows = (
-            int(data[name][row]) for name in ("running", "queued", "reserved", "max_rows")
-        )
-        contexts, waiting, ranks = (int(data[name][row]) for name in ("contexts", "prompt_tokens", "decode_ranks"))
-        requests = running + queued + reserved
-        self.requests[row] = requests
-        self.capacity[row] = rows or np.inf
-        self.kv_room[row] = self.kv_tokens_free[row] - self.kv_promised[row] if self.kv_tokens[row] else np.inf
-        self.decode_there[row] = model.decode.seconds(requests, contexts + waiting, ranks)
-        token_ranks = int(self.token_ranks[row])
-        self.prompt_wait[row] = model.prefill.seconds(waiting, 0, token_ranks) if waiting else 0.0
-        self.device_wait[row] = model.to_device.seconds(int(self.loading_bytes[row]))
 
     def _rebase(self, row: int, before: str | None, after: str | None) -> None:
         if after is not None:
@@ -316,16 +310,3 @@ class NodeTable:
             self._base_nodes[before] -= 1
             if not self._base_nodes[before]:
                 del self._base_nodes[before], self._base_numbers[before]
-
-
-def _ranks(record: NodeRecord, demands: Sequence[Demand], term: RankTerm) -> dict[str, int]:
-    """The columns of ranks; `term` is the one that the node's decode steps follow."""
-    waiting = [*record.queued_ranks, *(demand.rank for demand in demands)]
-    running = {slot: rank for slot, rank in zip(record.batch_slots, record.batch_ranks, strict=False) if slot >= 0}
-    largest = max((*record.batch_ranks, *waiting), default=0)
-    sums = {
-        "max_rank": (record.running + record.queued + len(demands)) * largest,
-        "request_ranks": sum(record.batch_ranks) + sum(waiting),
-        "adapter_ranks": sum(running.values()) + sum(waiting),
-    }
-    return {**sums, "max_rank": largest, "decode_ranks": sums[term]}

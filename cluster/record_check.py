@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from urllib.parse import urlsplit
 
+import msgspec
+
 from cluster.limits import Bucket
 from cluster.messages import NodeRecord
 
@@ -32,8 +34,7 @@ class BadRecord(ValueError):
 
 def check_record(record: NodeRecord, peer: str, allowed_hosts: Collection[str]) -> None:
     """`peer`: the address that it came from. Raises BadRecord."""
-    if not ID.fullmatch(record.id):
-        raise BadRecord(f"id: expected 1 to 253 letters, digits and . _ : -, found {record.id[:60]!r}")
+    _check_id(record.id)
     if not 0 < len(record.epoch) <= 200:
         raise BadRecord("epoch: expected 1 to 200 characters")
     if record.state not in STATES:
@@ -48,7 +49,15 @@ def check_record(record: NodeRecord, peer: str, allowed_hosts: Collection[str]) 
     _check_url(record.url, peer, allowed_hosts)
 
 
+def _check_id(node_id: str) -> None:
+    if not ID.fullmatch(node_id):
+        raise BadRecord(f"id: expected 1 to 253 letters, digits and . _ : -, found {node_id[:60]!r}")
+
+
 def _integers(record: NodeRecord) -> Iterator[tuple[str, int]]:
+    if record.strict is not None:
+        for field, value in msgspec.structs.asdict(record.strict).items():
+            yield f"strict.{field}", value
     for field in record.__struct_fields__:
         value = getattr(record, field)
         if isinstance(value, int):
@@ -59,7 +68,11 @@ def _integers(record: NodeRecord) -> Iterator[tuple[str, int]]:
 
 
 def _check_url(url: str, peer: str, allowed_hosts: Collection[str]) -> None:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises where there is none that could be
+    except ValueError as error:
+        raise BadRecord(f"url: {error}, found {url[:100]!r}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise BadRecord(f"url: expected http://HOST:PORT, found {url[:100]!r}")
     if parts.path.strip("/") or parts.query or parts.fragment:
@@ -87,6 +100,8 @@ class RecordRates:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
     def allows(self, node_id: str) -> bool:
+        """Raises BadRecord for what is no id, and does not remember it."""
+        _check_id(node_id)
         now, capacity = self._clock(), RECORDS_PER_SECOND * BURST_SECONDS
         bucket = self._buckets.setdefault(node_id, Bucket(RECORDS_PER_SECOND, capacity, now))
         self._buckets.move_to_end(node_id)

@@ -7,10 +7,13 @@ silent for WORKER_SECONDS. Buckets that are full are not kept. While Redis is aw
 from __future__ import annotations
 
 from cluster.limits import Call, MemoryLimits, Refusal
+from cluster.passage import Passage
 from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
 PLACES_SECONDS = 7200
 """Longer than a call may last: how long places are kept that nobody takes or gives back."""
+OWNERS_TOGETHER = 500
+"""Whose places are counted anew by one script."""
 
 
 class RedisLimits:
@@ -19,17 +22,28 @@ class RedisLimits:
     def __init__(self, link: RedisLink, workers: int) -> None:
         self._link = link
         self._here = MemoryLimits(link.clock, 1 / workers)
+        self._alone: dict[Call, int] = {}
+        """Under way, and allowed by this worker alone: none of their tokens were taken in Redis."""
         self._untold: set[str] = set()
-        """Owners whose places were given back, which Redis could not be told."""
+        """Owners of whose places Redis may know something else than this worker."""
+        self._passage = Passage()
         link.on_resume.append(self._recount)
 
     async def take(self, call: Call) -> Refusal | None:
         if not call.limited:
             return None
+        async with self._passage.one():
+            return await self._taken(call)
+
+    async def _taken(self, call: Call) -> Refusal | None:
         try:
             why, wait = await self._take(call)
         except RedisAway:
-            return self._here.take_now(call)
+            self._untold.update(owner.name for owner in call.owners)  # it may have taken them all the same
+            refusal = self._here.take_now(call)
+            if refusal is None:
+                self._alone[call] = self._alone.get(call, 0) + 1
+            return refusal
         match why:
             case 0:
                 self._here.count(call.owners, call.places)
@@ -43,13 +57,25 @@ class RedisLimits:
     async def settle(self, call: Call, unused_tokens: int) -> None:
         if not call.limited:
             return
-        self._here.settle_now(call, unused_tokens)
+        async with self._passage.one():
+            await self._settled(call, unused_tokens)
+
+    async def _settled(self, call: Call, unused_tokens: int) -> None:
+        alone = self._was_alone(call)
+        self._here.settle_now(call, unused_tokens if alone else 0)
         tpm = call.rates.tokens_per_minute
-        args: list[Value] = [self._link.worker, call.places, unused_tokens, "" if tpm is None else tpm]
+        unused: Value = 0 if alone else unused_tokens
+        args: list[Value] = [self._link.worker, call.places, unused, "" if tpm is None else tpm]
         try:
             await self._link.run("settle", [self._rates_key(call), *self._places_keys(call)], args)
         except RedisAway:  # places are counted anew when it is back, and buckets fill by themselves
             self._untold.update(owner.name for owner in call.owners)
+
+    def _was_alone(self, call: Call) -> bool:
+        left = self._alone.pop(call, 0) - 1
+        if left > 0:
+            self._alone[call] = left
+        return left >= 0
 
     async def _take(self, call: Call) -> tuple[int, int]:
         rates = [call.rates.rps, call.rates.tokens_per_minute]
@@ -68,10 +94,15 @@ class RedisLimits:
         return [self._link.key("places", owner.name) for owner in call.owners]
 
     async def _recount(self) -> None:
-        """Places that were taken or given back while Redis could not be told, or that it has lost."""
-        if self._link.is_up:
-            return  # nothing was missed, and calls that are being counted right now would be counted twice
-        for name in {*self._here.taken, *self._untold}:
-            args: list[Value] = [self._link.worker, self._here.taken.get(name, 0), PLACES_SECONDS * 1000]
-            await self._link.catch_up_run("recount", [self._link.key("places", name)], args)
-        self._untold.clear()
+        """Places that were taken or given back while Redis could not be told, or that it has lost. No call is counted
+        meanwhile: it would be counted twice, or not at all."""
+        async with self._passage.closed():
+            names = sorted({*self._here.taken, *self._untold})
+            for first in range(0, len(names), OWNERS_TOGETHER):
+                await self._tell_places(names[first : first + OWNERS_TOGETHER])
+            self._untold.clear()
+
+    async def _tell_places(self, names: list[str]) -> None:
+        taken = [self._here.taken.get(name, 0) for name in names]
+        args: list[Value] = [self._link.worker, PLACES_SECONDS * 1000, *taken]
+        await self._link.catch_up_run("recount", [self._link.key("places", name) for name in names], args)

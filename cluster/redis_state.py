@@ -61,6 +61,8 @@ class RedisClusterState:
         self._expiry, self._reservation_seconds = expiry, reservation_seconds
         self._book = NodeBook(expiry=expiry, max_nodes=max_nodes, forget_seconds=forget_seconds)
         self._version = 0
+        self._ahead: dict[str, int] = {}
+        """The version of our own latest reservation on a node, as long as its message is still to come."""
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._beaten = 0
         link.on_message[CHANGES] = self._changed
@@ -98,7 +100,7 @@ class RedisClusterState:
                 taken, version, generation = await self._reserve(node_id, request_id, demand, seen)
                 if taken > 0:
                     if version > self._version:  # else its message has come already
-                        self._hold(_Held(node_id, request_id, demand), generation, self._end())
+                        self._hold_ahead(_Held(node_id, request_id, demand), version, generation)
                     return True
                 if taken == 0:
                     await self._catch_up(version)
@@ -108,12 +110,18 @@ class RedisClusterState:
                 seen = None  # Redis had lost its count
         except RedisAway:
             return reserve_in(self._book, table, node_id, request_id, demand, seen, self._end())
+        except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
+            await self._free(node_id, request_id)
+            raise
         return False
 
     async def release(self, node_id: str, request_id: str) -> None:
         if not self._book.is_held(node_id, request_id):
             return  # acknowledged, in most cases
         self._book.drop(node_id, request_id)
+        await self._free(node_id, request_id)
+
+    async def _free(self, node_id: str, request_id: str) -> None:
         payload = msgspec.msgpack.encode(_Freed(node_id, request_id))
         try:
             await self._link.run("release", self._keys(node_id), [request_id, payload, self._channel])
@@ -178,26 +186,33 @@ class RedisClusterState:
         if version != self._version + 1:
             raise OutOfStep(f"version {version} follows {self._version}")
         self._version = version
-        self._apply(payload, int(generation), self._end())
+        change = _decoder.decode(payload)
+        node_id = change.record.id if isinstance(change, _Put) else change.node
+        counted = self._book.generation(node_id)
+        self._apply(change, self._end())
+        if version >= self._ahead.get(node_id, 0):  # else it tells of a time before our own latest reservation
+            self._ahead.pop(node_id, None)
+            counted = int(generation)
+        self._book.set_generation(node_id, counted)
         self._wake()
 
-    def _apply(self, payload: bytes, generation: int, end: float) -> None:
-        change = _decoder.decode(payload)
+    def _apply(self, change: _Put | _Held | _Freed, end: float) -> None:
         match change:
             case _Put(record):
                 self._put(record, self._aged())
-            case _Held():
-                self._hold(change, generation, end)
+            case _Held(node, request, demand):
+                self._book.hold(node, request, demand, end)
             case _Freed(node, request):
                 self._book.drop(node, request)
 
-    def _hold(self, held: _Held, generation: int, end: float) -> None:
-        """A message may tell of a place again that is held already, or of a time before our own latest reservation."""
-        row = self._book.table.row(held.node)
-        if row is not None:
-            known = int(self._book.table.generation[row])
-            self._book.hold(held.node, held.request, held.demand, end)
-            self._book.set_generation(held.node, max(generation, known))
+    def _hold_ahead(self, held: _Held, version: int, generation: int) -> None:
+        """A place of our own, before its message comes; answers to reservations may come in another order."""
+        counted, latest = self._book.generation(held.node), self._ahead.get(held.node, 0)
+        self._apply(held, self._end())
+        if version > latest:
+            self._ahead[held.node] = version
+            counted = generation
+        self._book.set_generation(held.node, counted)
 
     def _end(self) -> float:
         return self._clock() + self._reservation_seconds
@@ -220,9 +235,11 @@ class RedisClusterState:
             self._put(record, self._aged() - age / 1000)
             self._book.drop_all(record.id)
             for left, place in zip(held[::2], held[1::2], strict=True):
-                self._apply(place, generation, self._clock() + left / 1000)
+                seconds = min(left / 1000, self._reservation_seconds)
+                self._apply(_decoder.decode(place), self._clock() + seconds)
             self._book.set_generation(record.id, generation)
         self._version = self._beaten = version
+        self._ahead.clear()
         self._wake()
         for node_id in [name for name in self._book.ids() if name not in there]:
             await self._restore(node_id, resuming=True)

@@ -26,7 +26,7 @@ class KeyItem(msgspec.Struct, frozen=True):
 
 
 class Attainment(msgspec.Struct, frozen=True):
-    """Shares of the calls that ended in a window, as the gateway process that answers saw them; null where there was
+    """Shares of the calls that ended in a window, as all gateway workers saw them; null where there was
     none, or nothing was promised."""
 
     window_seconds: int

@@ -1,4 +1,4 @@
-"""How many of a tenant's calls kept its SLO, over sliding windows, as this gateway process saw them."""
+"""How many of a tenant's calls kept its SLO, over sliding windows, on this gateway worker and those that tell it."""
 
 from __future__ import annotations
 
@@ -72,18 +72,36 @@ class Attainment:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._slices: OrderedDict[str, dict[int, Kept]] = OrderedDict()
+        self._untold: dict[str, Kept] | None = None
+
+    def share(self) -> None:
+        """From now on keep what `note` counts for `take_untold`."""
+        self._untold = {}
+
+    def take_untold(self) -> dict[str, Kept]:
+        """What `note` has counted since this was last asked, by tenant."""
+        told, self._untold = self._untold or {}, {}
+        return told
 
     def note(self, tenant: str, outcome: dict[Promise, bool]) -> None:
         """One call of the tenant has ended. Nothing is kept of a tenant to which nothing is promised."""
         if not outcome:
             return
+        kept = Kept()
+        kept.note(outcome)
+        if self._untold is not None and (len(self._untold) < MAX_TENANTS or tenant in self._untold):
+            self._untold.setdefault(tenant, Kept()).add(kept)
+        self.add_told(tenant, kept)
+
+    def add_told(self, tenant: str, kept: Kept) -> None:
+        """What another worker has counted in the last second."""
         now = int(self._clock() // SLICE)
         slices = self._slices.setdefault(tenant, {})
         self._slices.move_to_end(tenant)
         if now not in slices:
             for old in [at for at in slices if at <= now - WINDOWS[-1] // SLICE]:
                 del slices[old]
-        slices.setdefault(now, Kept()).note(outcome)
+        slices.setdefault(now, Kept()).add(kept)
         if len(self._slices) > MAX_TENANTS:
             self._slices.popitem(last=False)
 

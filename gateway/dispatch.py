@@ -202,7 +202,8 @@ class Generation:
         began = time.monotonic()
         try:
             shared, request = self.shared, self.request
-            displaces = shared.waiting.gives_way(request.tenant, request.weight) is not None
+            crowded = shared.waiting.gives_way(request.tenant, request.weight)
+            displaces = crowded is not None or request.slo_class == "strict"  # best effort's, whose ever it is
             blocked = shared.client.breakers.blocked(await shared.state.table())
             return await shared.placer.place(
                 self._whose, request, self.received, excluded | blocked, displaces=displaces

@@ -247,7 +247,7 @@ class _Promises(Collector):
                 sums.setdefault((self._label(tenant), kept.seconds), Kept(kept.seconds)).add(kept)
         family = GaugeMetricFamily(
             "garnish_slo_attainment",
-            "Share of calls that got what was promised, on the worker asked",
+            "Share of calls that got what was promised",
             labels=("tenant", "slo", "window"),
         )
         for (tenant, seconds), kept in sums.items():

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from cluster.redis_link import RedisAway, RedisLink
+from gateway.attainment import Kept
 from gateway.last_hour import Counts
 
 CHANNEL = "peers"
@@ -63,6 +64,13 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
     counts: Counts
 
 
+class Promised(msgspec.Struct, frozen=True, array_like=True, tag="promised"):
+    """What was kept of the promises to the tenant."""
+
+    tenant: str
+    kept: Kept
+
+
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     """How was this call placed? `tenant`: whose it must be; None: anybody's."""
 
@@ -77,7 +85,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
     """JSON of gateway.explain_schema.ExplainReply."""
 
 
-Message = Changed | TenantChanged | Revoked | Called | Counted | Asked | Answered
+Message = Changed | TenantChanged | Revoked | Called | Counted | Promised | Asked | Answered
 
 
 class _Letter(msgspec.Struct, frozen=True, array_like=True):

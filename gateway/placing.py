@@ -54,7 +54,7 @@ class Placer:
         displaces: bool = False,
     ) -> Placed:
         """`received`: monotonic seconds; the promise of the first token counts from there. `displaces`: it may take
-        another tenant's place in a full queue. Raises ServiceError."""
+        another's place in a full queue. Raises ServiceError."""
         began, at, trace = time.monotonic(), time.time(), Trace()
         wanted = msgspec.structs.replace(self._wanted(call, request, began - received), displaces=displaces)
         outcome: Outcome = "placed"

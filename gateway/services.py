@@ -40,7 +40,7 @@ from gateway.last_hour import LastHour
 from gateway.metrics import Metrics
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
-from gateway.peers import Answered, Asked, Called, Changed, Counted, Message, Peers, Revoked, TenantChanged
+from gateway.peers import Answered, Asked, Called, Changed, Counted, Message, Peers, Promised, Revoked, TenantChanged
 from gateway.placing import Placer
 from gateway.running import Running
 from gateway.shared_state import Shared, open_shared
@@ -111,15 +111,18 @@ class Services:
                 self.called.note(tenant, digest)
             case Counted(tenant, function, counts):
                 self.last_hour.add_told(tenant, function, counts)
+            case Promised(tenant, kept):
+                self.attainment.add_told(tenant, kept)
             case Asked(number, call, whose):
                 found = self.explanations.find_here(call, whose)
                 if found is not None:
                     self.peers.tell(Answered(number, msgspec.json.encode(reply_of(found))))
 
     def counted(self) -> list[Message]:
-        """What the other workers have not been told of the last hour."""
+        """What the other workers have not been told of the last hour, and of promises kept."""
         untold = self.last_hour.take_untold()
-        return [Counted(tenant, function, counts) for (tenant, function), counts in untold.items()]
+        counted = [Counted(tenant, function, counts) for (tenant, function), counts in untold.items()]
+        return [*counted, *(Promised(tenant, kept) for tenant, kept in self.attainment.take_untold().items())]
 
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)
@@ -198,6 +201,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         if config.redis is not None:
             peers.on_message, peers.collect = services.heard, services.counted
             last_hour.share()
+            attainment.share()
         yield services
 
 

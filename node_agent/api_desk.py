@@ -6,11 +6,14 @@ import asyncio
 import logging
 import secrets
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
 
 from cluster.crowd import Crowd, room_for_others
 from cluster.errors import ServiceError
-from cluster.messages import GenerateRequest, NodeRecord
+from cluster.messages import GenerateRequest, NodeRecord, StrictRoom
 from node_agent.api_questions import Questions
 from node_agent.api_reply import RETRY_AFTER, RequestEvent
 from node_agent.api_request import Limits, check_request
@@ -52,8 +55,10 @@ class Ended(Exception):
 class InFlight:
     """A request that was given to the engine, until its Finished."""
 
-    def __init__(self, id: str, tenant: str, rank: int = 0, prompt_tokens: int = 0) -> None:
-        self.id, self.tenant, self.rank, self.prompt_tokens = id, tenant, rank, prompt_tokens
+    def __init__(self, request: GenerateRequest) -> None:
+        self.id, self.tenant, self.prompt_tokens = request.id, request.tenant, len(request.token_ids)
+        self.rank = max(request.adapter.ranks, default=0) if request.adapter is not None else 0
+        self.slo_class = request.slo_class
         self.admitted = False
         self.pictured = False
         """the engine's last picture has it in the batch"""
@@ -140,8 +145,7 @@ class Desk:
             tpot=request.tpot,
         )
         self._send(command)
-        rank = max(request.adapter.ranks, default=0) if request.adapter is not None else 0
-        entry = InFlight(request.id, request.tenant, rank, len(request.token_ids))
+        entry = InFlight(request)
         late = request.timeout + self.backstop
         entry.timer = asyncio.get_running_loop().call_later(late, self._expire, entry, late)
         self._in_flight[request.id] = entry
@@ -179,9 +183,14 @@ class Desk:
         limit = self._config.engine.queue_limit
         if self.queued < limit:
             return False
-        return self.queued >= limit + room_for_others(limit) or not self._crowd.gives_way(
-            request.tenant, request.weight
-        )
+        if self.queued >= limit + room_for_others(limit):
+            return True
+        if request.slo_class == "strict" and any(entry.slo_class == "best_effort" for entry in self._waiting()):
+            return False
+        return not self._crowd.gives_way(request.tenant, request.weight)
+
+    def _waiting(self) -> Iterator[InFlight]:
+        return (entry for entry in self._in_flight.values() if not entry.admitted)
 
     def _send(self, command: Command) -> None:
         if self._link is None:
@@ -262,7 +271,7 @@ class Desk:
 
     @property
     def queued(self) -> int:
-        return sum(not entry.admitted for entry in self._in_flight.values())
+        return sum(1 for _ in self._waiting())
 
     @property
     def error(self) -> str:
@@ -309,10 +318,20 @@ class Desk:
             adapter_bytes=ready.adapter_bytes if ready else 0,
             residents=stats.residents if stats else [],
             tightest_tpot=stats.tightest_tpot if stats else None,
+            strict=self._strict_room(waiting),
             acknowledged=list(self._acknowledged),
             device=ready.device if ready else "",
             error=self.error,
         )
+
+    def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:
+        """`waiting`: not in the engine's last picture."""
+        room = self._stats.strict if self._stats else None
+        if room is None:
+            return None
+        prompts = room.prompt_tokens + sum(entry.prompt_tokens for entry in waiting if entry.slo_class == "strict")
+        queued = sum(entry.slo_class == "strict" for entry in self._waiting())
+        return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
     def forget_acknowledged(self, ids: list[str]) -> None:
         """The gateway has been told of these, the oldest ones."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.frames import frame
-from cluster.messages import Adapter, ColdStart, Resident, Sampling, SloClass
+from cluster.messages import Adapter, ColdStart, Resident, Sampling, SloClass, StrictRoom
 from cluster.performance_model import PerformanceModel
 from cluster.residency import AdapterStates, HeldTier
 
@@ -135,6 +135,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     forecast_ratio: float | None = None
     tightest_tpot: float | None = None
     """Seconds; the least that any request here was promised."""
+    strict: StrictRoom | None = None
+    """Of `prompt_tokens` those of running requests alone; `queued` is not told."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):

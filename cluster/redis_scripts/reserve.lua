@@ -10,17 +10,20 @@ if not node[1] then return {-1, 0, 0} end
 local generation = node[2] or '0'
 local version = tonumber(redis.call('GET', KEYS[4]) or '0')
 
-for _, request in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
-  redis.call('HDEL', KEYS[3], request)
+-- Over, or of a time before the clock was set back.
+local length = tonumber(ARGV[5])
+for _, span in ipairs({{'-inf', now}, {'(' .. string.format('%.0f', now + length), '+inf'}}) do
+  for _, request in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], span[1], span[2])) do
+    redis.call('HDEL', KEYS[3], request)
+  end
+  redis.call('ZREMRANGEBYSCORE', KEYS[2], span[1], span[2])
 end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
 local held = redis.call('ZCARD', KEYS[2])
 if now - tonumber(node[1]) >= tonumber(ARGV[4]) or tonumber(node[3]) + held >= tonumber(node[4]) + tonumber(ARGV[7])
   or (ARGV[3] ~= '' and ARGV[3] ~= generation) then
   return {0, version, tonumber(generation)}
 end
 
-local length = tonumber(ARGV[5])
 redis.call('ZADD', KEYS[2], now + length, ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
 redis.call('PEXPIRE', KEYS[2], length)

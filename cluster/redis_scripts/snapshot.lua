@@ -17,7 +17,7 @@ for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
         table.insert(held, payload)
       end
     end
-    table.insert(found, {node[1], now - tonumber(node[2]), tonumber(node[3] or '0'), held})
+    table.insert(found, {node[1], math.max(0, now - tonumber(node[2])), tonumber(node[3] or '0'), held})
   end
 end
 return found

@@ -30,6 +30,11 @@ end
 
 -- A bucket that is not there is full: it holds a second's requests (one at least), or a minute's tokens.
 local stored = redis.call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
+if stored[3] and tonumber(stored[3]) > now then  -- the clock was set back: it fills from now on
+  redis.call('HSET', KEYS[1], 'at', now)
+  stored[3] = now
+end
+local most = 1e9  -- seconds: of rates that allow next to nothing
 local passed = stored[3] and math.max(0, now - tonumber(stored[3])) / 1000 or 0
 local function level(kept, rate, capacity)
   if not kept then return capacity end
@@ -41,7 +46,7 @@ local left, full_in = {}, 0
 if rps then
   local capacity = math.max(1, rps)
   local requests = level(stored[1], rps, capacity)
-  if requests < 1 then return {1, math.ceil((1 - requests) / rps * 1000)} end
+  if requests < 1 then return {1, math.ceil(math.min(most, (1 - requests) / rps) * 1000)} end
   left.requests = requests - 1
   full_in = (capacity - left.requests) / rps
 end
@@ -49,7 +54,7 @@ if tpm then
   local rate, cost, capacity = tpm / 60, tonumber(ARGV[5]), math.max(1, tpm)
   local tokens = level(stored[2], rate, capacity)
   local needed = math.min(cost, capacity)
-  if tokens < needed then return {2, math.ceil((needed - tokens) / rate * 1000)} end
+  if tokens < needed then return {2, math.ceil(math.min(most, (needed - tokens) / rate) * 1000)} end
   left.tokens = tokens - cost
   full_in = math.max(full_in, (capacity - left.tokens) / rate)
 end
@@ -58,7 +63,7 @@ if rps or tpm then
   redis.call('DEL', KEYS[1])
   redis.call('HSET', KEYS[1], 'at', now)
   for name, value in pairs(left) do redis.call('HSET', KEYS[1], name, string.format('%.17g', value)) end
-  redis.call('PEXPIRE', KEYS[1], math.ceil(full_in * 1000) + 1000)
+  redis.call('PEXPIRE', KEYS[1], math.ceil(math.min(most, full_in) * 1000) + 1000)
 end
 for index = 3, #KEYS do
   redis.call('HINCRBY', KEYS[index], ARGV[1], wanted)

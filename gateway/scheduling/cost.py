@@ -81,6 +81,24 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
     return made
 
 
+def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.ndarray:
+    """bool[C]: the node could keep what the request was promised if it had nothing else to do. Where none could,
+    waiting is in vain."""
+    rows, rank = made.candidates, float(request.rank)
+    context = request.prompt_tokens + request.answer_tokens / 2
+    step = (
+        nodes.decode_base[rows]
+        + nodes.decode_per_row[rows]
+        + context * nodes.decode_per_context[rows]
+        + rank * nodes.decode_per_rank[rows]
+    )
+    ahead = (nodes.device_wait[rows] - nodes.device_latency[rows]) * nodes.exposed_share[rows]
+    exposed = np.where(made.tier == DEVICE, 0.0, made.exposed - ahead)
+    ttft = nodes.prefill_base[rows] + made.prefill + exposed
+    kept: np.ndarray = (ttft <= made.ttft_limit) & (step <= (np.inf if request.tpot is None else request.tpot))
+    return kept
+
+
 def _terms(nodes: NodeTable, candidates: np.ndarray, n: int, request: PlacementRequest) -> Terms:
     tokens, answer, after = float(request.prompt_tokens), request.answer_tokens, nodes.requests[:n] + 1.0
     tier, transfer, exposed = _load(nodes, n, request)
@@ -149,14 +167,18 @@ def _step_and_wait(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A step with the request, and the time until its prompt is begun: the prompts before it, and then whichever takes
     longer, a row or KV memory."""
-    step, wait = nodes.decode_there[:n] + decode, nodes.prompt_wait[:n]
-    capacity = nodes.capacity[:n]
-    over, short = after - capacity, request.prompt_tokens + request.max_tokens - nodes.kv_room[:n]
-    crowded, tight = over.max() > 0, short.max() > 0
-    if crowded:  # rows beyond what the node computes at once wait: a step has no more than that
+    step, capacity = nodes.decode_there[:n] + decode, nodes.capacity[:n]
+    beyond = after - capacity
+    if beyond.max() > 0:  # rows beyond what the node computes at once wait: a step has no more than that
         base = nodes.decode_base[:n]
         step = base + np.minimum(1.0, capacity / after) * (step - base)
-    if crowded or tight:
+    if request.slo_class == "strict":
+        over, room = nodes.strict_ahead[:n] + 1.0 - nodes.strict_rows[:n], nodes.strict_kv_room[:n]
+        wait = nodes.strict_prompt_wait[:n]
+    else:
+        over, room, wait = beyond, nodes.kv_room[:n], nodes.prompt_wait[:n]
+    short = request.prompt_tokens + request.max_tokens - room
+    if over.max() > 0 or short.max() > 0:
         # A row, and its memory, come free whenever one of those that run has its answer.
         answer = (request.typical_tokens or request.answer_tokens) * step
         row = np.where(over > 0, over * answer / capacity, 0.0)

@@ -47,13 +47,22 @@ async def place(
 ) -> Placed:
     """Reserve a place, and fill `trace`. Raises ServiceError: `unavailable` when no node could serve, `overloaded` when
     all are full or the policy refuses them all."""
-    demand = Demand(request.rank, request.prompt_tokens, request.max_tokens, request.tpot, request.displaces)
+    demand = Demand(
+        request.rank,
+        request.prompt_tokens,
+        request.max_tokens,
+        request.tpot,
+        request.displaces,
+        request.slo_class,
+    )
     for attempt in range(ATTEMPTS):
         nodes = await state.table()
         serving = able(nodes, base, request, excluded)
         if not serving.size:
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
-        free = serving[~(nodes.crammed if request.displaces else nodes.full)[serving]]
+        free = serving[~nodes.full[serving]]
+        if not free.size and request.displaces:
+            free = serving[~nodes.crammed[serving]]
         if not free.size:
             break
         row = policy.choose(nodes, free, request)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cluster.node_table import NodeTable
-from gateway.scheduling.cost import Terms, terms
+from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.scores import Scores, ScoringPolicy
 from gateway.scheduling.spreading import Spreading
@@ -38,8 +38,8 @@ class RankAware(ScoringPolicy):
             scores = self.last = self._score(nodes, candidates, request)
             best = _best(nodes, scores)
             if best is None:
-                if request.slo_class == "strict":
-                    scores.retry_after = _relief(scores.terms)
+                if request.slo_class == "strict" and (later := attainable(nodes, scores.terms, request)).any():
+                    scores.retry_after = _relief(scores.terms, later)
                     return None
                 best = _least_bad(scores)
         row = int(candidates[best])
@@ -114,11 +114,12 @@ def _least_bad(scores: Scores) -> int:
     return int(np.lexsort(finite)[0])
 
 
-def _relief(made: Terms) -> float:
-    """Seconds until some node could keep the promises: its wait is shorter then, or one of its requests has ended."""
+def _relief(made: Terms, later: np.ndarray) -> float:
+    """Seconds until one of the nodes `later` could keep the promises: its wait is shorter then, or one of its requests
+    has ended."""
     late = np.maximum(made.ttft - made.ttft_limit, 0.0)
     crowded = np.where(made.step > made.tpot_limit, made.answer * made.step / np.maximum(made.requests - 1.0, 1.0), 0.0)
     until = np.maximum(late, crowded)
     low, high = RETRY_BOUNDS
-    soonest = float(np.where(until >= 0.0, until, np.inf).min())
+    soonest = float(np.where(later & (until >= 0.0), until, np.inf).min())
     return min(max(soonest, low), high)

@@ -27,7 +27,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     tpot: float | None = None
     slo_class: SloClass = "standard"
     displaces: bool = False
-    """may take another tenant's place in a full queue"""
+    """may take another's place in a full queue"""
 
     @property
     def answer_tokens(self) -> float:

@@ -1,17 +1,19 @@
 """The gateway's picture of the simulated nodes: a NodeTable that is told of nodes without whole records.
 
-Rows are reckoned by NodeTable's own code. Two things are shorter than `put`: a record has the sum of contexts as one
-number, and of the adapters only those whose tier or use changed are looked at; a test compares the outcome with that of
-`put` and `record_of`.
+Rows are reckoned by NodeTable's own code. Two things are shorter than `put`: the node has kept the sums that `load_of`
+would make of its record, and of the adapters only those whose tier or use changed are looked at; a test compares the
+outcome with that of `put` and `record_of`.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 
 import msgspec
 
 from cluster.messages import NodeRecord, Resident
+from cluster.node_load import NodeLoad
 from cluster.node_table import ABSENT, DEVICE, HOST, NodeTable
 from cluster.performance_model import PerformanceModel
 from cluster.resident_index import ResidentIndex
@@ -28,10 +30,6 @@ def record_of(node: SimulatedNode, now: float, seq: int) -> NodeRecord:
         Resident(digest, TIER_NAMES.get(memory.tier(digest), "absent"), 0, memory.leases(digest))
         for digest in sorted({*memory.device, *memory.host})
     ]
-    return _record(node, [node.context(job, now) for job in node.running], seq, residents)
-
-
-def _record(node: SimulatedNode, contexts: list[int], seq: int, residents: list[Resident]) -> NodeRecord:
     profile, running = node.profile, node.running
     slots = {digest: slot for slot, digest in enumerate(node.running_mix.adapters)}
     return NodeRecord(
@@ -51,7 +49,7 @@ def _record(node: SimulatedNode, contexts: list[int], seq: int, residents: list[
         block_tokens=profile.block_tokens,
         max_rows=profile.max_rows,
         batch_ranks=[job.rank for job in running],
-        batch_contexts=contexts,
+        batch_contexts=[node.context(job, now) for job in running],
         batch_slots=[-1 if job.digest is None else slots[job.digest] for job in running],
         queued_ranks=[job.rank for job in node.queue],
         prompt_tokens_left=node.prompt_left(),
@@ -69,6 +67,32 @@ def _record(node: SimulatedNode, contexts: list[int], seq: int, residents: list[
 def as_served(model: PerformanceModel, base: str) -> PerformanceModel:
     """As a node of this base tells it: whatever it was measured on, that is what is simulated."""
     return msgspec.structs.replace(model, key=msgspec.structs.replace(model.key, base=base))
+
+
+def _load(node: SimulatedNode, now: float) -> NodeLoad:
+    """What `load_of` makes of the node's record."""
+    profile, running, queued = node.profile, node.running_mix, node.queued_mix
+    bounded, block = profile.adapter_memory is not None, profile.block_tokens
+    tpot = node.tightest_tpot()
+    return NodeLoad(
+        ready=True,
+        running=running.rows,
+        queued=queued.rows,
+        queue_limit=profile.queue_limit,
+        max_rows=profile.max_rows,
+        max_context=profile.max_context,
+        kv_tokens_free=node.kv_free // block * block,
+        kv_tokens=profile.kv_tokens // block * block,
+        contexts=node.contexts(now),
+        prompt_tokens=node.prompt_left(),
+        max_rank=max(running.max_rank, queued.max_rank),
+        request_ranks=running.request_ranks + queued.request_ranks,
+        adapter_ranks=running.adapter_ranks + queued.request_ranks,
+        tightest_tpot=inf if tpot is None else tpot,
+        adapter_bytes_free=node.loads.memory.free if bounded else 0,
+        adapter_bytes=profile.adapter_memory or 0,
+        loading_bytes=node.loads.loading_bytes,
+    )
 
 
 class _Index(ResidentIndex):
@@ -107,14 +131,14 @@ class SimulatedTable(NodeTable):
         super().__init__(len(nodes))
         self._residents: _Index = _Index(nodes)
         for node in nodes:
-            row = self.put(_record(node, [], 0, []), 0.0)
+            row = self.put(record_of(node, 0.0, 0), 0.0)
             assert row == node.index
             node.changed = False
 
     def tell(self, node: SimulatedNode, now: float) -> None:
         """The node's record comes in."""
         row = node.index
-        self._records[row] = _record(node, [node.contexts(now)], 0, [])
+        self._loads[row] = _load(node, now)
         demands = self._demands[row]
         for request_id in node.acknowledged:
             demands.pop(request_id, None)

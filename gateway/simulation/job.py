@@ -14,7 +14,7 @@ USUAL_TTFT = 10.0
 Outcome = Literal["", "done", "rejected"]
 
 
-class TraceRequest(msgspec.Struct, frozen=True):
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     at: float
     """seconds since the trace's beginning"""
     function: str

@@ -37,6 +37,10 @@ class SimulatedNode:
         """whose prompts are computed and whose adapters are not whole yet"""
         self.leaving: dict[Job, Arrived] = {}
         self.queued_mix, self.running_mix, self.decoding = RankMix(), RankMix(), RankMix()
+        self.queued_tokens = 0
+        """of the prompts of those that wait"""
+        self._promised: dict[float, int] = {}
+        """requests here by the time between tokens that each was promised"""
         self.kv_free = profile.kv_tokens
         self.acknowledged: list[str] = []
         """ids of requests that came since the last record"""
@@ -75,6 +79,8 @@ class SimulatedNode:
             self._charge(now)
         self.queue.add(job)
         self.queued_mix.add(job.digest, job.rank)
+        self.queued_tokens += job.left
+        self._promise(job, 1)
         self.acknowledged.append(str(job.number))
         self.changed = True
         self._interrupt(now)
@@ -101,6 +107,8 @@ class SimulatedNode:
             return
         self.queue.remove(job)
         self.queued_mix.remove(job.digest, job.rank)
+        self.queued_tokens -= job.left
+        self._promise(job, -1)
         self.changed = True
         job.moves += 1
         arrived(job, now)
@@ -123,11 +131,16 @@ class SimulatedNode:
 
     def prompt_left(self) -> int:
         """Tokens of prompts, waiting and running."""
-        return sum(job.left for job in self.queue) + sum(job.left for job in self.prefilling)
+        return self.queued_tokens + sum(job.left for job in self.prefilling)
 
     def tightest_tpot(self) -> float | None:
-        promised = [job.tpot_slo for job in (*self.running, *self.queue) if job.tpot_slo is not None]
-        return min(promised, default=None)
+        return min(self._promised, default=None)
+
+    def _promise(self, job: Job, more: int) -> None:
+        if job.tpot_slo is not None:
+            count = self._promised.pop(job.tpot_slo, 0) + more
+            if count:
+                self._promised[job.tpot_slo] = count
 
     def _steps_of_run(self, now: float) -> int:
         return self.run.done_by(now) if self.run is not None else 0
@@ -239,6 +252,7 @@ class SimulatedNode:
             self._charge(now)
         for job in self._admission.choose(self.queue, self.running, self.kv_free, now):
             self.queued_mix.remove(job.digest, job.rank)
+            self.queued_tokens -= job.left
             self.running_mix.add(job.digest, job.rank)
             self.kv_free -= job.kv
             job.admitted = job.admitted or now
@@ -260,6 +274,7 @@ class SimulatedNode:
         del self.running[job]
         self.running_mix.remove(job.digest, job.rank)
         self.kv_free += job.kv
+        self._promise(job, -1)
         self.loads.release(job)
         self.changed = True
         self.leaving.pop(job, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
@@ -127,6 +127,18 @@ class AdapterStore:
     def on_device(self, digest: str) -> bool:
         """The adapter has room on the device: a lease on it needs no more."""
         return digest in self.device
+
+    def fits_without(self, adapter: Adapter, others: Collection[str]) -> bool:
+        """There would be room on the device for the adapter, which is in host memory, if nobody used the others."""
+        layout = self.hosts.load(adapter).layout
+        may_go = [
+            entry
+            for digest, entry in self.device.items()
+            if (entry.idle or (digest in others and entry.settled)) and digest not in self.pinned
+        ]
+        if layout is None or not (may_go or self._free_slots):
+            return False
+        return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
     def ready(self, digest: str) -> bool:
         """The whole adapter is on the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from cluster.messages import StrictRoom
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
@@ -18,8 +19,9 @@ from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
+from node_agent.engine.preemption import strict_room
 from node_agent.engine.request import ColdPhases, Request
-from node_agent.engine.reserves import Callers, Reserves
+from node_agent.engine.reserves import Callers, Reserves, Room
 from node_agent.engine.scheduler import Admission, choose_hot
 from node_agent.engine.waiting import WaitingQueue
 from node_agent.ipc import Admitted, EngineEvent, Generated, Stats, Submit, Top
@@ -165,11 +167,20 @@ class Engine:
             performance=self.drift.published if self.drift else None,
             forecast_ratio=self.drift.forecast_ratio if self.drift else None,
             tightest_tpot=self._tightest_tpot(),
+            strict=self._strict_room(),
         )
 
+    def _strict_room(self) -> StrictRoom:
+        running, rows = list(self.running.values()), self.limits.max_rows
+        kept = Reserves(self.callers, self.queue, running, rows, self.blocks.total).for_strict()
+        return strict_room(running, self.queue, kept, Room(rows - len(running), self.blocks.free))
+
     def _tightest_tpot(self) -> float | None:
-        """The least that anyone here was promised."""
-        return min((r.tpot for r in [*self.queue, *self.running.values()] if r.tpot is not None), default=None)
+        """The least that anyone here was promised, but for what could not be kept for one request alone: it would hide
+        what can."""
+        least = self.drift.published.decode.seconds(1, 0, 0) if self.drift else 0.0
+        promised = [r.tpot for r in [*self.queue, *self.running.values()] if r.tpot is not None]
+        return min((tpot for tpot in promised if tpot >= least), default=None)
 
     # --- inside an iteration
 

@@ -10,7 +10,7 @@ from cluster.messages import Adapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.batch import Row
 from node_agent.engine.kv_blocks import BlockPool
-from node_agent.engine.preemption import choose_victims
+from node_agent.engine.preemption import choose_lenders, choose_victims
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Reserves, Room
 from node_agent.engine.waiting import WaitingQueue
@@ -41,6 +41,7 @@ class Admission:
     - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
       them) half of the KV blocks: the others are passed over and go on loading. Strict ones may hold what is kept for
       them besides.
+    - A strict request that finds no adapter memory gets that of adapters which best-effort requests alone use.
     - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
       a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
       steady use could.
@@ -143,11 +144,7 @@ class Admission:
                 queue.remove(request)
                 return
             request.lease = found
-        for victim in victims:
-            self._running.remove(victim)
-            self.reserves.left(victim, len(victim.blocks))
-            self.free_rows += 1
-            self._preempt(victim)
+        self._give_up(victims)
         taken = self.blocks.allocate(need)
         assert taken is not None
         request.blocks = taken
@@ -164,6 +161,8 @@ class Admission:
         if not ready and not self._may_load(request, need):
             return None
         found = self.store.acquire(adapter)
+        if isinstance(found, NoRoom) and request.slo_class == "strict" and self._make_adapter_room(adapter):
+            found = self.store.acquire(adapter)
         if isinstance(found, (Pending, NoRoom)):
             self._wait(request, isinstance(found, NoRoom))
             return None
@@ -172,6 +171,20 @@ class Admission:
             self._loading_blocks += need
             self._strict_loading += request.slo_class == "strict"
         return found
+
+    def _make_adapter_room(self, adapter: Adapter) -> bool:
+        """Of adapters that best-effort requests alone use. False: theirs would not do, and stays."""
+        lenders = choose_lenders(self._running, lambda digests: self.store.fits_without(adapter, digests))
+        self._give_up(lenders or ())
+        return lenders is not None
+
+    def _give_up(self, victims: Sequence[Request]) -> None:
+        for victim in victims:
+            if victim in self._running:  # it has not given up its place for adapter memory already
+                self._running.remove(victim)
+                self.reserves.left(victim, len(victim.blocks))
+                self.free_rows += 1
+                self._preempt(victim)
 
     def _may_load(self, request: Request, need: int) -> bool:
         if request.slo_class == "strict" and self._strict_loading < self.reserves.for_strict().rows:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from cluster.crowd import Crowd
 from cluster.fair_shares import FairShares, in_fair_order, token_cost
+from cluster.messages import SloClass
 from node_agent.engine.request import Request
 
 
@@ -17,7 +18,7 @@ class WaitingQueue:
         self.shares = FairShares()
         self._requests: dict[str, Request] = {}
         self._crowd = Crowd()
-        self._strict = 0
+        self._classes: dict[SloClass, int] = {"strict": 0, "standard": 0, "best_effort": 0}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -32,7 +33,12 @@ class WaitingQueue:
     @property
     def strict(self) -> int:
         """How many of them are of class strict."""
-        return self._strict
+        return self._classes["strict"]
+
+    @property
+    def standard(self) -> int:
+        """How many of them are of class standard."""
+        return self._classes["standard"]
 
     @property
     def tenants(self) -> Collection[str]:
@@ -52,24 +58,26 @@ class WaitingQueue:
         return len(self._requests) >= self.limit
 
     def gives_way(self, newcomer: Request) -> Request | None:
-        """Of a full queue, who has to go for the newcomer: the newest of the tenant with most waiting. None: the
-        newcomer itself has to."""
+        """Of a full queue, who has to go for the newcomer: for a strict one the newest of best effort, whose ever it
+        is; else the newest of the tenant with most waiting. None: the newcomer itself has to."""
         crowded = self._crowd.gives_way(newcomer.tenant, newcomer.weight)
         # Who has begun to answer must not be sent away.
-        going = [r for r in self._requests.values() if r.tenant == crowded and not r.generated]
-        return going[-1] if going else None
+        going = [r for r in self._requests.values() if not r.generated]
+        best_effort = [r for r in going if r.slo_class == "best_effort" and newcomer.slo_class == "strict"]
+        found = best_effort or [r for r in going if r.tenant == crowded]
+        return found[-1] if found else None
 
     def add(self, request: Request) -> None:
         self._requests[request.id] = request
         self._crowd.join(request.tenant, request.weight)
-        self._strict += request.slo_class == "strict"
+        self._classes[request.slo_class] += 1
         self.shares.join(request.tenant, request.function)
 
     def remove(self, request: Request) -> None:
         """Raises KeyError when it does not wait."""
         del self._requests[request.id]
         self._crowd.leave(request.tenant)
-        self._strict -= request.slo_class == "strict"
+        self._classes[request.slo_class] -= 1
         self.shares.leave(request.tenant, request.function)
 
     def take(self, request: Request) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import Clock, World, until
+from worlds import Clock, World, record, until
 
 from benchmarks.redis_server import RedisServer, redis_server
 from cluster.limits import Bucket, Call, LimitState, MemoryLimits, Owner, Rates, Refusal
@@ -196,6 +196,98 @@ class TestSharedByWorkers:
                     assert client.pttl(key) != -1
 
         asyncio.run(main())
+
+    def test_the_clock_of_redis_is_set_back(self, shared_redis: RedisServer) -> None:
+        """A bucket that is empty until long after fills from now on, and Retry-After is true."""
+
+        async def main() -> None:
+            async with two_workers(World(shared_redis), 1) as ((link, limits),):
+                asked, client = call(rps=5), shared_redis.client
+                later = (int(client.time()[0]) + 3600) * 1000
+                client.hset(link.key("rates", "acme"), mapping={"requests": "0", "at": later})
+                refusal = await limits.take(asked)
+                assert refusal is not None and refusal.seconds == 0.2
+                await asyncio.sleep(0.25)
+                assert await limits.take(asked) is None
+
+        asyncio.run(main())
+
+    def test_a_rate_that_allows_next_to_nothing(self, shared_redis: RedisServer) -> None:
+        async def main() -> None:
+            async with two_workers(World(shared_redis), 1) as ((link, limits),):
+                for tenant, rates in (("slow", {"rps": 1e-300}), ("mute", {"tokens_per_minute": 5e-324})):
+                    asked = call(tenant, tokens=1000, **rates)
+                    assert await limits.take(asked) is None
+                    refusal = await limits.take(asked)
+                    assert refusal is not None and refusal.seconds is not None and refusal.seconds > 3600
+                assert link.is_up
+
+        asyncio.run(main())
+
+
+def test_places_are_counted_again_in_a_redis_that_was_emptied(tmp_path: Any) -> None:
+    async def main() -> None:
+        with redis_server(tmp_path) as server:
+            world, asked = World(server), call(owners={"acme": 4})
+            async with world.worker() as (_, state), two_workers(world) as ((link, one), (_, two)):
+                await state.publish(record())
+                for limits in (one, one, two):
+                    assert await limits.take(asked) is None
+                server.empty()
+                places = link.key("places", "acme")
+                await until(lambda: _as_told(sum(map(int, server.client.hvals(places))) == 3))
+                assert await two.take(asked) is None
+                assert await one.take(asked) is not None
+                for limits in (one, one, two, two):
+                    await limits.settle(asked, 0)
+                assert not server.client.exists(places)
+
+    asyncio.run(main())
+
+
+def test_what_a_slow_redis_gave_to_nobody_is_free(tmp_path: Any) -> None:
+    """It took the places, but its answer came too late, and this worker alone could not allow the call."""
+
+    async def main() -> None:
+        with redis_server(tmp_path) as server:
+            asked = call(places=2, owners={"acme": 3})
+            async with two_workers(World(server)) as ((link, one), _):
+                assert await one.take(asked) is None
+                await one.settle(asked, 0)
+                server.hang()
+                refusal = await one.take(asked)
+                assert refusal is not None and not link.is_up
+                server.wake()
+                await until(lambda: _is_up(link))
+                assert await one.take(asked) is None
+
+    asyncio.run(main())
+
+
+def test_tokens_are_given_back_where_they_were_taken(tmp_path: Any) -> None:
+    """A call that began while Redis was away took none of the tokens there."""
+
+    async def main() -> None:
+        with redis_server(tmp_path) as server:
+            whole = call(tokens=100, tokens_per_minute=100)
+            half = call(tokens=50, tokens_per_minute=100)
+            async with two_workers(World(server)) as ((link, one), _):
+                assert await one.take(whole) is None
+                server.hang()
+                assert await one.take(half) is None, "its share"
+                server.wake()
+                await until(lambda: _is_up(link))
+                await one.settle(half, 50)
+                refusal = await one.take(half)
+                assert refusal is not None and refusal.why == "tokens"
+                await one.settle(whole, 60)
+                assert await one.take(half) is None
+
+    asyncio.run(main())
+
+
+async def _as_told(value: bool) -> bool:
+    return value
 
 
 def test_a_worker_alone_gives_away_its_share_and_is_counted_again(tmp_path: Any) -> None:

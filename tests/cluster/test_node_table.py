@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.messages import NodeRecord, Resident
+from cluster.messages import NodeRecord, Resident, StrictRoom
 from cluster.node_table import ASSUMED, DEVICE, HOST, MOST, RANK_TERMS, TIERS, Demand, NodeTable
 
 RECORD = NodeRecord(
@@ -20,7 +20,7 @@ RECORD = NodeRecord(
 
 RANKS = st.lists(st.integers(0, 512), max_size=6)
 RECORDS = st.builds(
-    lambda node, epoch, base, ranks, waiting, tpot, adapters, used, acknowledged: msgspec.structs.replace(
+    lambda node, epoch, base, ranks, waiting, tpot, adapters, used, acknowledged, strict: msgspec.structs.replace(
         RECORD,
         id=node,
         base=base,
@@ -37,6 +37,7 @@ RECORDS = st.builds(
         tightest_tpot=tpot,
         residents=[Resident(digest, tier, 1, digest in used) for digest, tier in adapters.items()],
         acknowledged=acknowledged,
+        strict=strict,
     ),
     st.sampled_from("abc"),
     st.sampled_from("12"),
@@ -47,9 +48,16 @@ RECORDS = st.builds(
     st.dictionaries(st.sampled_from("xyz"), st.sampled_from(["device", "host", "disk"])),
     st.sets(st.sampled_from("xyz")),
     st.lists(st.sampled_from("pqr"), max_size=2),
+    st.none() | st.builds(StrictRoom, *[st.integers(0, 9)] * 4),
 )
 DEMANDS = st.builds(
-    Demand, st.integers(0, 512), st.integers(0, 100), st.integers(0, 100), st.none() | st.floats(0.001, 1)
+    Demand,
+    st.integers(0, 512),
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.none() | st.floats(0.001, 1),
+    st.booleans(),
+    st.sampled_from(["strict", "standard", "best_effort"]),
 )
 STEPS = st.lists(
     st.tuples(st.just("put"), RECORDS)
@@ -121,7 +129,9 @@ def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str,
         )
         assert table.prompt_tokens[row] == sum(demand.prompt_tokens for demand in held)
         promised = [value for value in (record.tightest_tpot, *(d.tpot for d in held)) if value is not None]
-        assert table.tightest_tpot[row] == min(promised, default=math.inf)
+        kept = [value for value in promised if value >= ASSUMED.decode.seconds(1, 0, 0)]
+        assert table.tightest_tpot[row] == min(kept, default=math.inf)
+        _compare_strict(table, row, record, list(held))
         for digest in "xyz":
             tier = next((r.tier for r in record.residents if r.digest == digest), None)
             assert table.tiers(digest).get(row) == TIERS.get(tier or "")
@@ -129,6 +139,23 @@ def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str,
     rows = {table.row(name) for name in records}
     assert all(set(table.tiers(digest)) | table.users(digest) <= rows for digest in "xyz")
     assert all((table.base_number(base) > 0) == any(r.base == base for r in records.values()) for base in "bc")
+
+
+def _compare_strict(table: NodeTable, row: int, record: NodeRecord, held: list[Demand]) -> None:
+    found = [float(getattr(table, name)[row]) for name in ("strict_ahead", "strict_rows", "strict_kv_room")]
+    room = record.strict
+    if room is None:
+        assert found == [table.requests[row], table.capacity[row], table.kv_room[row]]
+        assert table.strict_prompt_wait[row] == table.prompt_wait[row]
+        return
+    firm = [demand for demand in held if demand.slo_class != "best_effort"]
+    kept = room.blocks * record.block_tokens - sum(demand.prompt_tokens + demand.max_tokens for demand in firm)
+    assert found == [room.queued + len(firm), room.rows, kept]
+    strict = [demand for demand in firm if demand.slo_class == "strict"]
+    prompts = room.prompt_tokens + sum(demand.prompt_tokens for demand in strict)
+    token_ranks = sum(demand.prompt_tokens * demand.rank for demand in strict)
+    seconds = ASSUMED.prefill.seconds(prompts, 0, token_ranks) if prompts else 0.0
+    assert table.strict_prompt_wait[row] == pytest.approx(seconds)
 
 
 def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Clock, record
 
+from cluster.messages import StrictRoom
 from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, check_record
 
 
@@ -30,6 +31,7 @@ def test_a_right_record_is_believed() -> None:
         ({"queue_limit": 1 << 60}, "queue_limit"),
         ({"batch_ranks": [8, -8]}, "batch_ranks"),
         ({"batch_slots": [-2]}, "batch_slots"),
+        ({"strict": StrictRoom(rows=-1)}, "strict.rows"),
         ({"tightest_tpot": math.nan}, "tightest_tpot"),
         ({"tightest_tpot": 0.0}, "tightest_tpot"),
     ],
@@ -62,12 +64,22 @@ def test_urls_of_the_sender(url: str, peer: str, allowed: tuple[str, ...]) -> No
         "http://10.0.0.7:81?x=1",
         "ftp://10.0.0.7",
         "10.0.0.7:81",
+        "http://[10.0.0.7:81",
+        "http://10.0.0.7:port",
+        "http://10.0.0.7:99999",
         "",
     ],
 )
 def test_urls_of_others(url: str) -> None:
     with pytest.raises(BadRecord, match=r"^url"):
         check_record(record(url=url), "10.0.0.7", ("nodes.example",))
+
+
+def test_a_flood_of_what_are_no_ids_takes_no_memory() -> None:
+    rates = RecordRates(Clock())
+    with pytest.raises(BadRecord, match=r"^id"):
+        rates.allows("a" * 1_000_000)
+    assert not rates._buckets
 
 
 @given(st.lists(st.floats(0, 0.1), max_size=300))

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from worlds import World, record, until
 
 from benchmarks.redis_server import RedisServer, redis_server
 from cluster.node_table import Demand
 from cluster.redis_link import RedisAway, check_redis, prefix_of
+from cluster.redis_state import RedisClusterState
 from cluster.redis_url import shown_url, url_problem
 from cluster.state import ClusterState
 
@@ -170,6 +172,122 @@ def test_redis_emptied(own_redis: RedisServer) -> None:
             assert await one.publish(record(seq=2))
             assert await two.reserve("b", "r3", Demand(), None)
             await agree([one, two], {"a": 1, "b": 1})
+
+    asyncio.run(main())
+
+
+async def at_first_try(state: RedisClusterState, request_id: str) -> bool:
+    return await state.reserve("a", request_id, Demand(), state._book.generation("a"))
+
+
+async def counted(states: list[RedisClusterState], places: int) -> None:
+    """All of them have heard of so many places taken on the node."""
+    await until(lambda: _true(all(state._book.generation("a") == places for state in states)))
+
+
+def test_places_are_taken_at_the_first_try_after_redis_was_emptied(own_redis: RedisServer) -> None:
+    """It counts a node's places anew from then on."""
+
+    async def main() -> None:
+        world = World(own_redis)
+        async with world.worker() as (_, one), world.worker() as (_, two):
+            await one.publish(record(queue_limit=100))
+            await agree([one, two], {"a": 0})
+            for number in range(5):
+                assert await at_first_try(one, f"before-{number}")
+            await agree([one, two], {"a": 5})
+            own_redis.empty()
+            assert await one.reserve("a", "after", Demand(), None)
+            await agree([one, two], {"a": 1})
+            assert await at_first_try(one, "after-1")
+            await counted([one, two], 2)
+            assert await at_first_try(two, "after-2")
+
+    asyncio.run(main())
+
+
+def test_places_are_taken_at_the_first_try_on_a_node_that_was_forgotten(shared_redis: RedisServer) -> None:
+    async def main() -> None:
+        world = World(shared_redis)
+        short = {"forget_seconds": 1.0, "reservation_seconds": 0.9}
+        async with world.worker(**short) as (_, one), world.worker(**short) as (_, two):
+            await one.publish(record(queue_limit=100))
+            await counted([two], 0)
+            for number in range(5):
+                assert await at_first_try(one, f"before-{number}")
+            await counted([one, two], 5)
+            await asyncio.sleep(1.1)
+            await one.publish(record(seq=2, queue_limit=100))
+            await counted([one, two], 0)
+            assert await at_first_try(one, "after")
+            await counted([one, two], 1)
+            assert await at_first_try(two, "after-1")
+
+    asyncio.run(main())
+
+
+def test_drawn_orders_of_answers_and_messages(shared_redis: RedisServer) -> None:
+    """Many reservations under way at once: whichever comes first, a worker's count is that of Redis in the end."""
+
+    async def main() -> None:
+        world = World(shared_redis)
+        async with world.worker() as (_, one), world.worker() as (_, two):
+            await one.publish(record(queue_limit=1000))
+            await agree([one, two], {"a": 0})
+            for batch in range(10):
+                tries = [s.reserve("a", f"{batch}-{n}-{id(s)}", Demand(), None) for n in range(20) for s in (one, two)]
+                assert all(await asyncio.gather(*tries))
+                await one.publish(record(seq=2 + batch, queue_limit=1000))
+                await counted([one, two], 40 * (batch + 1))
+            assert not one._ahead and not two._ahead
+
+    asyncio.run(main())
+
+
+def test_a_place_of_a_caller_who_went_is_free(own_redis: RedisServer) -> None:
+    """It went while Redis was asked for the place, which Redis gave it."""
+
+    async def main() -> None:
+        world = World(own_redis)
+        async with world.worker() as (link, state):
+            await state.publish(record(queue_limit=5))
+            assert await state.reserve("a", "r0", Demand(), 0)
+            own_redis.hang()
+            reserving = asyncio.create_task(state.reserve("a", "r1", Demand(), 1))
+            await asyncio.sleep(0.1)
+            reserving.cancel()
+            await asyncio.sleep(0.1)
+            own_redis.wake()
+            with pytest.raises(asyncio.CancelledError):
+                await reserving
+            assert own_redis.client.hget(link.key("node", "a"), "generation") == b"2", "it was given"
+            assert own_redis.client.zrange(link.key("ends", "a"), 0, -1) == [b"r0"]
+            await agree([state], {"a": 1})
+            assert link.is_up
+
+    asyncio.run(main())
+
+
+def test_the_clock_of_redis_is_set_back(shared_redis: RedisServer) -> None:
+    """What it then has of a later time is held no longer than if it had come now."""
+
+    async def main() -> None:
+        world = World(shared_redis)
+        client = shared_redis.client
+        async with world.worker() as (link, state):
+            await state.publish(record(queue_limit=1))
+            later = (int(client.time()[0]) + 3600) * 1000
+            client.zadd(link.key("ends", "a"), {"r1": later})
+            client.hset(link.key("demands", "a"), "r1", msgspec.msgpack.encode(["held", "a", "r1", Demand()]))
+            client.hset(link.key("node", "a"), "heard", later)
+            async with world.worker(expiry=0.5, reservation_seconds=0.5) as (_, late):
+                await agree([late], {"a": 1})
+                assert await late.silence("a", "1") < 0.5
+                await agree([late], {})
+            assert await state.reserve("a", "r2", Demand(), None)
+            assert client.zrange(link.key("ends", "a"), 0, -1) == [b"r2"]
+            client.zadd(link.key("workers"), {"dead": later})
+            await until(lambda: _true(client.zscore(link.key("workers"), "dead") < later))
 
     asyncio.run(main())
 

@@ -46,6 +46,20 @@ def test_windows_hold_what_ended_in_them(steps: list[tuple[float, dict]]) -> Non
     assert len(attainment._slices.get("a", {})) <= WINDOWS[-1] // SLICE
 
 
+def test_workers_tell_each_other_what_they_have_not_told_yet() -> None:
+    one, two = Attainment(lambda: 0.0), Attainment(lambda: 0.0)
+    one.note("a", {"ttft": True})
+    one.share()
+    two.share()
+    one.note("a", {"ttft": False, "all": False})
+    one.note("a", {"ttft": True, "all": True})
+    for tenant, kept in one.take_untold().items():
+        two.add_told(tenant, kept)
+    assert one.take_untold() == two.take_untold() == {}
+    assert [window.share("all") for window in two.of("a")] == [0.5] * 3
+    assert (one.of("a")[0].calls, two.of("a")[0].calls) == (3, 2)
+
+
 def test_tenants_are_bounded() -> None:
     attainment = Attainment(lambda: 0.0)
     for number in range(MAX_TENANTS + 5):

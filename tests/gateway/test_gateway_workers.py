@@ -22,6 +22,7 @@ from test_gateway_restart import listens, publishing
 from test_gateway_server import PROGRAM, config, node_of, process, wait_for  # noqa: F401  (config is a fixture)
 
 from adapters.local_store import LocalStore
+from adapters.slo import Slo
 from adapters.tenants import Limits, Tenants
 from benchmarks.redis_server import RedisServer, redis_server
 from gateway.config import GatewayConfig
@@ -93,6 +94,7 @@ def served(client: httpx.Client) -> bool:
 
 
 def test_what_one_worker_is_told_the_other_knows(pair: Pair, pirate: dict[str, Any]) -> None:
+    Tenants(LocalStore(Path(pair.config.registry))).put("default", slo=Slo(ttft_ms=60_000.0))
     with ExitStack() as stack:
         one, two = [stack.enter_context(pair.client(worker)) for worker in pair.workers]
         assert pair.node.publish(pair.url).status_code == 204
@@ -103,6 +105,9 @@ def test_what_one_worker_is_told_the_other_knows(pair: Pair, pirate: dict[str, A
         call = two.post(PATH, json=CALL).json()["id"]
         assert one.get(f"/explain/{call}").json() == two.get(f"/explain/{call}").json()
         assert one.get("/explain/inv_none").status_code == 404
+
+        # What was kept of the tenant's promises.
+        pair.until(lambda: [_attained(client) for client in (one, two)] == [(3, 1.0)] * 2)
 
         # Functions: a change is seen at once, though each would answer from its memory for a minute.
         assert one.post("/deploy/f", files=pirate).status_code == 201
@@ -117,6 +122,11 @@ def test_what_one_worker_is_told_the_other_knows(pair: Pair, pirate: dict[str, A
         with stream(two, "/invoke/g") as events:
             assert one.delete("/functions/g?force=true").status_code == 204
             assert next(events).json()["error"]["type"] == "cancelled"
+
+
+def _attained(client: httpx.Client) -> tuple[int, float | None]:
+    window = client.get("/tenants/default").json()["attainment"][-1]
+    return window["calls"], window["all"]
 
 
 def test_a_limit_holds_for_both_workers_until_one_dies(pair: Pair) -> None:

@@ -89,6 +89,26 @@ def test_how_far_promises_were_kept(gateway: Running) -> None:
     assert "garnish_slo" not in "".join(line for line in text.splitlines() if "other" in line)
 
 
+def test_a_strict_call_is_sent_to_a_node_whose_queue_is_full_of_its_own_jobs(start: Callable[..., Running]) -> None:
+    """Which then decides: it knows the classes of those that wait."""
+    gateway = start()
+    node = gateway.node(unbegun, queue_limit=2)
+    admin, acme, base = gateway.client("admin"), gateway.client("acme"), gateway.base.id
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(acme.post, f"/invoke/{base}", json=CALL) for _ in range(2)]
+        while len(node.received) < 2:
+            assert not any(call.done() for call in waiting)
+            time.sleep(0.01)
+        assert acme.post(f"/invoke/{base}", json=CALL).status_code == 429
+        assert admin.put("/tenants/acme", json={"slo": SLO}).status_code == 200
+        waiting.append(pool.submit(acme.post, f"/invoke/{base}", json=CALL))
+        while len(node.received) < 3:
+            assert not any(call.done() for call in waiting)
+            time.sleep(0.01)
+        node.go_on.set()
+        assert [call.result().status_code for call in waiting] == [200] * 3
+
+
 def test_a_full_node_still_takes_who_has_less_waiting(start: Callable[..., Running]) -> None:
     """Of the others' places a few, so that the node can decide who gives way."""
     gateway = start()

@@ -193,6 +193,25 @@ def test_tokens_that_were_not_used_are_given_back(start: Callable[..., Running])
         assert acme.post(f"/invoke/{base}", json={"prompt": "x", "max_tokens": 200}).status_code == 200
 
 
+def test_a_caller_who_goes_pays_for_what_was_computed(start: Callable[..., Running]) -> None:
+    """Of a bucket that holds one token, and fills so slowly that Retry-After tells how far below empty it is."""
+    running = start(cache_seconds=0.0)
+    node = running.node(hang_after_first)
+    admin, acme, path = running.client("admin"), running.client("acme"), f"/invoke/{running.base.id}"
+    admin.put("/tenants/acme", json={"limits": {"tokens_per_minute": 1.0}})
+    call = {"prompt": "x", "max_tokens": 200}
+    with acme.stream("POST", path, json=call | {"stream": True}) as reply:
+        assert next(reply.iter_lines()) == "event: token"
+    assert node.disconnected.wait(30)
+    prompt = len(node.received[0].token_ids)
+    missing = 200
+    while missing > prompt + 1:  # until the gateway has noticed, too
+        refused = acme.post(path, json=call)
+        assert refused.status_code == 429
+        missing = round(int(refused.headers["retry-after"]) / 60)
+    assert missing == prompt + 1
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.messages import Adapter, NodeRecord
+from cluster.messages import Adapter, NodeRecord, StrictRoom
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from tests.node_agent.scripted_engine import READY, admitted, finished, stats
 from tests.node_agent.served_node import request_of, run_scenario, served_node
@@ -75,5 +75,33 @@ def test_nothing_is_known_of_an_engine_that_is_gone(tmp_path: Path, stories_dir:
             await engine.close()
             record = await node.record_where(lambda record: record.state == "warming")
             assert (record.performance, record.max_rows, record.batch_slots) == (None, 0, [])
+
+    run_scenario(scenario())
+
+
+def test_what_strict_requests_find_counts_those_that_the_engine_has_not_told_of(
+    tmp_path: Path, stories_dir: Path
+) -> None:
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            assert (await node.record()).strict is None, "an engine that does not tell"
+            await engine.say(stats(strict=StrictRoom(rows=3, blocks=20, prompt_tokens=5)))
+            record = await node.record_where(lambda record: record.strict is not None)
+            assert record.strict == StrictRoom(rows=3, blocks=20, queued=0, prompt_tokens=5)
+            call = request_of("a", token_ids=[1, 2, 3], slo_class="strict")
+            async with node.generate(call) as first, node.generate(request_of("b")) as second:
+                await engine.hear_submit()
+                await engine.hear_submit()
+                assert (await node.record()).strict == StrictRoom(rows=3, blocks=20, queued=1, prompt_tokens=8)
+                await engine.say(admitted("a"))
+                await first.next()
+                assert (await node.record()).strict == StrictRoom(rows=3, blocks=20, queued=0, prompt_tokens=8)
+                await engine.say(stats(strict=StrictRoom(rows=2, blocks=19, prompt_tokens=3)))
+                record = await node.record_where(lambda record: record.strict.rows == 2)
+                assert record.strict == StrictRoom(rows=2, blocks=19, queued=0, prompt_tokens=3)
+                await engine.say(finished("a"), finished("b"), stats())
+                await first.rest()
+                await second.rest()
 
     run_scenario(scenario())

@@ -191,3 +191,95 @@ def test_no_best_effort_enters_while_strict_waits(make_engine: MakeEngine) -> No
     assert engine.outcomes[running[0]].finished is not None
     engine.run()
     assert ended(engine, earlier).preemptions == 0
+
+
+def test_strict_takes_the_adapter_memory_of_best_effort(
+    make_engine: MakeEngine, drawn_adapters: list[Path], reference: PeftReference
+) -> None:
+    """Of an adapter that nobody else uses; who gave it up goes on unharmed when it is there again."""
+    engine = make_engine(max_rows=4, adapter_slots=1)
+    path, other = drawn_adapters[:2]
+    cheap, dear = engine.deploy(path), engine.deploy(other)
+    both = [engine.submit(STORY, 30, cheap, ignore_eos=True, tenant="cheap", slo_class="best_effort") for _ in range(2)]
+    engine.run(until=lambda: all(len(engine.outcomes[r].tokens) > 4 for r in both))
+    call = engine.submit(STORY, 5, dear, ignore_eos=True, tenant="dear", slo_class="strict")
+    engine.run(until=lambda: bool(engine.outcomes[call].admitted))
+    assert not any(engine.outcomes[r].finished for r in both)
+    engine.run()
+    assert [ended(engine, r).preemptions for r in (*both, call)] == [1, 1, 0]
+    for request, adapter, where, tokens in ((both[0], cheap, path, 30), (call, dear, other, 5)):
+        assert not check(
+            engine, reference, Case(where, adapter, STORY, tokens), engine.outcomes[request].tokens, Tally()
+        )
+
+
+def test_adapter_memory_that_others_use_is_not_given_up_in_vain(
+    make_engine: MakeEngine, drawn_adapters: list[Path]
+) -> None:
+    engine = make_engine(max_rows=4, adapter_slots=1)
+    shared, dear = engine.deploy(drawn_adapters[0]), engine.deploy(drawn_adapters[1])
+    cheap = engine.submit(STORY, 60, shared, ignore_eos=True, tenant="cheap", slo_class="best_effort")
+    standard = engine.submit(STORY, 20, shared, ignore_eos=True, tenant="other")
+    engine.run(until=lambda: all(engine.outcomes[r].tokens for r in (cheap, standard)))
+    call = engine.submit(STORY, 5, dear, ignore_eos=True, tenant="dear", slo_class="strict")
+    engine.run(until=lambda: engine.outcomes[standard].finished is not None)
+    assert not engine.outcomes[call].admitted
+    assert len(engine.outcomes[cheap].tokens) >= 20, "it was left alone as long as that was in vain"
+    engine.run()
+    assert [ended(engine, r).preemptions for r in (cheap, standard, call)] == [1, 0, 0]
+    assert len(engine.outcomes[cheap].tokens) == 60
+
+
+@pytest.mark.parametrize(("standard", "waits"), [(0, False), (3, False), (3, True), (8, True)])
+def test_what_strict_requests_would_find_is_what_they_find(make_engine: MakeEngine, standard: int, waits: bool) -> None:
+    """So many of them enter at once, and no more; where a standard request waits it may be one more."""
+    engine = make_engine(max_rows=8)
+    first = [engine.submit(STORY, 100, tenant="other", ignore_eos=True) for _ in range(standard)]
+    engine.run(until=lambda: len(engine.engine.running) == standard)
+    best_effort = flood(engine, 12, 100)
+    engine.run(until=lambda: len(engine.engine.running) >= 7)  # a row may be kept for a light tenant
+    if waits:
+        first.append(engine.submit(STORY, 100, tenant="other", ignore_eos=True))
+    giving = sum(r.slo_class == "best_effort" for r in engine.engine.running.values())
+    room = engine.engine.stats().strict
+    assert room is not None
+    assert (room.rows, room.prompt_tokens) == (giving if waits else 8 - standard, 0)
+    calls = [strict(engine) for _ in range(9)]
+    engine.engine.prepare()
+    engine.book()
+    admitted = sum(bool(engine.outcomes[call].admitted) for call in calls)
+    assert room.rows <= admitted <= room.rows + waits
+    room = engine.engine.stats().strict
+    assert room is not None and room.rows == 0
+    assert room.prompt_tokens == len(STORY) * admitted
+    for request in (*first, *best_effort, *calls):
+        engine.engine.cancel(request)
+    engine.run()
+
+
+def test_kv_blocks_that_strict_requests_would_find(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_rows=8, block_tokens=4, kv_memory=BLOCK_BYTES * 41)  # 40 blocks
+    engine.submit(STORY, 44, tenant="other", ignore_eos=True)  # 12 blocks
+    flood(engine, 4, 44)
+    engine.run(until=lambda: len(engine.engine.running) == 2)
+    room = engine.engine.stats().strict
+    assert room is not None and room.blocks == 40 - 12
+    call = strict(engine, 28 * 4 - len(STORY))
+    engine.step()
+    assert engine.outcomes[call].admitted
+    engine.run()
+
+
+def test_a_full_queue_of_best_effort_is_not_full_for_strict(make_engine: MakeEngine) -> None:
+    """Be it the same tenant's: its batch jobs must not keep its own chat out."""
+    engine = make_engine(max_rows=1, queue_limit=3)
+    running = engine.submit(STORY, 4, tenant="own", ignore_eos=True)
+    engine.run(until=lambda: len(engine.engine.running) == 1)
+    jobs = [engine.submit(STORY, 4, tenant="own", slo_class="best_effort", ignore_eos=True) for _ in range(3)]
+    standard = engine.submit(STORY, 4, tenant="own", ignore_eos=True)
+    call = engine.submit(STORY, 4, tenant="own", slo_class="strict", ignore_eos=True)
+    engine.book()
+    assert ended(engine, standard).error_type == "overloaded"
+    assert ended(engine, jobs[-1]).error_type == "overloaded", "the newest"
+    engine.run()
+    assert all(ended(engine, request).reason == "length" for request in (running, call, *jobs[:-1]))

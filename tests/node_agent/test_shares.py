@@ -6,7 +6,9 @@ from collections import Counter
 
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.fair_shares import token_cost
+from cluster.node_table import ASSUMED
 from node_agent.ipc import Finished
+from node_agent.performance.drift import Drift
 
 STORY = [1, 403, 407, 261]
 
@@ -124,3 +126,15 @@ def test_shares_begin_anew_when_the_node_has_been_idle(make_engine: MakeEngine) 
     engine.run()
     shares = engine.engine.queue.shares
     assert (shares.tenant("greedy"), shares.function("greedy", "")) == (0.0, 0.0)
+
+
+def test_the_tightest_promise_is_one_that_can_be_kept(make_engine: MakeEngine) -> None:
+    """A time between tokens that is shorter than any step here would hide the others."""
+    engine = make_engine(max_rows=1)
+    engine.engine.drift = Drift(ASSUMED)
+    for tpot in (0.5, 0.001, 0.06):
+        engine.submit(STORY, 4, tpot=tpot)
+    assert engine.engine.stats().tightest_tpot == 0.06
+    engine.engine.drift = None
+    assert engine.engine.stats().tightest_tpot == 0.001
+    engine.run()

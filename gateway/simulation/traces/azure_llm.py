@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-import numpy as np
-
 from gateway.simulation.job import TraceRequest
-from gateway.simulation.traces.build import single_requests
+from gateway.simulation.traces.build import Singles
 from gateway.simulation.traces.laws import Laws
 from gateway.simulation.traces.lines import Cell, Line, cells
 
@@ -21,15 +19,13 @@ def is_azure_llm(header: str) -> bool:
 
 
 def read_azure_llm(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Requests without prompt or without output tokens count as having one. Raises TraceError."""
+    """Raises TraceError."""
     next(lines)
-    times, prompts, outputs = list[float](), list[int](), list[int]()
+    found = Singles()
     for line in lines:
         when, prompt, output = cells(line, NAMES)
-        times.append(_seconds(when))
-        prompts.append(max(1, prompt.number(int, 0, MOST_TOKENS)))
-        outputs.append(max(1, output.number(int, 0, MOST_TOKENS)))
-    return single_requests(np.array(times), np.array(prompts), np.array(outputs), laws)
+        found.add(line, _seconds(when), prompt.number(int, 0, MOST_TOKENS), output.number(int, 0, MOST_TOKENS))
+    return found.requests(laws)
 
 
 def _seconds(cell: Cell) -> float:

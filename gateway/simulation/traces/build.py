@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from gateway.simulation.job import TraceRequest
 from gateway.simulation.traces.laws import Laws, rank_of, zipf
+from gateway.simulation.traces.lines import Line
 
 MAX_REQUESTS = 20_000_000
 DEFAULT_FUNCTIONS = 100
+
+
+class Singles:
+    """Requests that a trace tells one by one, 24 bytes each."""
+
+    def __init__(self) -> None:
+        self._times, self._prompts, self._outputs = array("d"), array("q"), array("q")
+
+    def add(self, line: Line, seconds: float, prompt: int, output: int) -> None:
+        """A request without prompt or without output tokens counts as having one. Raises TraceError."""
+        if len(self._times) == MAX_REQUESTS:
+            raise line.error(0, f"more than {MAX_REQUESTS} requests")
+        self._times.append(seconds)
+        self._prompts.append(max(1, prompt))
+        self._outputs.append(max(1, output))
+
+    def requests(self, laws: Laws) -> list[TraceRequest]:
+        return single_requests(np.array(self._times), np.array(self._prompts), np.array(self._outputs), laws)
 
 
 def single_requests(times: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, laws: Laws) -> list[TraceRequest]:

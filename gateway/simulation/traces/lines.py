@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +41,7 @@ class Cell:
             value = kind(self.text)
         except ValueError:
             raise self.error(f"expected a number, found {self.text[:40]!r}") from None
-        if not (isfinite(value) and least <= value <= most):
+        if not least <= value <= most:  # nor is NaN; a number of many digits must not become a float
             raise self.error(f"expected {least:g} to {most:g}, found {self.text[:40]!r}")
         return value
 
@@ -89,6 +88,8 @@ def fields(line: Line) -> dict[str, Any]:
         raise line.error(error.colno, f"not JSON: {error.msg}") from None
     except RecursionError:
         raise line.error(1, "not JSON that is read here: nested too deeply") from None
+    except ValueError:
+        raise line.error(1, "not JSON that is read here: a number has thousands of digits") from None
     if not isinstance(value, dict):
         raise line.error(1, f"expected an object, found {type(value).__name__}")
     return value

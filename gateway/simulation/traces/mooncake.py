@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from gateway.simulation.job import TraceRequest
-from gateway.simulation.traces.build import single_requests
+from gateway.simulation.traces.build import Singles
 from gateway.simulation.traces.laws import Laws
 from gateway.simulation.traces.lines import Line, field, fields
 
@@ -21,10 +19,10 @@ def is_mooncake(first: str) -> bool:
 
 def read_mooncake(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
     """Raises TraceError."""
-    times, prompts, outputs = list[float](), list[int](), list[int]()
+    requests = Singles()
     for line in lines:
         found = fields(line)
-        times.append(field(line, found, "timestamp", 0, MOST_TIME) / 1e3)
-        prompts.append(max(1, int(field(line, found, "input_length", 0, MOST_TOKENS))))
-        outputs.append(max(1, int(field(line, found, "output_length", 0, MOST_TOKENS))))
-    return single_requests(np.array(times), np.array(prompts), np.array(outputs), laws)
+        seconds = field(line, found, "timestamp", 0, MOST_TIME) / 1e3
+        prompt, output = (int(field(line, found, name, 0, MOST_TOKENS)) for name in ("input_length", "output_length"))
+        requests.add(line, seconds, prompt, output)
+    return requests.requests(laws)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.simulation.job import TraceRequest
+from gateway.simulation.traces.build import MAX_REQUESTS
 from gateway.simulation.traces.laws import Laws
 from gateway.simulation.traces.lines import Line, column_of, field, fields
 
@@ -26,14 +27,20 @@ def is_own(first: str) -> bool:
 
 def read_own(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
     """Raises TraceError."""
-    found = sorted((_request(line) for line in lines), key=lambda request: (request.at, request.function))
+    found, names = list[TraceRequest](), dict[str, str]()
+    for line in lines:
+        if len(found) == MAX_REQUESTS:
+            raise line.error(0, f"more than {MAX_REQUESTS} requests")
+        found.append(_request(line, names))
+    found.sort(key=lambda request: (request.at, request.function))
     if laws.rate is not None and found[-1].at > 0:
         stretch = len(found) / found[-1].at / laws.rate
         found = [msgspec.structs.replace(request, at=request.at * stretch) for request in found]
     return [request for request in found if laws.seconds is None or request.at < laws.seconds]
 
 
-def _request(line: Line) -> TraceRequest:
+def _request(line: Line, names: dict[str, str]) -> TraceRequest:
+    """`names`: one object of each that occurs."""
     found = fields(line)
     for name in found.keys() - NAMES:
         raise line.error(column_of(line, name), f"{name}: this field is not known")
@@ -42,10 +49,14 @@ def _request(line: Line) -> TraceRequest:
             raise line.error(column_of(line, name), f"{name}: expected text")
     return TraceRequest(
         at=field(line, found, "at", 0, 1e10),
-        function=found.get("function", ""),
+        function=_once(names, found.get("function", "")),
         rank=int(field(line, found, "rank", 0, 1 << 16)),
         prompt_tokens=int(field(line, found, "prompt_tokens", 1, MOST_TOKENS)),
         output_tokens=int(field(line, found, "output_tokens", 1, MOST_TOKENS)),
-        tenant=found.get("tenant", ""),
+        tenant=_once(names, found.get("tenant", "")),
         bytes=int(field(line, found, "bytes", 0, 1 << 50)) if "bytes" in found else 0,
     )
+
+
+def _once(names: dict[str, str], name: str) -> str:
+    return names.setdefault(name, name)

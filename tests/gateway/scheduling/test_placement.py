@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_world import RECORD, REQUEST, ask, node, table_of
+from scheduling_world import RECORD, REQUEST, ask, node, slow, table_of
 
 from cluster.errors import ServiceError
 from cluster.messages import NodeRecord
@@ -68,6 +68,18 @@ def test_only_those_are_able_that_serve_the_model_and_have_the_context(
     assert able(table, "b", REQUEST, frozenset()).size == 0
 
 
+def test_a_place_in_a_full_queue_is_taken_only_where_all_are_full() -> None:
+    async def main() -> None:
+        full, other = node("full", tier="device", queued=2, queue_limit=2), node("other", performance=slow(50.0))
+        request, policy = ask(displaces=True), make_policy("rank_aware")
+        assert (await place(await state_of(full, other), policy, "b", request)).node_id == "other"
+        assert (await place(await state_of(full), policy, "b", request)).node_id == "full"
+        with pytest.raises(ServiceError):
+            await place(await state_of(full), policy, "b", REQUEST)
+
+    asyncio.run(main())
+
+
 def test_nobody_is_able() -> None:
     async def main() -> None:
         state = await state_of(RECORD)
@@ -87,7 +99,7 @@ def test_nobody_is_able() -> None:
 
 def test_strict_requests_are_told_when_to_come_back() -> None:
     async def main() -> None:
-        state, trace = await state_of(node("a", *[8] * 32, queued=30)), Trace()
+        state, trace = await state_of(node("a", *[8] * 32, tier="device", queued=30)), Trace()
         request = ask(ttft=0.1, slo_class="strict")
         with pytest.raises(ServiceError) as caught:
             await place(state, make_policy("rank_aware"), "b", request, trace=trace)
@@ -128,7 +140,7 @@ def test_what_is_told_of_a_placement() -> None:
         state, trace = MemoryClusterState(lambda: now), Trace()
         await state.publish(node("cold"))
         await state.publish(node("warm", 16, tier="device"))
-        await state.publish(node("promised", 16, tier="host", tightest_tpot=0.001, performance=None))
+        await state.publish(node("promised", 16, tier="host", tightest_tpot=0.0303, performance=None))
         now = 8.5
         placed = await place(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
         assert trace.picture is not None

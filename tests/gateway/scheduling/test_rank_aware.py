@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 
+from cluster.messages import StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import Transfer
 from gateway.scheduling.policy import make_policy
@@ -140,11 +141,53 @@ def test_when_all_break_a_promise() -> None:
     assert chosen(policy, nodes, ask(ttft=0.1)) == "b"
     assert chosen(policy, nodes, ask(ttft=0.1, slo_class="best_effort")) == "b"
     crowded = table_of(
-        *(node(name, *[8] * 9, tier="device", tightest_tpot=tpot) for name, tpot in (("a", 0.01), ("b", 0.02)))
+        *(node(name, *[8] * 9, tier="device", tightest_tpot=tpot) for name, tpot in (("a", 0.031), ("b", 0.0315)))
     )
     assert chosen(policy, crowded, ask(slo_class="strict")) is None
     assert low <= policy.last.retry_after <= high
     assert chosen(policy, crowded) == "b"
+
+
+def test_a_strict_request_is_not_sent_away_for_what_waiting_can_not_mend() -> None:
+    """An adapter that is nowhere yet, or a promise that no node could ever keep: it would be sent away for ever."""
+    policy = RankAware()
+    cold = table_of(node("cold"), node("colder", loading_bytes=10**9))
+    assert chosen(policy, cold, ask(ttft=0.1, slo_class="strict")) == "cold"
+    assert chosen(policy, cold, ask(ttft=10.0, tpot=0.01, slo_class="strict")) == "cold"
+    warm = node("warm", *[8] * 32, tier="device", queued=20)
+    assert chosen(policy, table_of(node("cold"), warm), ask(ttft=0.2, slo_class="strict")) is None
+    assert policy.last is not None
+    until = policy.last.terms.ttft[1] - 0.2
+    assert until > 2 and policy.last.retry_after == pytest.approx(until), "when the one that has it can"
+    linked = table_of(node("near", tier="host", loading_bytes=16_000_000_000))
+    assert chosen(policy, linked, ask(ttft=0.2, slo_class="strict")) is None, "once the link is free it can"
+
+
+def test_strict_requests_find_what_best_effort_gives_up() -> None:
+    """A node that is full of it is not full for them."""
+    flood = {"tier": "device", "queued": 50, "prompt_tokens_left": 20_000, "kv_blocks_free": 3}
+    request, policy = ask(ttft=0.5, slo_class="strict"), RankAware()
+    assert chosen(policy, table_of(node("a", *[8] * 32, **flood)), request) is None
+    nodes = table_of(node("a", *[8] * 32, strict=StrictRoom(rows=20, blocks=2000), **flood))
+    for index in range(40):
+        nodes.reserve(0, f"best-effort-{index}", Demand(16, 100, 200, slo_class="best_effort"))
+    assert chosen(policy, nodes, request) == "a"
+    assert policy.last is not None and policy.last.terms.wait.tolist() == [0.0]
+    chosen(policy, nodes, ask(ttft=0.5))
+    assert np.isinf(policy.last.totals).all(), "others do find it full"
+    for index in range(40):
+        nodes.reserve(0, f"strict-{index}", Demand(16, 100, 200, slo_class="strict"))
+    assert chosen(policy, nodes, request) is None
+
+
+def test_a_promise_that_can_not_be_kept_keeps_nobody_out() -> None:
+    """Of another request there, which no node could ever keep."""
+    request = ask(tpot=0.06, slo_class="strict")
+    nodes = table_of(node("a", 8, tier="device", tightest_tpot=0.001))
+    nodes.reserve(0, "x", Demand(rank=8, prompt_tokens=10, max_tokens=10, tpot=0.001))
+    assert chosen(RankAware(), nodes, request) == "a"
+    nodes.reserve(0, "y", Demand(rank=8, prompt_tokens=10, max_tokens=10, tpot=0.0304))
+    assert chosen(RankAware(), nodes, request) is None
 
 
 def test_a_hot_adapter_gets_more_nodes_and_a_cool_one_stays() -> None:

@@ -124,6 +124,11 @@ def test_gzipped(tmp_path: Path) -> None:
         (MOONCAKE.replace('"output_length": 3', '"output_length": "3"'), 2, 41, "output_length: expected"),
         (MOONCAKE.replace("12,", "12"), 2, 40, "not JSON"),
         (MOONCAKE.replace('"input_length": 12, ', ""), 2, 1, "input_length is missing"),
+        (MAF.replace("4,0", f"{'9' * 400},0"), 3, 16, "2: expected 0 to"),
+        (AZURE.replace("396", "9" * 5000), 3, 29, "ContextTokens: expected a number"),
+        (MOONCAKE.replace("12,", f"{'9' * 400},"), 2, 21, "input_length: expected 0 to"),
+        (MOONCAKE.replace("12,", f"{'9' * 5000},"), 2, 1, "thousands of digits"),
+        (MOONCAKE.replace("12,", f"{'[' * 100_000},"), 2, 1, "nested too deeply"),
         (SERVEGEN.replace("Gamma", "Pareto"), 4, 16, "pattern: expected"),
         (SERVEGEN.replace("0.05", "nan"), 2, 5, "rate_rps: expected"),
         (OWN.replace('"bytes": 0', '"size": 0'), 2, 96, "size: this field is not known"),
@@ -155,6 +160,17 @@ def test_damaged_traces_are_read_or_refused(
         line = 1
         assert form in FORMATS and found
     assert 1 <= line <= damaged.count("\n") + 2
+
+
+@pytest.mark.parametrize("text", [AZURE, MOONCAKE, OWN])
+def test_a_trace_of_more_requests_than_are_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    for module in ("build", "own"):
+        monkeypatch.setattr(f"gateway.simulation.traces.{module}.MAX_REQUESTS", 1)
+    with pytest.raises(TraceError, match="more than 1 requests") as caught:
+        read(tmp_path, text)
+    assert caught.value.line == len(text.splitlines())
 
 
 def test_not_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""What a node has to do, as sums: of its record, made once when it comes in, and of places given away since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from cluster.messages import NodeRecord, SloClass
+from cluster.performance_model import PerformanceModel
+
+MOST = 1 << 53
+"""No count is above it: what a record says stays exact as a float, and sums stay inside 64 bits."""
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a place that is given away will ask of its node, until the node's own record tells."""
+
+    rank: int = 0
+    """the adapter's largest; 0: the base alone"""
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    tpot: float | None = None
+    """seconds, as promised"""
+    displaces: bool = False
+    """its tenant has less waiting than another, so that it may take a place in a full queue from that one; or it is
+    strict, and may take one of best effort"""
+    slo_class: SloClass = "standard"
+
+
+class StrictLoad(msgspec.Struct, frozen=True):
+    """What strict requests find (cluster.messages.StrictRoom)."""
+
+    rows: int
+    kv_tokens: int
+    queued: int
+    prompt_tokens: int
+
+
+class NodeLoad(msgspec.Struct, frozen=True):
+    """Counts from 0 to MOST. Ranks and prompts are those of running and waiting requests."""
+
+    ready: bool
+    running: int
+    queued: int
+    queue_limit: int
+    max_rows: int
+    max_context: int
+    kv_tokens_free: int
+    kv_tokens: int
+    contexts: int
+    prompt_tokens: int
+    max_rank: int
+    request_ranks: int
+    adapter_ranks: int
+    tightest_tpot: float
+    """seconds; infinite where nobody was promised any"""
+    adapter_bytes_free: int
+    adapter_bytes: int
+    loading_bytes: int
+    strict: StrictLoad | None = None
+
+
+def load_of(record: NodeRecord) -> NodeLoad:
+    waiting = record.queued_ranks
+    running = {slot: rank for slot, rank in zip(record.batch_slots, record.batch_ranks, strict=False) if slot >= 0}
+    tpot = record.tightest_tpot
+    return NodeLoad(
+        ready=record.state == "ready",
+        running=count(record.running),
+        queued=count(record.queued),
+        queue_limit=count(record.queue_limit),
+        max_rows=count(record.max_rows),
+        max_context=count(record.max_context),
+        kv_tokens_free=count(record.kv_blocks_free * record.block_tokens),
+        kv_tokens=count(record.kv_blocks * record.block_tokens),
+        contexts=count(sum(record.batch_contexts)),
+        prompt_tokens=count(record.prompt_tokens_left),
+        max_rank=count(max((*record.batch_ranks, *waiting), default=0)),
+        request_ranks=count(sum(record.batch_ranks) + sum(waiting)),
+        adapter_ranks=count(sum(running.values()) + sum(waiting)),
+        # What is no positive number is no promise: NaN would hide the others.
+        tightest_tpot=tpot if tpot is not None and tpot > 0 else math.inf,
+        adapter_bytes_free=count(record.adapter_bytes_free),
+        adapter_bytes=count(record.adapter_bytes),
+        loading_bytes=count(record.loading_bytes),
+        strict=_strict_load(record),
+    )
+
+
+def _strict_load(record: NodeRecord) -> StrictLoad | None:
+    room = record.strict
+    if room is None:
+        return None
+    kv_tokens = count(room.blocks * record.block_tokens)
+    return StrictLoad(count(room.rows), kv_tokens, count(room.queued), count(room.prompt_tokens))
+
+
+def count(value: int) -> int:
+    return min(max(value, 0), MOST)
+
+
+class Held(msgspec.Struct):
+    """Sums over reserved places."""
+
+    tokens: int = 0
+    prompt_tokens: int = 0
+    token_ranks: int = 0
+    ranks: int = 0
+    max_rank: int = 0
+
+
+def held_by(demands: Iterable[Demand]) -> Held:
+    held = Held()
+    for demand in demands:
+        held.tokens += demand.prompt_tokens + demand.max_tokens
+        held.prompt_tokens += demand.prompt_tokens
+        held.token_ranks += demand.prompt_tokens * demand.rank
+        held.ranks += demand.rank
+        held.max_rank = max(held.max_rank, demand.rank)
+    return held
+
+
+def tightest_tpot(told: float, demands: Iterable[Demand], model: PerformanceModel) -> float:
+    """Of the promises that the node could keep at least for one request alone: one that it can't is not protected, or
+    it would keep all others out. Nor is what is no number: NaN would hide the others."""
+    least = model.decode.seconds(1, 0, 0)
+    promised = [told, *(demand.tpot for demand in demands if demand.tpot is not None)]
+    return min((tpot for tpot in promised if tpot >= least), default=math.inf)
+
+
+def found_by_strict(
+    load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel
+) -> tuple[float, float, float, float]:
+    """The columns strict_*. A place that is given to a standard request may be taken when a strict one comes."""
+    firm = [demand for demand in demands if demand.slo_class != "best_effort"]
+    held, strict = held_by(firm), held_by(demand for demand in firm if demand.slo_class == "strict")
+    prompts = room.prompt_tokens + strict.prompt_tokens
+    return (
+        room.queued + len(firm),
+        room.rows,
+        room.kv_tokens - held.tokens if load.kv_tokens else math.inf,
+        model.prefill.seconds(prompts, 0, strict.token_ranks) if prompts else 0.0,
+    )

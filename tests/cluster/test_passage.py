@@ -1,0 +1,61 @@
+"""A passage that is closed for a while."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.passage import Passage
+
+
+def test_nobody_passes_while_it_is_closed() -> None:
+    async def main() -> None:
+        passage, said = Passage(), list[str]()
+        inside, go_on = asyncio.Event(), asyncio.Event()
+
+        async def first() -> None:
+            async with passage.one():
+                inside.set()
+                await go_on.wait()
+                said.append("first")
+
+        async def close() -> None:
+            async with passage.closed():
+                said.append("closed")
+                await asyncio.sleep(0)
+                said.append("opened")
+
+        async def late() -> None:
+            async with passage.one():
+                said.append("late")
+
+        tasks = [asyncio.create_task(first())]
+        await inside.wait()
+        tasks.append(asyncio.create_task(close()))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(late()))
+        await asyncio.sleep(0)
+        assert said == []
+        go_on.set()
+        await asyncio.gather(*tasks)
+        assert said == ["first", "closed", "opened", "late"]
+
+    asyncio.run(main())
+
+
+def test_it_opens_again_whatever_happens() -> None:
+    async def main() -> None:
+        passage = Passage()
+        async with passage.one():
+            closing = asyncio.create_task(_close(passage))
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait([closing])
+        async with asyncio.timeout(10), passage.one(), passage.one():
+            pass
+        await _close(passage)
+
+    async def _close(passage: Passage) -> None:
+        async with passage.closed():
+            pass
+
+    asyncio.run(main())
