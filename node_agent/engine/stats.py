@@ -1,0 +1,27 @@
+"""The engine's picture of itself, for the API process and the node's record."""
+
+from __future__ import annotations
+
+from node_agent.engine.loop import Engine
+from node_agent.ipc import Stats
+
+
+def stats_of(engine: Engine) -> Stats:
+    """As it is between two calls."""
+    running, queue, store, drift = list(engine.running.values()), engine.queue, engine.store, engine.drift
+    promised = [r.tpot for r in [*queue, *running] if r.tpot is not None]
+    return Stats(
+        running=len(running),
+        queued=len(queue),
+        kv_blocks_free=engine.blocks.free,
+        adapter_bytes_free=store.free_bytes,
+        batch_ranks=[max(r.lease.ranks, default=0) if r.lease else 0 for r in running],
+        batch_contexts=[r.computed for r in running],
+        batch_slots=[r.lease.slot if r.lease else -1 for r in running],
+        residents=store.residents(),
+        prompt_tokens_left=sum(max(0, r.prompt_len - r.computed) for r in running),
+        loading_bytes=store.loading_bytes,
+        performance=drift.published if drift else None,
+        forecast_ratio=drift.forecast_ratio if drift else None,
+        tightest_tpot=min(promised, default=None),
+    )
