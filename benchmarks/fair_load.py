@@ -90,11 +90,15 @@ def drive(engine: LocalEngine, calls: Sequence[Call], seconds: float) -> list[Se
     due = sorted(calls, key=lambda call: call.at)
     sent: list[tuple[Call, str]] = []
     begin = time.perf_counter()
-    while (now := time.perf_counter() - begin) < seconds:
-        while len(sent) < len(due) and due[len(sent)].at <= now:
+
+    def send() -> None:
+        while len(sent) < len(due) and due[len(sent)].at <= time.perf_counter() - begin:
             sent.append((due[len(sent)], submit(engine, due[len(sent)])))
+
+    while (now := time.perf_counter() - begin) < seconds:
+        send()
         if engine.engine.busy:
-            engine.step()
+            engine.step(send)
         else:
             following = due[len(sent)].at if len(sent) < len(due) else seconds
             time.sleep(max(0.0, min(following, seconds) - now))

@@ -47,8 +47,8 @@ class LocalEngine:
         self.idle = 0.0005
         """seconds that a step sleeps which finds nothing to do"""
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
-        config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
-        self.engine, self.base = build_engine(config, on_change, load)
+        self.config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
+        self.engine, self.base = build_engine(self.config, on_change, load)
         self.outcomes: dict[str, Outcome] = {}
         self.answers: dict[str, Answer] = {}
         self._count = 0
@@ -78,13 +78,16 @@ class LocalEngine:
         self.engine.submit(Submit(request, tenant, tokens, max_tokens, sampling, timeout, adapter, ignore_eos, **owner))
         return request
 
-    def step(self) -> bool:
+    def step(self, arrive: Callable[[], None] = lambda: None) -> bool:
         """One iteration, as the engine process has it; what it said is booked in `outcomes`. False when there was
-        nothing to compute."""
+        nothing to compute. `arrive` submits what has come between two layers."""
         self.engine.prepare()
         used = self.engine.compute_cold()
         told = self.book()
-        worked = self.engine.compute_hot(used)
+        worked = self.engine.begin_hot(used)
+        while self.engine.advance_hot():
+            arrive()
+            told |= self.book()
         if not (self.book() or told or used or worked):
             time.sleep(self.idle)  # a load is on its way
         return bool(used or worked)
@@ -136,6 +139,7 @@ class LocalEngine:
         held = {
             "queue": len(self.engine.queue),
             "running": len(self.engine.running),
+            "hot pass": self.engine.hot.open is not None,
             "cold passes": len(self.engine.cold.open),
             "kv blocks": self.engine.blocks.total - self.engine.blocks.free,
             "leases": self.engine.store.leases,

@@ -22,6 +22,7 @@ from node_agent.child import die_with_parent, read_config
 from node_agent.config import EngineProcessConfig
 from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
+from node_agent.engine.stats import stats_of
 from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, command_decoder, encode
 from node_agent.log import CAPACITY, set_up_logging
 from node_agent.performance.setup import use_performance
@@ -127,7 +128,7 @@ class Loop:
         selector.register(channel.socket, selectors.EVENT_READ)
         selector.register(self.wake.fd, selectors.EVENT_READ)
         try:
-            channel.send([self.ready, self.engine.stats()])
+            channel.send([self.ready, stats_of(self.engine)])
             while not self.stopping():
                 self._turn(channel, selector)
         except Disconnected as error:
@@ -142,6 +143,21 @@ class Loop:
         self.engine.take_events()
 
     def _turn(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        self._receive(channel)
+        self.engine.prepare()
+        told = self._tell(channel)  # who was admitted is told before the passes, which may take long
+        used = self.engine.compute_cold()
+        told |= self._tell(channel)
+        worked = self.engine.begin_hot(used)
+        told |= self._tell(channel)
+        while self.engine.advance_hot():
+            self._receive(channel)  # some need not wait for the rest of the pass
+            told |= self._tell(channel)
+        told |= self._tell(channel)
+        if not (used or worked or told):
+            self._wait(channel, selector)
+
+    def _receive(self, channel: Channel) -> None:
         for command in channel.receive():
             if isinstance(command, Submit):
                 self.engine.submit(command)
@@ -149,21 +165,13 @@ class Loop:
                 self.engine.cancel(command.id)
             else:
                 self.engine.orders.take(command)
-        self.engine.prepare()
-        told = self._tell(channel)  # who was admitted is told before the passes, which may take long
-        used = self.engine.compute_cold()
-        told |= self._tell(channel)
-        worked = self.engine.compute_hot(used)
-        told |= self._tell(channel)
-        if not (used or worked or told):
-            self._wait(channel, selector)
 
     def _tell(self, channel: Channel) -> bool:
         """Send what has happened, and a picture when one is due; False when nothing has happened."""
         events = self.engine.take_events()
         happened, now = bool(events), time.monotonic()
         if now >= self._stats_at or (happened and now >= self._stats_at - STATS_INTERVAL + MIN_STATS_INTERVAL):
-            events.append(self.engine.stats())
+            events.append(stats_of(self.engine))
             self._stats_at = now + STATS_INTERVAL
         channel.send(events)
         return happened

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from math import inf
 
-from cluster.messages import StrictRoom
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
@@ -15,16 +15,19 @@ from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.endings import finished
+from node_agent.engine.hot import HotPasses
 from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
+from node_agent.engine.newcomers import Newcomers
 from node_agent.engine.orders import Orders
-from node_agent.engine.preemption import strict_room
+from node_agent.engine.promises import spare_tokens
 from node_agent.engine.request import ColdPhases, Request
-from node_agent.engine.reserves import Callers, Reserves, Room
-from node_agent.engine.scheduler import Admission, choose_hot
+from node_agent.engine.reserves import Callers, Reserves
+from node_agent.engine.rows import choose_hot
+from node_agent.engine.scheduler import Admission
 from node_agent.engine.waiting import WaitingQueue
-from node_agent.ipc import Admitted, EngineEvent, Generated, Stats, Submit, Top
+from node_agent.ipc import Admitted, EngineEvent, Generated, Submit, Top
 from node_agent.lora_choice import choose_lora
 from node_agent.performance.drift import Drift
 from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
@@ -33,6 +36,8 @@ log = logging.getLogger("garnish.engine")
 
 LEAST_HOT_SHARE = 4
 """Of an iteration's prompt tokens, one in so many is left for adapters that are there, whatever the cold ones take."""
+LEAST_BESIDE_STRICT = 16
+"""One in so many, whatever strict requests were promised."""
 
 
 class Engine:
@@ -55,6 +60,10 @@ class Engine:
         self.cold = ColdPasses(
             cold_start, self._start_cold, self._book, runner.device, runner.num_layers, limits.max_cold
         )
+        self.hot = HotPasses(runner, self._tensors, self._book, self._observe)
+        self.newcomers = Newcomers()
+        self._may_overtake = False
+        """one has come that may be computed before the open hot pass goes on"""
         self.orders = Orders(store)
         self.assist: Assist | None = None
         self.drift: Drift | None = None
@@ -88,6 +97,7 @@ class Engine:
         if request.adapter is not None:
             request.found = self.store.announce(request.adapter)
         self.queue.add(request)
+        self._may_overtake |= self.hot.can_pause and self.queue.waiting_of(request.tenant) == 1
 
     def cancel(self, request_id: str) -> None:
         """Ends the request if it has not ended; otherwise does nothing."""
@@ -126,13 +136,45 @@ class Engine:
 
     def compute_hot(self, used: int) -> bool:
         """The hot pass, after cold ones that have `used` so many of the iteration's prompt tokens."""
+        worked = self.begin_hot(used)
+        while self.advance_hot():
+            pass
+        return worked
+
+    def begin_hot(self, used: int) -> bool:
+        """Its beginning, after the prompts that go before it. False: there is nothing to compute."""
+        if self.hot.open is not None:
+            return True  # the caller has not taken it to its end
         if self._blocked():
             return False
-        most = self.limits.chunk_tokens
-        left = max(most - used, most // LEAST_HOT_SHARE)
-        rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, left, self.queue.turn)
+        most, model = self.limits.chunk_tokens, self.drift.published if self.drift else None
+        spare = spare_tokens(model, self.running.values(), most // LEAST_BESIDE_STRICT) - used
+        self.newcomers.begin_iteration(most)
+        worked = spare == inf and self._compute_newcomers()
+        left = max(most - used - self.newcomers.take_overtaken(), most // LEAST_HOT_SHARE)
+        rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, left, spare, self.queue.turn)
         if rows:
-            self._run_hot(rows, n_decode)
+            self.newcomers.limit(spare - sum(row.length for row in rows[n_decode:]))
+            self.hot.begin(rows, n_decode)
+        return worked or bool(rows)
+
+    def advance_hot(self) -> bool:
+        """By a layer, after the prompts that go before the rest. False: it has ended. Between two layers requests may
+        be submitted and cancelled, and events be taken."""
+        if self._may_overtake and self.hot.open is not None:
+            self._admit()
+            self._compute_newcomers()
+        return self.hot.advance()
+
+    def _compute_newcomers(self) -> bool:
+        """False: there were none whose prompts go before the batch."""
+        self._may_overtake = False
+        if not (self.queue and self.hot.can_pause) or self._blocked():
+            return False
+        running = list(self.running.values())
+        rows = self.newcomers.choose(running, self._reserves(running), self._is_loaded, self.queue.turn)
+        if rows:
+            self.hot.compute(rows)
         return bool(rows)
 
     def _blocked(self) -> bool:
@@ -151,36 +193,6 @@ class Engine:
     def next_deadline(self) -> float | None:
         """Monotonic seconds of the earliest deadline."""
         return min((r.deadline for r in [*self.queue, *self.running.values()]), default=None)
-
-    def stats(self) -> Stats:
-        return Stats(
-            running=len(self.running),
-            queued=len(self.queue),
-            kv_blocks_free=self.blocks.free,
-            adapter_bytes_free=self.store.free_bytes,
-            batch_ranks=[max(r.lease.ranks, default=0) if r.lease else 0 for r in self.running.values()],
-            batch_contexts=[r.computed for r in self.running.values()],
-            batch_slots=[r.lease.slot if r.lease else -1 for r in self.running.values()],
-            residents=self.store.residents(),
-            prompt_tokens_left=sum(max(0, r.prompt_len - r.computed) for r in self.running.values()),
-            loading_bytes=self.store.loading_bytes,
-            performance=self.drift.published if self.drift else None,
-            forecast_ratio=self.drift.forecast_ratio if self.drift else None,
-            tightest_tpot=self._tightest_tpot(),
-            strict=self._strict_room(),
-        )
-
-    def _strict_room(self) -> StrictRoom:
-        running, rows = list(self.running.values()), self.limits.max_rows
-        kept = Reserves(self.callers, self.queue, running, rows, self.blocks.total).for_strict()
-        return strict_room(running, self.queue, kept, Room(rows - len(running), self.blocks.free))
-
-    def _tightest_tpot(self) -> float | None:
-        """The least that anyone here was promised, but for what could not be kept for one request alone: it would hide
-        what can."""
-        least = self.drift.published.decode.seconds(1, 0, 0) if self.drift else 0.0
-        promised = [r.tpot for r in [*self.queue, *self.running.values()] if r.tpot is not None]
-        return min((tpot for tpot in promised if tpot >= least), default=None)
 
     # --- inside an iteration
 
@@ -211,8 +223,8 @@ class Engine:
         if not self.queue:
             return
         running = list(self.running.values())
-        reserves = Reserves(self.callers, self.queue, running, self.limits.max_rows, self.blocks.total)
-        admission = Admission(running, self.limits.max_rows, self.blocks, self.store, reserves, self._preempt)
+        reserves, most = self._reserves(running), self.limits.max_rows
+        admission = Admission(running, most, self.blocks, self.store, reserves, self._preempt)
         admission.look_at(self.queue)
         for request in admission.admitted:
             self._retract(request)
@@ -221,6 +233,9 @@ class Engine:
             log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
             self._retract(entry.request)
             self._finish(entry.request, "error", entry.type, entry.message)
+
+    def _reserves(self, running: list[Request]) -> Reserves:
+        return Reserves(self.callers, self.queue, running, self.limits.max_rows, self.blocks.total)
 
     def _begin(self, request: Request) -> None:
         """The request has its place."""
@@ -304,20 +319,9 @@ class Engine:
         )
         return self.runner.start(batch, lora), lora
 
-    def _run_hot(self, rows: list[Row], n_decode: int) -> None:
-        begun = time.perf_counter()
-        output = self.forward(rows, n_decode)
+    def _observe(self, rows: list[Row], n_decode: int, seconds: float) -> None:
         if self.drift is not None:
-            self.drift.observe(rows, n_decode, time.perf_counter() - begun)
-        self._book(rows, output)
-
-    def forward(self, rows: list[Row], n_decode: int) -> StepOutput:
-        """One hot pass, of which the first `n_decode` rows decode. Returns when its tokens are there."""
-        run = self.runner.start(*self._tensors(rows, n_decode))
-        run.advance(self.runner.num_layers)
-        output = run.finish()
-        output.done.synchronize()
-        return output
+            self.drift.observe(rows, n_decode, seconds)
 
     def _tensors(self, rows: list[Row], n_decode: int) -> tuple[StepBatch, PassLora | None]:
         batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
@@ -325,13 +329,15 @@ class Engine:
         return batch, None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
 
     def _book(self, rows: list[Row], output: StepOutput) -> None:
-        """What a finished pass means for its requests."""
+        """What a finished pass means for its requests, but for those that have ended while it stood still."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
         wanted = [row for row in rows if row.wants_logits]
         for row in rows:
             row.request.computed += row.length
         for i, (row, token) in enumerate(zip(wanted, tokens, strict=True)):
+            if self.running.get(row.request.id) is not row.request:
+                continue
             if i in output.poisoned:
                 log.error("request %s: logits are not finite", row.request.id)
                 self._finish(row.request, "error", "internal", "the model's output was not finite")
@@ -366,7 +372,7 @@ class Engine:
     def _finish(self, request: Request, reason: str, error_type: str = "", error: str = "") -> None:
         """Free all that the request holds, then say how it ended."""
         self._is_loaded(request)  # what came since the last look belongs to what is said
-        after = self.cold.drop(request)
+        after = [*self.cold.drop(request), *self.hot.drop(request)]
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))
             request.lease = None

@@ -58,4 +58,6 @@ def choose_lenders(running: Iterable[Request], fits: Callable[[Collection[str]],
 
 def _may_go(request: Request) -> bool:
     """Nothing that is under way on the device may still write to its blocks."""
-    return request.slo_class == "best_effort" and request.preemptions < MOST_PREEMPTIONS and not request.in_cold_pass
+    if request.in_cold_pass or request.in_hot_pass:
+        return False
+    return request.slo_class == "best_effort" and request.preemptions < MOST_PREEMPTIONS

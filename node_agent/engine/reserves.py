@@ -80,9 +80,16 @@ class Reserves:
     def light(self, tenant: str) -> bool:
         """Whether a waiting tenant may take what is kept for such: it has nothing in the batch, or it has no other
         request waiting and is not far ahead of its turn."""
-        if not self._tenants.get(tenant):
-            return True
-        return self._queue.waiting_of(tenant) == 1 and self._queue.shares.tenant(tenant) <= self._most_served
+        return not self._tenants.get(tenant) or self.modest(tenant)
+
+    def modest(self, tenant: str) -> bool:
+        """Whether no more than one request of the tenant waits and it is not far ahead of its turn."""
+        return self._queue.waiting_of(tenant) <= 1 and self._queue.shares.tenant(tenant) <= self._most_served
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a tenant waits that has much to do."""
+        return not all(map(self.light, self._queue.tenants))
 
     def entered(self, request: Request, blocks: int) -> None:
         """The request has a place now, with so many blocks."""

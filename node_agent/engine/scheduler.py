@@ -1,4 +1,4 @@
-"""Who enters the batch, and which rows the next iteration computes."""
+"""Who enters the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from cluster.messages import Adapter
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.engine.batch import Row
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.preemption import choose_lenders, choose_victims
 from node_agent.engine.request import Request
@@ -220,35 +219,3 @@ def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:
             request, "too_large", f"{name} needs {found.need} bytes of adapter memory; this node has {found.have}"
         )
     return Refused(request, "unavailable", f"{name} could not be loaded on this node", found.reason)
-
-
-def choose_hot(
-    running: list[Request],
-    loaded: Callable[[Request], bool],
-    chunk_tokens: int,
-    turn: Callable[[Request], float],
-) -> tuple[list[Row], int]:
-    """Rows of the next hot pass (decode rows first, each part in order of adapter slots), and how many decode.
-
-    Every decoding request advances (one whose prompt was computed before its whole adapter was there waits for the
-    rest); prompt chunks share what is left of `chunk_tokens`: those of strict requests first, then those of the least
-    `turn` (their tenants' counters), then the oldest.
-    """
-    decode = [Row(r, 1) for r in running if r.decoding and loaded(r)]
-    budget = max(chunk_tokens - len(decode), 1)
-    prefill: list[Row] = []
-    for request in sorted(running, key=lambda request: (request.slo_class != "strict", turn(request))):
-        if not budget:
-            break
-        if request.decoding or request.in_cold_pass or not loaded(request):
-            continue
-        length = min(len(request.tokens) - request.computed, budget)
-        prefill.append(Row(request, length))
-        budget -= length
-    decode.sort(key=_slot)
-    prefill.sort(key=_slot)
-    return decode + prefill, len(decode)
-
-
-def _slot(row: Row) -> int:
-    return -1 if row.request.lease is None else row.request.lease.slot

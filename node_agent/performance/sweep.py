@@ -59,7 +59,7 @@ class Bench:
             rows.append(Row(request, row.length))
         rows.sort(key=lambda row: -1 if row.request.lease is None else row.request.lease.slot)
         begun = time.perf_counter()
-        self.engine.forward(rows, len(rows) if case.decode else 0)
+        self.engine.hot.forward(rows, len(rows) if case.decode else 0)
         seconds = time.perf_counter() - begun
         return decode_sample(rows, seconds) if case.decode else prefill_sample(rows, seconds)
 
@@ -74,7 +74,7 @@ class Bench:
                     raise SweepTooSlow(f"writing {begin} tokens of {i + 1} rows took all the time that was given")
                 length = min(FILL_TOKENS, context - begin)
                 request.computed, request.tokens = begin, [1] * (begin + length)
-                self.engine.forward([Row(request, length)], 0)
+                self.engine.hot.forward([Row(request, length)], 0)
 
     def measure(self, cases: Sequence[Case], rounds: int, progress: Progress = lambda *_: None) -> Sweep:
         """All cases, in another order in each round, so that what disturbs the host strikes each case differently.

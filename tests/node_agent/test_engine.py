@@ -13,6 +13,7 @@ from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import GREEDY, LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference, make_adapter
 from cluster.messages import Adapter, Sampling
+from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished, Submit
 from node_agent.types import Plan
 
@@ -293,7 +294,7 @@ def test_stats_say_what_is(make_engine: MakeEngine, adapter_dir: Path) -> None:
     adapter = engine.deploy(adapter_dir)
     request = engine.submit(STORY, 50, adapter, ignore_eos=True)
     engine.run(until=lambda: len(engine.outcomes[request].tokens) > 2)
-    stats = engine.engine.stats()
+    stats = stats_of(engine.engine)
     assert (stats.running, stats.queued, stats.batch_ranks) == (1, 0, [max(adapter.ranks)])
     assert [(r.digest, r.tier, r.in_use) for r in stats.residents] == [(adapter.digest, "device", 1)]
     assert stats.kv_blocks_free == engine.engine.blocks.total - engine.engine.blocks.blocks_for(54)

@@ -12,6 +12,7 @@ from benchmarks.local_engine import GREEDY, LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference
 from cluster.messages import Adapter, Sampling
 from node_agent.engine.preemption import MOST_PREEMPTIONS
+from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
 
 STORY = [1, 403, 407, 261]
@@ -241,7 +242,7 @@ def test_what_strict_requests_would_find_is_what_they_find(make_engine: MakeEngi
     if waits:
         first.append(engine.submit(STORY, 100, tenant="other", ignore_eos=True))
     giving = sum(r.slo_class == "best_effort" for r in engine.engine.running.values())
-    room = engine.engine.stats().strict
+    room = stats_of(engine.engine).strict
     assert room is not None
     assert (room.rows, room.prompt_tokens) == (giving if waits else 8 - standard, 0)
     calls = [strict(engine) for _ in range(9)]
@@ -249,7 +250,7 @@ def test_what_strict_requests_would_find_is_what_they_find(make_engine: MakeEngi
     engine.book()
     admitted = sum(bool(engine.outcomes[call].admitted) for call in calls)
     assert room.rows <= admitted <= room.rows + waits
-    room = engine.engine.stats().strict
+    room = stats_of(engine.engine).strict
     assert room is not None and room.rows == 0
     assert room.prompt_tokens == len(STORY) * admitted
     for request in (*first, *best_effort, *calls):
@@ -262,7 +263,7 @@ def test_kv_blocks_that_strict_requests_would_find(make_engine: MakeEngine) -> N
     engine.submit(STORY, 44, tenant="other", ignore_eos=True)  # 12 blocks
     flood(engine, 4, 44)
     engine.run(until=lambda: len(engine.engine.running) == 2)
-    room = engine.engine.stats().strict
+    room = stats_of(engine.engine).strict
     assert room is not None and room.blocks == 40 - 12
     call = strict(engine, 28 * 4 - len(STORY))
     engine.step()

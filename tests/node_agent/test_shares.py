@@ -7,6 +7,7 @@ from collections import Counter
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.fair_shares import token_cost
 from cluster.node_table import ASSUMED
+from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
 from node_agent.performance.drift import Drift
 
@@ -134,7 +135,7 @@ def test_the_tightest_promise_is_one_that_can_be_kept(make_engine: MakeEngine) -
     engine.engine.drift = Drift(ASSUMED)
     for tpot in (0.5, 0.001, 0.06):
         engine.submit(STORY, 4, tpot=tpot)
-    assert engine.engine.stats().tightest_tpot == 0.06
+    assert stats_of(engine.engine).tightest_tpot == 0.06
     engine.engine.drift = None
-    assert engine.engine.stats().tightest_tpot == 0.001
+    assert stats_of(engine.engine).tightest_tpot == 0.001
     engine.run()

@@ -14,6 +14,7 @@ from cluster.messages import Sampling
 from cluster.performance_model import RANK_TERMS, DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
+from node_agent.engine.stats import stats_of
 from node_agent.performance.drift import BOUND, EVERY, MEMORY, STEP, WORTH, Drift
 from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.types import Lease
@@ -126,13 +127,13 @@ def test_an_engine_that_serves_says_what_it_forecasts(
     adapter = engine.deploy(next(iter(stories_adapters.values())))
     request = engine.submit([1, *range(50, 70)], 40, adapter, ignore_eos=True)
     engine.run(until=lambda: bool(engine.outcomes[request].tokens))
-    stats = engine.engine.stats()
+    stats = stats_of(engine.engine)
     assert (stats.performance, stats.forecast_ratio) == (None, None)
     assert stats.batch_slots[0] >= 0
     assert stats.prompt_tokens_left == 0
     engine.engine.drift = Drift(MEASURED)
     engine.run()
-    after = engine.engine.stats()
+    after = stats_of(engine.engine)
     assert after.performance is engine.engine.drift.published
     assert after.forecast_ratio is not None and after.forecast_ratio > 0
     assert after.batch_slots == []
@@ -142,9 +143,9 @@ def test_what_is_left_of_prompts(make_engine: MakeEngine) -> None:
     engine = make_engine(chunk_tokens=16)
     request = engine.submit([1] * 50, 2)
     engine.engine.prepare()
-    assert engine.engine.stats().prompt_tokens_left == 50
-    assert engine.engine.stats().batch_slots == [-1]
+    assert stats_of(engine.engine).prompt_tokens_left == 50
+    assert stats_of(engine.engine).batch_slots == [-1]
     engine.engine.compute_hot(0)
-    assert engine.engine.stats().prompt_tokens_left == 34
+    assert stats_of(engine.engine).prompt_tokens_left == 34
     engine.run()
     assert len(engine.outcomes[request].tokens) == 2

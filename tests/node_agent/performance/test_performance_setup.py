@@ -44,7 +44,7 @@ def engine(make_engine: MakeEngine) -> LocalEngine:
 @pytest.fixture
 def known(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
     """Its passes take what DECODE and PREFILL say, by the sweep's clock."""
-    clock, real = [0.0], engine.engine.forward
+    clock, real = [0.0], engine.engine.hot.forward
 
     def forward(rows: list[Row], n_decode: int) -> StepOutput:
         if n_decode:
@@ -55,7 +55,7 @@ def known(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
             clock[0] += PREFILL.seconds(prompts.tokens, prompts.squares, prompts.token_ranks)
         return real(rows, n_decode)
 
-    monkeypatch.setattr(engine.engine, "forward", forward)
+    monkeypatch.setattr(engine.engine.hot, "forward", forward)
     monkeypatch.setattr(sweep, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: 0.0))
     return engine
 

@@ -1,0 +1,32 @@
+"""How much may be computed beside strict requests' next tokens, so that the time between two tokens is what was
+promised: the chunk of prompts follows the promise, as in Sarathi-Serve (Agrawal et al., OSDI 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from cluster.performance_model import PerformanceModel
+from node_agent.engine.batch import Row
+from node_agent.engine.request import Request
+from node_agent.performance.terms import decode_sample
+
+MARGIN = 0.9
+"""Of a promise, that is planned with: forecasts err by some percent."""
+
+
+def spare_tokens(model: PerformanceModel | None, running: Iterable[Request], least: int) -> float:
+    """Prompt tokens for which an iteration has time; infinite where nobody strict decodes who was promised a time
+    between tokens, or nothing is known of passes.
+
+    At least `least`: a promise that decode rows alone would break must not stop prompts.
+    """
+    rows = [Row(request, 1) for request in running if request.decoding]
+    strict = [row.request.tpot for row in rows if row.request.slo_class == "strict" and row.request.tpot is not None]
+    if model is None or not strict:
+        return inf
+    sample = decode_sample(rows, 0.0)
+    ranks: int = getattr(sample, model.decode.rank_term)
+    seconds = MARGIN * min(strict) - model.decode.seconds(sample.rows, sample.contexts, ranks)
+    per_token = model.prefill.per_token + model.prefill.per_token_rank * sample.max_rank / sample.rows
+    return max(seconds / per_token if per_token > 0 else inf, least)

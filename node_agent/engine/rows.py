@@ -1,0 +1,46 @@
+"""Which rows a pass of adapters that are there computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from node_agent.engine.batch import Row
+from node_agent.engine.request import Request
+
+Loaded = Callable[[Request], bool]
+Turn = Callable[[Request], float]
+
+
+def choose_hot(
+    running: list[Request], loaded: Loaded, chunk_tokens: int, spare: float, turn: Turn
+) -> tuple[list[Row], int]:
+    """Rows of the next hot pass (decode rows first, each part in order of adapter slots), and how many decode.
+
+    Every decoding request advances (one whose prompt was computed before its whole adapter was there waits for the
+    rest); prompt chunks share what is left of `chunk_tokens`, and `spare` at most.
+    """
+    decode = [Row(r, 1) for r in running if r.decoding and loaded(r)]
+    tokens = max(int(min(chunk_tokens - len(decode), spare)), 1)
+    prompts = choose_prompts((r for r in running if not r.decoding), loaded, tokens, turn)
+    decode.sort(key=_slot)
+    return decode + prompts, len(decode)
+
+
+def choose_prompts(requests: Iterable[Request], loaded: Loaded, tokens: int, turn: Turn) -> list[Row]:
+    """Chunks of so many tokens together, in order of adapter slots: of strict requests first, then of those of the
+    least `turn` (their tenants' counters), then of the oldest. None of what another pass computes."""
+    rows: list[Row] = []
+    for request in sorted(requests, key=lambda request: (request.slo_class != "strict", turn(request))):
+        if not tokens:
+            break
+        if request.in_cold_pass or request.in_hot_pass or not loaded(request):
+            continue
+        length = min(len(request.tokens) - request.computed, tokens)
+        rows.append(Row(request, length))
+        tokens -= length
+    rows.sort(key=_slot)
+    return rows
+
+
+def _slot(row: Row) -> int:
+    return -1 if row.request.lease is None else row.request.lease.slot

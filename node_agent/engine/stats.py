@@ -1,0 +1,44 @@
+"""The engine's picture of itself, for the API process and the node's record."""
+
+from __future__ import annotations
+
+from cluster.messages import StrictRoom
+from node_agent.engine.loop import Engine
+from node_agent.engine.preemption import strict_room
+from node_agent.engine.reserves import Reserves, Room
+from node_agent.ipc import Stats
+
+
+def stats_of(engine: Engine) -> Stats:
+    """As it is between two calls."""
+    running, queue, store, drift = list(engine.running.values()), engine.queue, engine.store, engine.drift
+    return Stats(
+        running=len(running),
+        queued=len(queue),
+        kv_blocks_free=engine.blocks.free,
+        adapter_bytes_free=store.free_bytes,
+        batch_ranks=[max(r.lease.ranks, default=0) if r.lease else 0 for r in running],
+        batch_contexts=[r.computed for r in running],
+        batch_slots=[r.lease.slot if r.lease else -1 for r in running],
+        residents=store.residents(),
+        prompt_tokens_left=sum(max(0, r.prompt_len - r.computed) for r in running),
+        loading_bytes=store.loading_bytes,
+        performance=drift.published if drift else None,
+        forecast_ratio=drift.forecast_ratio if drift else None,
+        tightest_tpot=_tightest_tpot(engine),
+        strict=_strict_room(engine),
+    )
+
+
+def _strict_room(engine: Engine) -> StrictRoom:
+    running, rows = list(engine.running.values()), engine.limits.max_rows
+    kept = Reserves(engine.callers, engine.queue, running, rows, engine.blocks.total).for_strict()
+    return strict_room(running, engine.queue, kept, Room(rows - len(running), engine.blocks.free))
+
+
+def _tightest_tpot(engine: Engine) -> float | None:
+    """The least that anyone here was promised, but for what could not be kept for one request alone: it would hide
+    what can."""
+    least = engine.drift.published.decode.seconds(1, 0, 0) if engine.drift else 0.0
+    promised = [r.tpot for r in [*engine.queue, *engine.running.values()] if r.tpot is not None]
+    return min((tpot for tpot in promised if tpot >= least), default=None)
