@@ -17,6 +17,7 @@ import msgspec
 
 from cluster.redis_link import RedisAway, RedisLink
 from gateway.last_hour import Counts
+from gateway.pool_loads import PoolLoad
 
 CHANNEL = "peers"
 MAX_WAITING = 10_000
@@ -63,6 +64,13 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
     counts: Counts
 
 
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
+    """What a worker sees of the pools' loads."""
+
+    worker: str
+    loads: list[PoolLoad]
+
+
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     """How was this call placed? `tenant`: whose it must be; None: anybody's."""
 
@@ -77,7 +85,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
     """JSON of gateway.explain_schema.ExplainReply."""
 
 
-Message = Changed | TenantChanged | Revoked | Called | Counted | Asked | Answered
+Message = Changed | TenantChanged | Revoked | Called | Counted | Loaded | Asked | Answered
 
 
 class _Letter(msgspec.Struct, frozen=True, array_like=True):

@@ -312,6 +312,7 @@ class Desk:
             acknowledged=list(self._acknowledged),
             device=ready.device if ready else "",
             error=self.error,
+            pool=self._config.pool,
         )
 
     def forget_acknowledged(self, ids: list[str]) -> None:
