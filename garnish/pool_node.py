@@ -85,7 +85,7 @@ def serve(spec: Spec) -> None:
     command_line(
         [
             "node", "-f", spec.service_file, "--state", spec.state, "--gateway", spec.gateway_url,
-            "--secret-file", spec.secret_file, "--node-id", spec.node,
+            "--secret-file", spec.secret_file, "--node-id", spec.node, "--pool", spec.pool,
         ]
     )  # fmt: skip
 
