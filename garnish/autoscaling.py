@@ -18,7 +18,9 @@ from garnish.client import Client
 from garnish.config import ServiceFile, load_service_file
 from garnish.connection import find_connection
 from garnish.errors import FrontDoorError, GarnishError
+from garnish.node_pools import stack_of
 from garnish.operate import lease_call, pools_call
+from garnish.provision import told
 from garnish.this_host import ThisHost
 from gateway import pool_schema
 from infra.autoscale.driver import PoolDriver
@@ -27,6 +29,7 @@ from infra.autoscale.rounds import Autoscaler, Away, Decided, Picture, Scaled, V
 from infra.autoscale.sizing import Load, Targets
 from infra.errors import Interrupted
 from infra.instances import gpus_of
+from infra.stack import check_stack
 
 INTERVAL = 2.0
 """Seconds between two rounds."""
@@ -45,12 +48,13 @@ class LeaseKeeper:
         )
         self._state = state
         self._ends = -float("inf")
+        self._why = "the lease was not asked for yet"
         self._asked, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
-    def leads(self) -> bool:
-        """By this process's clock, counted from before the gateway was asked."""
-        return time.monotonic() < self._ends
+    def trouble(self) -> str | None:
+        """Why this process may not act; None while it leads, by its own clock from before the gateway was asked."""
+        return None if time.monotonic() < self._ends else self._why
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -75,9 +79,13 @@ class LeaseKeeper:
         began = time.monotonic()
         try:
             reply = client.ask(lease_call(self.holder, seconds), pool_schema.LeaseReply)
-        except GarnishError:
-            return  # what was granted before holds until its end
-        self._ends = began + reply.seconds if reply.holder == self.holder else -float("inf")
+        except GarnishError as error:  # what was granted before holds until its end
+            self._why = f"the lease can't be had: {error}"
+            return
+        if reply.holder == self.holder:
+            self._ends, self._why = began + reply.seconds, "the lease has run out"
+        else:
+            self._ends, self._why = -float("inf"), f"the autoscaler {reply.holder} leads"
 
 
 def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> bool:
@@ -85,10 +93,12 @@ def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> boo
     service, keeper = load_service_file(file), LeaseKeeper(state)
     if not service.node_pools:
         raise FrontDoorError(f"{file}: there are no node_pools to scale")
-    with _stopped() as stop, _client(state) as client, keeper.running():
+    with told():
+        check_stack(stack_of(service, state.absolute()))
+    with told(), _stopped() as stop, _client(state) as client, keeper.running():
         each = {name: _nodes_each(service, name) for name in service.node_pools}
         scaler = Autoscaler(
-            _pools(service, file, state), lambda: picture_of(client, each), keeper.leads, time.monotonic
+            _pools(service, file, state), lambda: picture_of(client, each), keeper.trouble, time.monotonic
         )
         while not stop.is_set():
             try:
@@ -110,7 +120,7 @@ def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
     except GarnishError as error:
         raise Away(f"the gateway does not tell the load: {error}") from error
     if seen.stale is not None:
-        raise Away(f"what the gateway knows is {seen.stale:.0f} s old, for Redis is away")
+        raise Away("Redis is away, and what the gateway knows of the load is not current")
     pools = {
         pool.pool: View(_load(pool, nodes_each[pool.pool]), pool.ready / nodes_each[pool.pool])
         for pool in seen.pools
@@ -154,13 +164,12 @@ def _pools(service: ServiceFile, file: Path, state: Path) -> list[Scaled]:
 def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
     if all(pool.backend != "aws" for pool in service.node_pools.values()):
         return None
-    from garnish.node_pools import infra_directory
     from infra.autoscale.aws import AwsDriver
     from infra.autoscale.noted import NotedDriver
 
     assert service.infra.aws is not None
-    stated = {name: pool.desired for name, pool in service.node_pools.items()}
-    return NotedDriver(AwsDriver(service.service, service.infra.aws.region), infra_directory(service, state), stated)
+    host = ThisHost(service.file, state)
+    return NotedDriver(AwsDriver(service.service, service.infra.aws.region), host.directory, host.stated)
 
 
 def _nodes_each(service: ServiceFile, name: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from garnish.node_pools import check_memory, infra_directory, stack_of
 from garnish.pool_node import STOP_SECONDS
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
-from infra.errors import InfraError
+from infra.errors import InfraError, Unchanged
 from infra.local.processes import NodeKey, running_nodes, stop
 from infra.stack import Pool, Stack
 from infra.terraform import find_program, missing_credentials
@@ -77,23 +77,28 @@ class Provision:
     def resize(self, tell: Tell) -> None:
         """For the autoscaler: as many local nodes as the stack says, none of them dead, and nothing else.
 
-        Raises InfraError where that would carry out what nobody has looked at, too.
+        Raises Unchanged where that would carry out what nobody has looked at, too, or can't be planned; InfraError.
         """
-        with self.workspace.held():
-            self.workspace.open(self.stack)
-            made = outputs(self.workspace.state(), "pools") or {}
-            for pool in self.stack.local_pools:
-                if pool.name not in made:
-                    raise InfraError(f"node_pools.{pool.name} was not made yet: run `garnish infra plan` and `apply`")
-            note = self.workspace.plan(self.stack, self.made_for, self.dead())
-            other = [change for change in note.changes if not _of_size(change)]
-            if other:
-                self.workspace.forget_plan()
-                raise InfraError(
-                    f"{other[0].action} of {other[0].resource} ({other[0].reason}) was not applied yet: run "
-                    "`garnish infra plan` and `apply` before sizes can change"
-                )
+        with ExitStack() as stack:
+            with unchanged():
+                stack.enter_context(self.workspace.held())
+                self._plan_resize()
             self._carry_out(tell)
+
+    def _plan_resize(self) -> None:
+        self.workspace.open(self.stack)
+        made = outputs(self.workspace.state(), "pools") or {}
+        for pool in self.stack.local_pools:
+            if pool.name not in made:
+                raise InfraError(f"node_pools.{pool.name} was not made yet: run `garnish infra plan` and `apply`")
+        note = self.workspace.plan(self.stack, self.made_for, self.dead())
+        other = [change for change in note.changes if not _of_size(change)]
+        if other:
+            self.workspace.forget_plan()
+            raise InfraError(
+                f"{other[0].action} of {other[0].resource} ({other[0].reason}) was not applied yet: run "
+                "`garnish infra plan` and `apply` before sizes can change"
+            )
 
     def destroy(self, confirm: Callable[[PlanNote], None], tell: Tell, *, force: bool) -> PlanNote:
         """Everything, after the nodes have been drained. Raises FrontDoorError."""
@@ -234,6 +239,15 @@ def told() -> Iterator[None]:
         yield
     except InfraError as error:
         raise FrontDoorError(str(error)) from error
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Failures before anything was changed."""
+    try:
+        yield
+    except (FrontDoorError, InfraError) as error:
+        raise Unchanged(str(error)) from error
 
 
 def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:

@@ -14,7 +14,7 @@ from garnish.drain import known_nodes, open_requests
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import infra_directory, stack_of
 from garnish.operate import drain_call
-from garnish.provision import Provision
+from garnish.provision import Provision, unchanged
 from gateway.schema import NodeItem
 from infra.errors import InfraError
 from infra.local.processes import NodeKey, running_nodes
@@ -32,6 +32,14 @@ class ThisHost:
     def stack(self) -> Stack:
         with _told():
             return stack_of(load_service_file(self._file), self._state)
+
+    def stated(self, pool: str) -> int:
+        """`desired` in the service file now."""
+        with _told():
+            entry = load_service_file(self._file).node_pools.get(pool)
+        if entry is None:
+            raise InfraError(f"node_pools.{pool}: the service file has no such pool any more")
+        return entry.desired
 
     def running(self) -> set[str]:
         stack = self.stack()
@@ -55,8 +63,9 @@ class ThisHost:
                     raise
 
     def apply(self) -> None:
-        with _told():
-            Provision(self._file, self._state).resize(lambda _text: None)
+        with unchanged():
+            provision = Provision(self._file, self._state)
+        provision.resize(lambda _text: None)
 
     def _client(self) -> Client:
         return Client(connection=find_connection(None, None, os.environ, state=self._state, admin=True))

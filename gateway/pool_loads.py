@@ -56,10 +56,14 @@ class _Pool:
         self.waiting: dict[Stay, None] = {}
         self.slices: deque[tuple[int, PoolLoad]] = deque()
 
-    def now(self, second: int) -> PoolLoad:
-        """The current slice."""
+    def forget(self, second: int) -> None:
+        """What the window has left behind."""
         while self.slices and self.slices[0][0] <= second - WINDOW:
             self.slices.popleft()
+
+    def now(self, second: int) -> PoolLoad:
+        """The current slice."""
+        self.forget(second)
         if not self.slices or self.slices[-1][0] != second:
             self.slices.append((second, PoolLoad(None)))
         return self.slices[-1][1]
@@ -125,7 +129,9 @@ class PoolLoads:
     def here(self) -> list[PoolLoad]:
         """What this worker sees."""
         now = self._clock()
-        return [self._summed(name, pool, now) for name, pool in self._pools.items()]
+        summed = [self._summed(name, pool, now) for name, pool in self._pools.items()]
+        self._pools = {name: pool for name, pool in self._pools.items() if pool.open or pool.slices}
+        return summed
 
     def heard(self, worker: str, loads: list[PoolLoad]) -> None:
         """Another worker has told what it sees."""
@@ -151,7 +157,7 @@ class PoolLoads:
         return self.entry(pool).now(int(self._clock()))
 
     def _summed(self, name: str | None, pool: _Pool, now: float) -> PoolLoad:
-        pool.now(int(now))
+        pool.forget(int(now))
         oldest = min((stay.since for stay in pool.waiting), default=now)
         summed = PoolLoad(name, pool.open, max(0.0, now - oldest), backlog=sum(stay.work for stay in pool.waiting))
         for _, counts in pool.slices:

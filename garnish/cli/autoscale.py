@@ -41,7 +41,8 @@ def _show(decided: Decided, screen: Screen, shown: dict[str, tuple[object, ...]]
 
     screen.result({"at": round(time.time(), 3), **msgspec.to_builtins(decided)})
     line = (decided.action, decided.size, decided.wanted, decided.reason if decided.action == "held" else "")
-    if every or (shown.get(decided.pool) != line and (decided.action != "none" or decided.pool not in shown)):
+    before = shown.get(decided.pool)
+    if every or before is None or (before != line and (decided.action != "none" or before[0] == "held")):
         screen.line(f"{decided.pool}: {_told(decided)}")
     shown[decided.pool] = line
 

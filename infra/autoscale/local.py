@@ -12,7 +12,7 @@ from typing import Protocol
 
 from infra.autoscale.driver import Draining, PoolSize, check_bounds
 from infra.autoscale.sizes import SetSize, read_sizes, set_size
-from infra.errors import InfraError
+from infra.errors import InfraError, Unchanged
 from infra.stack import Pool, Stack, node_id
 
 DRAIN_SECONDS = 600.0
@@ -42,7 +42,8 @@ class Host(Protocol):
         ...
 
     def apply(self) -> None:
-        """Make what the stack says so, as far as it is a matter of how many nodes there are."""
+        """Make what the stack says so, as far as it is a matter of how many nodes there are. Raises Unchanged where
+        it did not come to that."""
         ...
 
 
@@ -72,8 +73,12 @@ class LocalDriver:
             set_size(self._host.directory, pool, SetSize(entry.desired, noted.stated, going))
             self._drain(going)
         set_size(self._host.directory, pool, SetSize(size, noted.stated, going))
-        if self._live(pool) != _nodes(pool, size):
-            self._host.apply()
+        try:
+            if self._live(pool) != _nodes(pool, size):
+                self._host.apply()
+        except Unchanged:
+            set_size(self._host.directory, pool, SetSize(entry.desired, noted.stated, going))
+            raise
         set_size(self._host.directory, pool, SetSize(size, noted.stated))
 
     def _drain(self, nodes: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from infra.autoscale.driver import PoolDriver, PoolSize
@@ -10,9 +10,9 @@ from infra.autoscale.sizes import SetSize, set_size
 
 
 class NotedDriver:
-    """A driver's sizes, with each that was set noted beside Terraform's state. `stated`: `desired` in the file."""
+    """A driver's sizes, with each that was set noted beside Terraform's state. `stated`: `desired` in the file now."""
 
-    def __init__(self, driver: PoolDriver, directory: Path, stated: Mapping[str, int]) -> None:
+    def __init__(self, driver: PoolDriver, directory: Path, stated: Callable[[str], int]) -> None:
         self._driver, self._directory, self._stated = driver, directory, stated
 
     def size(self, pool: str) -> PoolSize:
@@ -20,4 +20,4 @@ class NotedDriver:
 
     def set_desired(self, pool: str, size: int) -> None:
         self._driver.set_desired(pool, size)
-        set_size(self._directory, pool, SetSize(size, self._stated[pool]))
+        set_size(self._directory, pool, SetSize(size, self._stated(pool)))

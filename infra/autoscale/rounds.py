@@ -75,24 +75,24 @@ class _State:
 
 
 class Autoscaler:
-    """`picture` raises Away; `leads` tells whether the lease is held, and is asked before each change. `clock` is
-    monotonic seconds."""
+    """`picture` raises Away; `trouble` tells why the lease is not held (None: it is), and is asked again before each
+    change. `clock` is monotonic seconds."""
 
     def __init__(
         self,
         pools: Sequence[Scaled],
         picture: Callable[[], Picture],
-        leads: Callable[[], bool],
+        trouble: Callable[[], str | None],
         clock: Callable[[], float],
     ) -> None:
-        self._pools, self._picture, self._leads, self._clock = pools, picture, leads, clock
+        self._pools, self._picture, self._trouble, self._clock = pools, picture, trouble, clock
         self._states = {pool.name: _State(pool.targets) for pool in pools}
         self._seen = float("-inf")
 
     def round(self, *, once: bool = False) -> list[Decided]:
         """`once`: nothing is known of before, and nothing will be of later; then a pool may only grow."""
-        if not self._leads():
-            return self._all_held("another autoscaler leads, or the lease can't be had")
+        if trouble := self._trouble():
+            return self._all_held(trouble)
         try:
             picture = self._picture()
         except Away as error:
@@ -151,8 +151,8 @@ class Autoscaler:
             return told
         if self._clock() < state.again:
             return msgspec.structs.replace(told, action="waits", reason=f"{told.reason}; it failed a moment ago")
-        if not self._leads():
-            return msgspec.structs.replace(told, action="held", reason="the lease was lost")
+        if trouble := self._trouble():
+            return msgspec.structs.replace(told, action="held", reason=trouble)
         try:
             pool.driver.set_desired(pool.name, size)
         except Interrupted:

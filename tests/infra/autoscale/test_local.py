@@ -10,7 +10,7 @@ import pytest
 from infra.autoscale.driver import Draining, PoolSize
 from infra.autoscale.local import DRAIN_SECONDS, LocalDriver
 from infra.autoscale.sizes import FILE, SetSize, forget_sizes, in_force, read_sizes, set_size
-from infra.errors import InfraError
+from infra.errors import InfraError, Unchanged
 from infra.stack import LocalHost, Pool, Stack
 
 NOBODY = LocalHost(
@@ -28,7 +28,7 @@ class Host:
         self.open: dict[str, int] = {}
         self.told: list[str] = []
         self.now = 0.0
-        self.failure: str | None = None
+        self.failure: InfraError | None = None
 
     def stack(self) -> Stack:
         size = in_force(read_sizes(self.directory).get("here"), self.stated, self.least, self.most)
@@ -48,7 +48,7 @@ class Host:
     def apply(self) -> None:
         self.told.append("apply")
         if self.failure:
-            raise InfraError(self.failure)
+            raise self.failure
         desired = self.stack().local_pools[0].desired
         self.live = {"other-1", *(f"here-{number + 1}" for number in range(desired))}
 
@@ -118,7 +118,7 @@ def test_it_serves_again_when_it_need_not_go(host: Host, driver: LocalDriver, si
 
 
 def test_what_failed_half_way_is_done_by_the_next_call(host: Host, driver: LocalDriver) -> None:
-    host.failure = "terraform failed"
+    host.failure = InfraError("terraform failed")
     with pytest.raises(InfraError, match="terraform failed"):
         driver.set_desired("here", 2)
     host.failure = None
@@ -126,12 +126,27 @@ def test_what_failed_half_way_is_done_by_the_next_call(host: Host, driver: Local
     driver.set_desired("here", 2)
     assert driver.size("here").live == 2
 
-    host.failure = "terraform failed"
+    host.failure = InfraError("terraform failed")
     with pytest.raises(InfraError):
         driver.set_desired("here", 1)
     host.take_told()
     driver.set_desired("here", 2)
     assert host.take_told() == ["undrain here-2"], "it lives, and is drained"
+
+
+def test_what_was_not_even_begun_is_not_noted(host: Host, driver: LocalDriver) -> None:
+    host.failure = Unchanged("the pool was not made yet")
+    with pytest.raises(Unchanged):
+        driver.set_desired("here", 2)
+    assert driver.size("here") == PoolSize(min=0, desired=1, max=3, live=1)
+    host.failure = None
+    driver.set_desired("here", 2)
+    host.failure = Unchanged("the state is locked")
+    with pytest.raises(Unchanged):
+        driver.set_desired("here", 1)
+    host.take_told()
+    driver.set_desired("here", 2)
+    assert (host.take_told(), driver.size("here").settled) == (["undrain here-2"], True)
 
 
 def test_a_node_that_died_is_replaced(host: Host, driver: LocalDriver) -> None:
