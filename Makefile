@@ -54,6 +54,7 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.scheduling --json benchmarks/results/scheduling.json
 	$(BIN)/python -m benchmarks.fidelity --json benchmarks/results/fidelity.json
 	$(BIN)/python -m benchmarks.fairness --json benchmarks/results/fairness.json
+	$(BIN)/python -m benchmarks.autoscale --json benchmarks/results/autoscale.json
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 

@@ -9,6 +9,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.autoscale_report import autoscale_plot
 from benchmarks.cold_plots import ratios_plot, timeline_plot
 from benchmarks.perfmodel_report import perfmodel_plot
 from benchmarks.report import RESULTS, ROOT, load
@@ -89,6 +90,8 @@ def main() -> None:
     save(timeline_plot(cold), IMAGES / "coldstart-request.svg")
     if (RESULTS / "perfmodel.json").exists():
         save(perfmodel_plot(load("perfmodel")), IMAGES / "perfmodel-residuals.svg")
+    if (RESULTS / "autoscale.json").exists():
+        save(autoscale_plot(load("autoscale")), IMAGES / "autoscale.svg")
 
 
 if __name__ == "__main__":

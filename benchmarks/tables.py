@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.autoscale_report import autoscale_text
 from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
 from benchmarks.gateway_tables import gateway_table, placement_table, scale_table
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
@@ -182,6 +183,7 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "fidelity": ("fidelity", fidelity_table),
         "scheduling": ("scheduling", scheduling_table),
     },
+    ROOT / "docs" / "autoscale.md": {"autoscale": ("autoscale", autoscale_text)},
     ROOT / "docs" / "performance-model.md": {"perfmodel": ("perfmodel", perfmodel_table)},
 }
 """Page -> markers -> (study, what turns its report into a table)"""

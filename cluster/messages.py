@@ -245,6 +245,8 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     device: str = ""
     error: str = ""
     """Why the engine is not ready, when it is not."""
+    pool: str = ""
+    """The node pool that it belongs to; empty: none."""
     v: int = PROTOCOL_VERSION
 
 

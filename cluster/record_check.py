@@ -20,6 +20,7 @@ from cluster.limits import Bucket
 from cluster.messages import NodeRecord
 
 ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)
+POOL = re.compile(r"([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?")
 STATES = ("warming", "ready", "draining")
 MOST = 1 << 53
 RECORDS_PER_SECOND = 60.0
@@ -39,6 +40,8 @@ def check_record(record: NodeRecord, peer: str, allowed_hosts: Collection[str]) 
         raise BadRecord("epoch: expected 1 to 200 characters")
     if record.state not in STATES:
         raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {record.state[:60]!r}")
+    if not POOL.fullmatch(record.pool):
+        raise BadRecord(f"pool: expected a pool's name, found {record.pool[:60]!r}")
     for field, value in _integers(record):
         least = -1 if field == "batch_slots" else 0
         if not least <= value <= MOST:

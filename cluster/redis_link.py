@@ -37,7 +37,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 STALE_SECONDS = 300.0
 """For so long after Redis went away nodes that were alive then count as alive, unless they fail."""
 CONNECTIONS = 64
-SCRIPTS = ("publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount")
+SCRIPTS = ("publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount", "lease")
 
 log = logging.getLogger("gateway")
 

@@ -81,7 +81,11 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "node.simulate.store": parse_rate,
     "functions.*.idle_ttl": parse_seconds,
     "tenants.*.limits.bytes": parse_bytes,
+    "gateway.hold": parse_seconds,
     "node_pools.*.scale_to_zero_after": parse_seconds,
+    "node_pools.*.scaling.queue_wait": parse_seconds,
+    "node_pools.*.scaling.up": parse_seconds,
+    "node_pools.*.scaling.down": parse_seconds,
 }
 
 BUILT: dict[str, tuple[object, ...]] = {
@@ -207,6 +211,10 @@ def _check_together(document: Document, loaded: ServiceFile) -> None:
     for name, pool in loaded.node_pools.items():
         if not pool.min <= pool.desired <= pool.max:
             raise document.error(("node_pools", name), "expected min <= desired <= max")
+        if pool.scale_to_zero_after is not None and pool.min > 0:
+            raise document.error(
+                ("node_pools", name, "scale_to_zero_after"), f"min is {pool.min}: expected 0, or no such key"
+            )
     tenants = loaded.tenants or {OPEN_TENANT: Tenant()}
     for name, function in loaded.functions.items():
         path: FieldPath = ("functions", name)

@@ -34,7 +34,7 @@ def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[
     deadline = time.monotonic() + seconds
     while waiting:
         known = known_nodes(client)
-        waiting = [node for node in waiting if node in known and _open_requests(known[node])]
+        waiting = [node for node in waiting if node in known and open_requests(known[node])]
         if not waiting or time.monotonic() > deadline:
             break
         tell(f"draining: requests are open on {', '.join(waiting)}")
@@ -42,5 +42,5 @@ def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[
     return waiting
 
 
-def _open_requests(node: NodeItem) -> int:
+def open_requests(node: NodeItem) -> int:
     return int(node.record["running"]) + int(node.record["queued"]) + node.reserved

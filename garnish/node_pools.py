@@ -15,8 +15,10 @@ from adapters.s3_url import S3Place, parse_s3_url
 from garnish.config import ServiceFile
 from garnish.credentials import FILE_NAME, read_credentials
 from garnish.errors import ServiceFileError, StartError
+from garnish.service_file import NodePool
 from garnish.settings import registry_of, secret_file_of
 from garnish.up.prepare import local_url
+from infra.autoscale.sizes import SetSize, in_force, read_sizes
 from infra.instances import gpus_of
 from infra.memory_need import check_fits, need_of
 from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack, sharing_nodes
@@ -31,21 +33,11 @@ ADAPTER_MEMORY = next(
 
 
 def stack_of(service: ServiceFile, state: Path) -> Stack:
-    """`state` is absolute. Raises FrontDoorError."""
+    """With the sizes that the autoscaler has set. `state` is absolute. Raises FrontDoorError."""
+    sizes = read_sizes(infra_directory(service, state))
     return Stack(
         service=service.service,
-        pools=tuple(
-            Pool(
-                name=name,
-                backend=pool.backend,
-                min=pool.min,
-                desired=pool.desired,
-                max=pool.max,
-                instance_type=pool.instance_type,
-                scale_to_zero_after=pool.scale_to_zero_after,
-            )
-            for name, pool in service.node_pools.items()
-        ),
+        pools=tuple(_pool(name, pool, sizes.get(name)) for name, pool in service.node_pools.items()),
         local=_local_host(service, state),
         aws=_aws_host(service, state),
         registry=_registry_bucket(service),
@@ -58,6 +50,19 @@ def host_nodes_of(service: ServiceFile, node: str) -> int:
     bounds = {name: pool.max for name, pool in service.node_pools.items() if pool.backend == "local"}
     pool, _, number = node.rpartition("-")
     return sharing_nodes(bounds.values()) if pool in bounds and number.isdecimal() else 1
+
+
+def _pool(name: str, pool: NodePool, size: SetSize | None) -> Pool:
+    desired = in_force(size, pool.desired, pool.min, pool.max)
+    return Pool(
+        name=name,
+        backend=pool.backend,
+        min=pool.min,
+        desired=desired,
+        stated=None if desired == pool.desired else pool.desired,
+        max=pool.max,
+        instance_type=pool.instance_type,
+    )
 
 
 def infra_directory(service: ServiceFile, state: Path) -> Path:

@@ -12,6 +12,16 @@ def nodes_call() -> Call:
     return Call(method="GET", url="/nodes")
 
 
+def pools_call() -> Call:
+    """The reply is gateway.pool_schema.PoolList."""
+    return Call(method="GET", url="/pools")
+
+
+def lease_call(holder: str, seconds: float) -> Call:
+    """The reply is gateway.pool_schema.LeaseReply."""
+    return Call(method="PUT", url="/pools/autoscaler", json={"holder": holder, "seconds": seconds})
+
+
 def node_adapters_call(node: str) -> Call:
     """The reply is gateway.node_schema.NodeAdapters."""
     return Call(method="GET", url=f"/nodes/{quote(node, safe='')}/adapters")

@@ -90,7 +90,8 @@ def node_command(spec: Spec) -> list[str]:
     """Of the command line."""
     return [
         "node", "-f", spec.service_file, "--state", spec.state, "--gateway", spec.gateway_url,
-        "--secret-file", spec.secret_file, "--node-id", spec.node, "--host-nodes", str(spec.host_nodes),
+        "--secret-file", spec.secret_file, "--node-id", spec.node, "--pool", spec.pool,
+        "--host-nodes", str(spec.host_nodes),
     ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from garnish.drain import drain, known_nodes
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import check_memory, infra_directory, stack_of
 from garnish.pool_node import STOP_SECONDS
-from infra.changes import Change
-from infra.errors import InfraError
+from infra.autoscale.sizes import forget_sizes
+from infra.changes import REASONS, Change
+from infra.errors import InfraError, Unchanged
 from infra.local.processes import NodeKey, running_nodes, stop
-from infra.stack import Stack
+from infra.stack import Pool, Stack
 from infra.terraform import find_program, missing_credentials
 from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs
 
@@ -35,7 +36,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     min: int
     desired: int
-    """As serverless.yml says now."""
+    """As serverless.yml says now, or as the autoscaler has set."""
     max: int
     applied: int | None
     """As was last applied; None: the pool was never made."""
@@ -51,8 +52,8 @@ class Provision:
     def __init__(self, file: Path, state: Path) -> None:
         self.state = state.absolute()
         self.service: ServiceFile = load_service_file(file)
-        self.stack: Stack = stack_of(self.service, self.state)
         with told():
+            self.stack: Stack = stack_of(self.service, self.state)
             check_memory(self.service)
             check_credentials(self.stack)
             self.made_for = digest_of(self.stack, file.read_bytes())
@@ -74,6 +75,32 @@ class Provision:
             self._carry_out(tell)
             return note
 
+    def resize(self, tell: Tell) -> None:
+        """For the autoscaler: as many local nodes as the stack says, none of them dead, and nothing else.
+
+        Raises Unchanged where that would carry out what nobody has looked at, too, or can't be planned; InfraError.
+        """
+        with ExitStack() as stack:
+            with unchanged():
+                stack.enter_context(self.workspace.held())
+                self._plan_resize()
+            self._carry_out(tell)
+
+    def _plan_resize(self) -> None:
+        self.workspace.open(self.stack)
+        made = outputs(self.workspace.state(), "pools") or {}
+        for pool in self.stack.local_pools:
+            if pool.name not in made:
+                raise InfraError(f"node_pools.{pool.name} was not made yet: run `garnish infra plan` and `apply`")
+        note = self.workspace.plan(self.stack, self.made_for, self.dead())
+        other = [change for change in note.changes if not _of_size(change)]
+        if other:
+            self.workspace.forget_plan()
+            raise InfraError(
+                f"{other[0].action} of {other[0].resource} ({other[0].reason}) was not applied yet: run "
+                "`garnish infra plan` and `apply` before sizes can change"
+            )
+
     def destroy(self, confirm: Callable[[PlanNote], None], tell: Tell, *, force: bool) -> PlanNote:
         """Everything, after the nodes have been drained. Raises FrontDoorError."""
         with told(), self.workspace.held():
@@ -84,6 +111,7 @@ class Provision:
                 confirm(note)
                 self._drain_all(tell, force)
             self._carry_out(tell)
+            forget_sizes(self.workspace.directory)
             return note
 
     def show(self) -> list[PoolStatus]:
@@ -109,10 +137,15 @@ class Provision:
                     max=pool.max,
                     applied=known["desired"] if known else None,
                     nodes=nodes,
-                    drift=_drift(pool.desired, known, nodes),
+                    drift=_drift(pool, known, nodes),
                 )
             )
         return [*found, *_undeclared(applied, {pool.name for pool in self.stack.pools})]
+
+    def sizes_told(self) -> list[str]:
+        """Where the plan holds to what the autoscaler has set: one line per pool."""
+        told = [f"node_pools.{pool.name}: {size_told(pool)}" for pool in self.stack.pools if pool.stated is not None]
+        return [f"{line}; the plan keeps that, until `desired` is edited" for line in told]
 
     def dead(self) -> dict[str, str]:
         """Addresses of nodes in the state that should go on but whose process has ended."""
@@ -211,6 +244,15 @@ def told() -> Iterator[None]:
         raise FrontDoorError(str(error)) from error
 
 
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Failures before anything was changed."""
+    try:
+        yield
+    except (FrontDoorError, InfraError) as error:
+        raise Unchanged(str(error)) from error
+
+
 def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:
     return [
         [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
@@ -236,13 +278,25 @@ def _progress(event: dict[str, Any], tell: Tell) -> None:
             tell(f"{name}: {action} failed")
 
 
-def _drift(desired: int, applied: dict[str, Any] | None, nodes: dict[str, str]) -> list[str]:
+def _drift(pool: Pool, applied: dict[str, Any] | None, nodes: dict[str, str]) -> list[str]:
     found = [f"{name} has died" for name, state in nodes.items() if state == "dead"]
     if applied is None:
         found.append("not applied yet")
-    elif applied["desired"] != desired:
-        found.append(f"desired is {desired}, applied {applied['desired']}")
-    return found
+    elif applied["desired"] != pool.desired:
+        found.append(f"desired is {pool.desired}, applied {applied['desired']}")
+    return found if pool.stated is None else [*found, size_told(pool)]
+
+
+def size_told(pool: Pool) -> str:
+    """Of a pool whose size is not the file's."""
+    return f"the autoscaler has set {pool.desired}, serverless.yml says {pool.stated}"
+
+
+def _of_size(change: Change) -> bool:
+    """Whether it only makes or ends nodes of local pools, by their number or because they have died."""
+    if "terraform_data.node[" not in change.address:
+        return False
+    return change.action == "create" or change.reason in (DEAD, REASONS["delete_because_each_key"])
 
 
 def _undeclared(applied: dict[str, Any], declared: set[str]) -> Iterator[PoolStatus]:

@@ -27,6 +27,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
     policy: Policy = "rank_aware"
+    hold: float | None = None
 
 
 class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +70,14 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_ttl: float | None = None
 
 
+class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    queue_wait: float = 1.0
+    attainment: Annotated[float, Meta(ge=0, le=1)] = 0.99
+    utilisation: Annotated[float, Meta(gt=0, le=1)] = 0.7
+    up: float = 15.0
+    down: float = 300.0
+
+
 class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: Literal["aws", "local"]
     instance_type: Text | None = None
@@ -76,6 +85,7 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     desired: Count = 1
     max: Count = 1
     scale_to_zero_after: float | None = None
+    scaling: Scaling = Scaling()
 
 
 class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -112,6 +112,8 @@ def gateway_config(
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
         policy=service.gateway.policy,
     )
+    if service.gateway.hold is not None:
+        config = msgspec.structs.replace(config, hold_seconds=service.gateway.hold)
     if shutdown_seconds is not None:
         config = msgspec.structs.replace(config, shutdown_seconds=shutdown_seconds)
     try:
@@ -133,10 +135,12 @@ def node_config(
     port: int = 0,
     host_nodes: int = 1,
     stop_seconds: float = UP_SHUTDOWN_SECONDS,
+    pool: str = "",
 ) -> NodeConfig:
     """`host_nodes` of this host, the new one included, divide its cores."""
     return NodeConfig(
         node_id=node_id,
+        pool=pool,
         host=host,
         port=port,
         gateway_url=gateway_url,

@@ -30,13 +30,15 @@ from gateway.routes import (
     nodes,
     openai,
     openapi,
+    pools,
     tenants,
     usage,
 )
 from gateway.services import Services, open_services
 
-GROUPS = (deploy, functions, aliases, invoke, openai, health, metrics, cluster, nodes, tenants, usage, explain, openapi)
-ROUTES = [route for group in GROUPS for route in group.routes]
+CALLED = (deploy, functions, aliases, invoke, openai)
+OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, openapi)
+ROUTES = [route for group in (*CALLED, *OPERATED) for route in group.routes]
 
 
 STOP_SECONDS = 3.0

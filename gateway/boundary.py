@@ -18,6 +18,9 @@ from gateway.metrics import Metrics
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 UNCOUNTED = ("/healthz", "/readyz", "/cluster/record")
 """Served even when the gateway is full: without them it would look dead, or would see no nodes."""
+SCALING = ("/pools", "/pools/autoscaler")
+SCALING_ROOM = 16
+"""Requests to these beyond the limit: a gateway that is full of waiting calls is what an autoscaler has to see."""
 
 log = logging.getLogger("gateway")
 
@@ -64,7 +67,8 @@ class Boundary:
         counted = scope["path"] not in UNCOUNTED
         self._requests.change(counted)
         try:
-            if counted and self._requests.count > self._max_concurrent:
+            room = SCALING_ROOM if scope["path"] in SCALING else 0
+            if counted and self._requests.count > self._max_concurrent + room:
                 raise ServiceError("overloaded", "the gateway has too many open requests", retry_after=1.0)
             await self._app(scope, receive, reply.send)
         except ClientGone:

@@ -87,6 +87,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: float = 600.0
     """Deadline of a call that states no `timeout`."""
     max_timeout: float = MAX_TIMEOUT
+    hold_seconds: float = 60.0
+    """While an autoscaler is there, a call that finds no node waits so long for one; 0: it is answered at once."""
     connect_seconds: float = 2.0
     """To a node."""
     node_silence: float = 10.0
@@ -123,6 +125,8 @@ def check_config(config: GatewayConfig) -> None:
     for name in POSITIVE:
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")
+    if not 0 <= config.hold_seconds <= config.max_timeout:
+        raise ConfigError(f"hold_seconds: must be 0 to max_timeout {config.max_timeout}, not {config.hold_seconds}")
     if config.request_timeout > config.max_timeout:
         raise ConfigError(f"request_timeout: {config.request_timeout} is above max_timeout {config.max_timeout}")
 

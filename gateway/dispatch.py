@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -19,10 +20,12 @@ from cluster.state import ClusterState
 from gateway.attainment import Attainment, judge
 from gateway.called import CalledDigests
 from gateway.explanations import PlacedCall
+from gateway.holding import AGAIN_SECONDS, Hold
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
 from gateway.node_client import NodeClient, NodeFailure
 from gateway.placing import Placer
+from gateway.pool_loads import PoolLoads
 from gateway.running import Running
 from gateway.scheduling.placement import RETRY_AFTER, Placed
 from gateway.trace_log import log_call
@@ -54,6 +57,8 @@ class Dispatcher:
         attainment: Attainment,
         called: CalledDigests,
         limits: LimitState,
+        loads: PoolLoads,
+        hold: Hold,
     ) -> None:
         self.state = state
         self.placer = placer
@@ -64,6 +69,8 @@ class Dispatcher:
         self.attainment = attainment
         self.called = called
         self.limits = limits
+        self.loads = loads
+        self.hold = hold
         self.waiting = Crowd()
         """placed, and not begun on its node yet"""
         self._began = time.monotonic()
@@ -102,7 +109,10 @@ class Generation:
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.done: Done | None = None
+        self.held = 0.0
+        """Seconds that it waited for a first node."""
         self._waiting = False
+        self._stay = dispatcher.loads.stay(invocation.received)
 
     async def events(self) -> AsyncGenerator[Token | Done, None]:
         """Tokens, then Done. Raises ServiceError. Must be closed (`aclosing`): that cancels the request on the node."""
@@ -126,6 +136,7 @@ class Generation:
             raise
         finally:
             shared.metrics.change_open(-1)
+            self._stay.end()
             self._count(outcome)
 
     @property
@@ -161,7 +172,12 @@ class Generation:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
-            placed = await self._place(excluded, failure)
+            if failure is None:
+                placed = await self._place_or_hold(deadline, revoked)
+                left = deadline - time.monotonic()
+            else:
+                placed = await self._place(excluded, failure)
+            self._stay.wait(placed.pool, placed.work)
             self._wait(True)
             try:
                 async with aclosing(self._attempt(placed, left, revoked)) as events:
@@ -197,6 +213,35 @@ class Generation:
                 else:
                     yield event
 
+    async def _place_or_hold(self, deadline: float, revoked: asyncio.Future[ServiceError]) -> Placed:
+        """For the first attempt: where there is no node at all, and an autoscaler, it waits for one."""
+        hold, until = self.shared.hold, math.inf
+        while True:
+            try:
+                return await self._place(frozenset(), None)
+            except ServiceError as error:
+                began, empty = time.monotonic(), await hold.applies()
+                came = until < math.inf and error.type == "overloaded"  # a node, and it has no place
+                if not empty and (not came or began + AGAIN_SECONDS > until):
+                    raise
+            until = min(until, began + hold.seconds, deadline)
+            self._stay.wait(None, None)
+            if empty:
+                await hold.wait(until, revoked)
+            else:
+                await asyncio.wait([revoked], timeout=AGAIN_SECONDS)
+            self.held += time.monotonic() - began
+            self._check_held(until, deadline, revoked)
+
+    def _check_held(self, until: float, deadline: float, revoked: asyncio.Future[ServiceError]) -> None:
+        """Raises ServiceError when the request may not wait any longer."""
+        if revoked.done():
+            raise revoked.result()
+        if time.monotonic() >= deadline:
+            raise ServiceError("timeout", "the timeout passed before a node was ready")
+        if time.monotonic() >= until:
+            raise self.shared.hold.given_up()
+
     async def _place(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
         """Raises the first attempt's failure when no other node can take the request."""
         began = time.monotonic()
@@ -209,6 +254,8 @@ class Generation:
                 self._whose, request, self.received, excluded | blocked, displaces=displaces
             )
         except ServiceError as error:
+            if error.type == "overloaded" and failure is None and not self.held:
+                shared.loads.refuse(await shared.placer.refused_work(self._whose, request))
             raise failure or error from None
         finally:
             self.schedule += time.monotonic() - began
@@ -221,6 +268,8 @@ class Generation:
 
     def _wait(self, waits: bool) -> None:
         """Note whether it is in a node's queue now."""
+        if not waits:
+            self._stay.begin()
         if waits and not self._waiting:
             self.shared.waiting.join(self.request.tenant, self.request.weight)
         elif self._waiting and not waits:
@@ -258,6 +307,8 @@ class Generation:
             seen = (self.ttft, self.tpot)
             held = judge((self.request.ttft, self.request.tpot), seen, answered=ended == "ok")
             shared.attainment.note(tenant, held)
+            if held:
+                self._stay.judge(held["all"])
             shared.metrics.count_promises(tenant, held)
         counts = Counts(invocations=1, failures=ended not in ("ok", "cancelled"))
         if done is not None:

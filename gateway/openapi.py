@@ -19,8 +19,9 @@ from gateway.alias_operations import ALIAS_OPERATIONS
 from gateway.explain_operations import EXPLAIN_OPERATIONS
 from gateway.node_operations import NODE_OPERATIONS
 from gateway.operations import NAME_PATTERN, OPERATIONS, Operation
+from gateway.pool_operations import POOL_OPERATIONS
 
-ALL = (*OPERATIONS, *ALIAS_OPERATIONS, *NODE_OPERATIONS, *ADMIN_OPERATIONS, *EXPLAIN_OPERATIONS)
+ALL = (*OPERATIONS, *ALIAS_OPERATIONS, *NODE_OPERATIONS, *POOL_OPERATIONS, *ADMIN_OPERATIONS, *EXPLAIN_OPERATIONS)
 FILE = Path(__file__).with_name("openapi.json")
 
 STATUS_TEXT = {

@@ -18,6 +18,7 @@ import msgspec
 from cluster.redis_link import RedisAway, RedisLink
 from gateway.attainment import Kept
 from gateway.last_hour import Counts
+from gateway.pool_loads import PoolLoad
 
 CHANNEL = "peers"
 MAX_WAITING = 10_000
@@ -71,6 +72,13 @@ class Promised(msgspec.Struct, frozen=True, array_like=True, tag="promised"):
     kept: Kept
 
 
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
+    """What a worker sees of the pools' loads."""
+
+    worker: str
+    loads: list[PoolLoad]
+
+
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     """How was this call placed? `tenant`: whose it must be; None: anybody's."""
 
@@ -85,7 +93,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
     """JSON of gateway.explain_schema.ExplainReply."""
 
 
-Message = Changed | TenantChanged | Revoked | Called | Counted | Promised | Asked | Answered
+Message = Changed | TenantChanged | Revoked | Called | Counted | Promised | Loaded | Asked | Answered
 
 
 class _Letter(msgspec.Struct, frozen=True, array_like=True):

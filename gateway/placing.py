@@ -14,9 +14,10 @@ from gateway.explanations import ExplanationStore, PlacedCall, Placement
 from gateway.metrics import Metrics
 from gateway.scheduling.decision import Outcome
 from gateway.scheduling.lengths import ResponseLengths
-from gateway.scheduling.placement import Placed, Trace, place
+from gateway.scheduling.placement import Placed, Trace, able, place
 from gateway.scheduling.policy import Policy, PolicySettings, make_policy
 from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.work import work
 
 LEAST_TTFT = 1e-3
 """Seconds: what is left of a promise that has passed already."""
@@ -73,6 +74,12 @@ class Placer:
                 wanted, outcome, node, self._name, at, took, trace.tries, tuple(sorted(excluded)), trace.picture
             )
             await self._explanations.keep(call, kept)
+
+    async def refused_work(self, call: PlacedCall, request: GenerateRequest) -> float | None:
+        """What a request that no node takes would be to a node that could serve it."""
+        wanted, nodes = self._wanted(call, request, 0.0), await self._state.table()
+        rows = able(nodes, self._base, wanted, frozenset())
+        return work(nodes, int(rows[0]), wanted) if rows.size else None
 
     def _wanted(self, call: PlacedCall, request: GenerateRequest, elapsed: float) -> PlacementRequest:
         adapter, lengths = request.adapter, self.lengths

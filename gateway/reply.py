@@ -131,6 +131,8 @@ def invocation_headers(invocation: Invocation, generation: Generation) -> dict[s
 def server_timing(invocation: Invocation, generation: Generation) -> str:
     """Steps in milliseconds. The node's own figures where it has told them, else what the gateway saw."""
     steps = {**invocation.steps, "schedule": generation.schedule}
+    if generation.held:
+        steps = {"hold": generation.held, **steps}
     done, sent, started, first = generation.done, generation.sent_at, generation.started_at, generation.first_at
     if done is not None:
         cold = done.timing.cold_start

@@ -21,6 +21,7 @@ from adapters.sources import Sources
 from adapters.store import ObjectStore
 from adapters.tenants import Tenants
 from cluster.errors import ServiceError
+from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.state import ClusterState
@@ -36,12 +37,26 @@ from gateway.dispatch import Dispatcher
 from gateway.explain_schema import reply_of
 from gateway.explanations import MemoryExplanations
 from gateway.functions import Functions
+from gateway.holding import Hold
 from gateway.last_hour import LastHour
 from gateway.metrics import Metrics
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
-from gateway.peers import Answered, Asked, Called, Changed, Counted, Message, Peers, Promised, Revoked, TenantChanged
+from gateway.peers import (
+    Answered,
+    Asked,
+    Called,
+    Changed,
+    Counted,
+    Loaded,
+    Message,
+    Peers,
+    Promised,
+    Revoked,
+    TenantChanged,
+)
 from gateway.placing import Placer
+from gateway.pool_loads import PoolLoads
 from gateway.running import Running
 from gateway.shared_state import Shared, open_shared
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
@@ -72,6 +87,9 @@ class Services:
     usage: UsageLedger
     functions: Functions
     cluster: ClusterState
+    leases: Leases
+    loads: PoolLoads
+    hold: Hold
     peers: Peers
     record_rates: RecordRates
     secret: str
@@ -113,16 +131,20 @@ class Services:
                 self.last_hour.add_told(tenant, function, counts)
             case Promised(tenant, kept):
                 self.attainment.add_told(tenant, kept)
+            case Loaded(worker, loads):
+                self.loads.heard(worker, loads)
             case Asked(number, call, whose):
                 found = self.explanations.find_here(call, whose)
                 if found is not None:
                     self.peers.tell(Answered(number, msgspec.json.encode(reply_of(found))))
 
     def counted(self) -> list[Message]:
-        """What the other workers have not been told of the last hour, and of promises kept."""
+        """What the other workers have not been told of the last hour and of promises kept, and what they should know of
+        the pools' loads."""
         untold = self.last_hour.take_untold()
         counted = [Counted(tenant, function, counts) for (tenant, function), counts in untold.items()]
-        return [*counted, *(Promised(tenant, kept) for tenant, kept in self.attainment.take_untold().items())]
+        promised = [Promised(tenant, kept) for tenant, kept in self.attainment.take_untold().items()]
+        return [*counted, *promised, Loaded(self.loads.worker, self.loads.here())]
 
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)
@@ -163,7 +185,8 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         called = CalledDigests(lambda tenant, digest: peers.tell(Called(tenant, digest)))
         breakers = Breakers(monotonic, metrics.count_opened_circuit)
         client = _node_client(config, session, shared, secret, breakers)
-        explanations = MemoryExplanations()
+        explanations, loads = MemoryExplanations(), PoolLoads(monotonic)
+        hold = Hold(shared.cluster, shared.leases, base.fingerprint, config.hold_seconds, monotonic)
         placer = Placer(shared.cluster, config.policy, base.fingerprint, metrics, explanations, gateways=config.workers)
         services = Services(
             config=config,
@@ -180,11 +203,24 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
                 config, registry, threads, monotonic, lambda tenant, name: peers.tell(Changed(tenant, name))
             ),
             cluster=shared.cluster,
+            leases=shared.leases,
+            loads=loads,
+            hold=hold,
             peers=peers,
             record_rates=RecordRates(monotonic),
             secret=secret,
             dispatcher=Dispatcher(
-                shared.cluster, placer, client, running, metrics, last_hour, attainment, called, shared.limits
+                shared.cluster,
+                placer,
+                client,
+                running,
+                metrics,
+                last_hour,
+                attainment,
+                called,
+                shared.limits,
+                loads,
+                hold,
             ),
             breakers=breakers,
             node_calls=NodeCalls(session, secret, connect=config.connect_seconds),

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
 
+from cluster.leases import Leases, MemoryLeases, RedisLeases
 from cluster.limits import LimitState, MemoryLimits
 from cluster.redis_limits import RedisLimits
 from cluster.redis_link import RedisLink, prefix_of
@@ -28,6 +29,7 @@ log = logging.getLogger("gateway")
 class Shared:
     cluster: ClusterState
     limits: LimitState
+    leases: Leases
     peers: Peers
 
 
@@ -35,12 +37,15 @@ class Shared:
 async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Shared]:
     if config.redis is None:
         cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
-        yield Shared(cluster, MemoryLimits(monotonic), Peers(None))
+        yield Shared(cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None))
         return
     worker = f"{os.getpid()}-{secrets.token_hex(4)}"
     link = RedisLink(config.redis, prefix_of(secret), worker, monotonic)
     shared = Shared(
-        RedisClusterState(link, expiry=config.record_expiry), RedisLimits(link, config.workers), Peers(link)
+        RedisClusterState(link, expiry=config.record_expiry),
+        RedisLimits(link, config.workers),
+        RedisLeases(link),
+        Peers(link),
     )
     async with link.running(), shared.peers.running():
         if not await link.wait_until_up(START_SECONDS):

@@ -19,6 +19,10 @@ class StalePlan(InfraError):
     """The saved plan is not for what there is now."""
 
 
+class Unchanged(InfraError):
+    """It ended before anything was changed."""
+
+
 class TerraformFailed(InfraError):
     """terraform ended with an error of its own; the message repeats what it said."""
 

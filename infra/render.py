@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from infra.aws_modules import aws_parts
 from infra.errors import InfraError
 from infra.stack import Pool, S3State, Stack, check_stack, module_name, sharing_nodes
-from infra.text import literal
+from infra.text import literal, write_whole
 
 MODULES = Path(__file__).with_name("modules")
 ROOT_FILE = "main.tf.json"
@@ -59,7 +57,7 @@ def write_root(stack: Stack, directory: Path) -> str:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_modules(directory / "modules", {Path(part["source"]).name for part in root.get("module", {}).values()})
-        _replace(directory / ROOT_FILE, text)
+        write_whole(directory / ROOT_FILE, text)
     except OSError as error:
         raise InfraError(f"{error.filename or directory}: {error.strerror}") from error
     return text
@@ -122,11 +120,3 @@ def _write_modules(target: Path, names: set[str]) -> None:
     for name in sorted(names):
         shutil.rmtree(target / name, ignore_errors=True)
         shutil.copytree(MODULES / name, target / name, ignore=shutil.ignore_patterns("tests", ".terraform*"))
-
-
-def _replace(file: Path, text: str) -> None:
-    """Whole or not at all: a reader never sees half a file."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(text)
-    os.replace(temporary, file)

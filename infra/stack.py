@@ -21,10 +21,10 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     backend: Literal["aws", "local"]
     min: int = 0
     desired: int = 1
+    stated: int | None = None
+    """What serverless.yml says where the autoscaler has set another `desired`."""
     max: int = 1
     instance_type: str | None = None
-    scale_to_zero_after: float | None = None
-    """Seconds; None: the pool is never emptied by itself."""
 
 
 class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,8 +130,6 @@ def _check_pool(pool: Pool) -> None:
     where = f"node_pools.{pool.name}"
     if not pool.min <= pool.desired <= pool.max:
         raise InfraError(f"{where}: expected min <= desired <= max, found {pool.min}, {pool.desired}, {pool.max}")
-    if pool.scale_to_zero_after is not None:
-        raise InfraError(f"{where}.scale_to_zero_after: it is not built yet in this version; leave the key out")
     if pool.name == UP_POOL:
         raise InfraError(f"{where}: `garnish up` names its nodes {UP_POOL}-1, ...; give the pool another name")
     if pool.backend == "aws" and pool.instance_type is None:

@@ -168,16 +168,21 @@ def _event(line: str) -> Event | None:
 def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     """TERM and INT become one INT for terraform, which saves its state and ends; a second would make it give up."""
     came: list[int] = []
+    before: dict[int, Any] = {}
 
     def note(number: int, _frame: FrameType | None) -> None:
         if not came:
             process.send_signal(signal.SIGINT)
         came.append(number)
+        if callable(other := before[number]) and other is not signal.default_int_handler:
+            other(number, _frame)  # a program that goes on for longer than this command
 
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before |= {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, note)
     try:
         yield came
     finally:

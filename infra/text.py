@@ -1,8 +1,11 @@
-"""Texts in Terraform's JSON."""
+"""Texts in Terraform's JSON, and files that are written whole."""
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 _TEMPLATE = re.compile(r"([$%])\{")
@@ -15,3 +18,11 @@ def literal(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: literal(entry) for key, entry in value.items()}
     return [literal(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Whole or not at all: a reader never sees half a file. Raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(text)
+    os.replace(temporary, file)

@@ -90,7 +90,10 @@ class Workspace:
         if note.destroy or digest != note.plan_sha256:
             raise StalePlan("the saved plan is not the one that was shown; run `garnish infra plan` again")
         if note.made_for != made_for:
-            raise StalePlan("the saved plan was made for another serverless.yml; run `garnish infra plan` again")
+            raise StalePlan(
+                "the saved plan was made for another serverless.yml, or before the autoscaler changed a size; run "
+                "`garnish infra plan` again"
+            )
         return note
 
     def apply(self, on_event: Callable[[Event], None]) -> None:

@@ -322,6 +322,7 @@ class Desk:
             acknowledged=list(self._acknowledged),
             device=ready.device if ready else "",
             error=self.error,
+            pool=self._config.pool,
         )
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:

@@ -69,6 +69,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One node: its supervisor, API process and engine process."""
 
     node_id: str
+    pool: str = ""
+    """The node pool that it belongs to; empty: none."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: a free port, which the node announces in its record."""

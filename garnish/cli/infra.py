@@ -57,12 +57,15 @@ def plan(
     from garnish.screen import Screen
 
     with Screen(as_json) as screen:
-        note = Provision(file, state).plan(screen.progress)
+        provision = Provision(file, state)
+        note = provision.plan(screen.progress)
         screen.end_progress()
         _show(note, screen)
+        for line in provision.sizes_told():
+            screen.line(line)
         if note.changes:
             screen.line("the plan is saved: `garnish infra apply` carries it out")
-        screen.result(_result(note))
+        screen.result({**_result(note), "sizes": provision.sizes_told()})
     if detailed and note.changes:
         raise typer.Exit(CHANGES)
 

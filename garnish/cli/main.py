@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from garnish.cli import (
+    autoscale,
     explain,
     functions,
     infra,
@@ -46,6 +47,7 @@ logs.register(app)
 registry.register(app)
 simulate.register(app)
 infra.register(app)
+autoscale.register(app)
 
 
 @app.command()

@@ -64,6 +64,7 @@ def node(
     host: Annotated[str, typer.Option("--host", help="Listen here; the gateway must reach it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 0,
     host_nodes: HostNodes = None,
+    pool: Annotated[str, typer.Option("--pool", help="The node pool that it belongs to.")] = "",
 ) -> None:
     """Serve one node, which reports to a gateway."""
     from garnish.config import load_service_file
@@ -83,6 +84,7 @@ def node(
         port=port,
         host_nodes=host_nodes or 1,
         stop_seconds=SERVICE_STOP_SECONDS,
+        pool=pool,
     )
     check_secret(Path(config.secret_file))
     raise typer.Exit(run(config))

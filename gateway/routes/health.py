@@ -53,6 +53,8 @@ async def _nodes(services: Services) -> schema.Check:
     states = [record.state for record in records if record.base in (base.fingerprint, "")]
     if "ready" in states:
         return schema.Check(ok=True)
+    if await services.hold.applies():
+        return schema.Check(ok=True, problem="no node is ready: calls wait for one that the autoscaler starts")
     seen = ", ".join(sorted(states)) if states else "none has reported"
     return schema.Check(ok=False, problem=f"no node is ready to serve {base.id} ({seen})")
 

@@ -12,6 +12,7 @@ from gateway.scheduling.decision import Picture, picture
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.scores import Scores, ScoringPolicy
+from gateway.scheduling.work import work
 
 RETRY_AFTER = 1.0
 """Seconds after which a caller may find a free place or a started node."""
@@ -27,6 +28,10 @@ class Placed(msgspec.Struct, frozen=True):
     url: str
     forecast: float | None = None
     """Seconds from now to the first token; None where the policy makes no forecast."""
+    pool: str = ""
+    """The node's."""
+    work: float | None = None
+    """As gateway.scheduling.work reckons it."""
 
 
 class Trace(msgspec.Struct):
@@ -75,7 +80,8 @@ async def place(
         # The last attempt takes the place whatever has changed meanwhile, if there is one.
         seen = int(nodes.generation[row]) if attempt < ATTEMPTS - 1 else None
         if await state.reserve(record.id, request.id, demand, seen):
-            return Placed(record.id, record.epoch, record.url, _forecast(scores, row))
+            forecast, needs = _forecast(scores, row), work(nodes, row, request)
+            return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs)
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
 
 

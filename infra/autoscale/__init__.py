@@ -1,4 +1,5 @@
-"""How many nodes a pool should have: `sizing` decides from what the gateway sees, a driver brings it about.
+"""How many nodes a pool should have, and who brings it about.
 
-Not a command yet: nothing calls this until `garnish autoscale` does.
+`rounds` looks at the load and the sizes, `sizing` decides, a driver (`local`, `aws`) acts. `garnish autoscale`
+(garnish/autoscaling.py) gives them the gateway's picture of the load and the lease by which only one decides.
 """

@@ -15,10 +15,20 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
     max: int
     live: int
     """Nodes, or instances, that are there now, whether they can serve yet or not."""
+    settled: bool = True
+    """Whether nothing is left to do for `desired` to be so; else `set_desired` of the same size does it."""
 
 
-class Throttled(InfraError):
-    """Asked too often; the next round tries again."""
+class Later(InfraError):
+    """Not now; the next round tries again."""
+
+
+class Throttled(Later):
+    """Asked too often."""
+
+
+class Draining(Later):
+    """Nodes that go have requests open."""
 
 
 class PoolDriver(Protocol):

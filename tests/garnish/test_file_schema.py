@@ -29,6 +29,7 @@ SHAPE: dict[str, Any] = {
     "auth": None,
     "gateway": (
         "host", "port", "workers", "secret_file", "redis", "webhook_hosts", "allowed_sources", "node_hosts", "policy",
+        "hold",
     ),
     "node": (
         "device", "runner", "dtype", "adapter_memory", "kv_memory", "host_memory", "cpu_workers", "cold_start",
@@ -37,7 +38,7 @@ SHAPE: dict[str, Any] = {
     "infra": ("state",),
     "tenants": {"weight", "slo", "limits"},
     "functions": {"adapter", "alias", "provisioned", "idle_ttl"},
-    "node_pools": {"backend", "instance_type", "scale_to_zero_after"},
+    "node_pools": {"backend", "instance_type", "scale_to_zero_after", "scaling"},
 }  # fmt: skip
 
 
@@ -76,7 +77,14 @@ def has_text_of_a_number(value: Any, path: tuple[str, ...] = ()) -> bool:
     """What the loader takes for the sake of environment variables, or replaces by them."""
     if isinstance(value, dict):
         return any(has_text_of_a_number(item, (*path, name)) for name, item in value.items())
-    quantity = path and path[-1] in ("adapter_memory", "kv_memory", "host_memory", "idle_ttl", "scale_to_zero_after")
+    quantity = path and path[-1] in (
+        "adapter_memory",
+        "kv_memory",
+        "host_memory",
+        "idle_ttl",
+        "scale_to_zero_after",
+        "hold",
+    )
     return value == "${env:X}" or (value in ("7", "10", "0") and not quantity)
 
 

@@ -47,7 +47,7 @@ functions:
   summarize: {tenant: acme, adapter: ./adapters/summarize, alias: prod}
 node_pools:
   l40s: {backend: aws, instance_type: g6e.2xlarge, min: 0, desired: 1, max: 8, scale_to_zero_after: 10m}
-  here: {backend: local, min: 1, desired: 1, max: 3}
+  here: {backend: local, min: 1, desired: 1, max: 3, scaling: {queue_wait: 250ms, attainment: 0.9, down: 2m}}
 infra: {state: s3://acme-terraform/garnish}
 """,
     )
@@ -56,6 +56,8 @@ infra: {state: s3://acme-terraform/garnish}
     assert (service.node.simulate.link, service.node.simulate.store) == (1e9, 2e8)
     assert service.node.simulate.worker_repeats == 7
     assert service.node_pools["l40s"].scale_to_zero_after == 600
+    scaling = service.node_pools["here"].scaling
+    assert (scaling.queue_wait, scaling.attainment, scaling.up, scaling.down) == (0.25, 0.9, 15.0, 120.0)
     assert service.path(service.functions["summarize"].adapter) == tmp_path / "adapters" / "summarize"
     assert tenant_names(service) == ("acme", "globex")
 
@@ -101,6 +103,19 @@ def test_the_least_that_is_needed(tmp_path: Path) -> None:
         ),
         (HEAD + "node_pools:\n  p: {backend: gcp}\n", 4, "node_pools.p.backend", "expected one of aws, local"),
         (HEAD + "node_pools:\n  p: {backend: aws, min: 3}\n", 4, "node_pools.p", "min <= desired <= max"),
+        (
+            HEAD + "node_pools:\n  p: {backend: local, min: 1, scale_to_zero_after: 1m}\n",
+            4,
+            "node_pools.p.scale_to_zero_after",
+            "min is 1: expected 0",
+        ),
+        (HEAD + "node_pools:\n  p: {backend: local, scaling: {up: x}}\n", 4, "node_pools.p.scaling.up", "a duration"),
+        (
+            HEAD + "node_pools:\n  p: {backend: local, scaling: {utilisation: 0}}\n",
+            4,
+            "node_pools.p.scaling.utilisation",
+            "> 0",
+        ),
     ],
 )
 def test_mistakes(tmp_path: Path, text: str, line: int | None, field: str, told: str) -> None:

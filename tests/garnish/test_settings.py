@@ -32,6 +32,13 @@ def test_gateway(tmp_path: Path, base: Base) -> None:
     assert config.allowed_sources == ()
 
 
+def test_how_long_calls_wait_for_a_first_node(tmp_path: Path, base: Base) -> None:
+    assert gateway_config(load(tmp_path, ""), base, tmp_path).hold_seconds == 60.0
+    assert gateway_config(load(tmp_path, "gateway: {hold: 90s}\n"), base, tmp_path).hold_seconds == 90.0
+    with pytest.raises(ServiceFileError, match="hold_seconds: must be 0 to max_timeout"):
+        gateway_config(load(tmp_path, "gateway: {hold: 2h}\n"), base, tmp_path)
+
+
 def test_allowed_sources(tmp_path: Path, base: Base) -> None:
     service = load(tmp_path, "gateway: {allowed_sources: ['s3://acme-training/']}\n")
     assert gateway_config(service, base, tmp_path).allowed_sources == ("s3://acme-training/",)
@@ -60,7 +67,8 @@ def test_no_keys_only_on_loopback(tmp_path: Path, base: Base) -> None:
 def test_node(tmp_path: Path, base: Base) -> None:
     simulate = "{link: 3MB/s, worker_repeats: 5}"
     text = f"node: {{device: cpu, dtype: float16, adapter_memory: 1MiB, kv_memory: 2MiB, simulate: {simulate}}}\n"
-    config = node_config(load(tmp_path, text), base, tmp_path, node_id="n", gateway_url="http://g")
+    config = node_config(load(tmp_path, text), base, tmp_path, node_id="n", gateway_url="http://g", pool="here")
+    assert config.pool == "here"
     engine = config.engine
     assert (engine.device, engine.dtype, engine.adapter_memory, engine.kv_memory) == (
         "cpu",

@@ -129,6 +129,32 @@ def _attained(client: httpx.Client) -> tuple[int, float | None]:
     return window["calls"], window["all"]
 
 
+def test_an_autoscaler_sees_the_load_of_both_workers(pair: Pair) -> None:
+    pair.node.script = hang_after_first
+    with ExitStack() as stack:
+        one, two = [stack.enter_context(pair.client(worker)) for worker in pair.workers]
+        assert pair.node.publish(pair.url, pool="here").status_code == 204
+
+        def sees(opened: int) -> bool:
+            told = [client.get("/pools").json() for client in (one, two)]
+            counts = [sum(pool["open_requests"] for pool in seen["pools"]) for seen in told]
+            return counts == [opened, opened] and [seen["workers"] for seen in told] == [2, 2]
+
+        with stream(one), stream(two):
+            pair.until(lambda: sees(2))
+            pair.node.go_on.set()
+        pair.until(lambda: sees(0))
+
+        body = {"seconds": 60.0}
+        assert one.put("/pools/autoscaler", json={**body, "holder": "a"}).json()["holder"] == "a"
+        assert two.put("/pools/autoscaler", json={**body, "holder": "b"}).json()["holder"] == "a"
+        assert two.put("/pools/autoscaler", json={"seconds": 0, "holder": "a"}).json()["holder"] is None
+        pair.redis.kill()
+        pair.until(lambda: two.get("/pools").json()["stale"] is not None)
+        refused = two.put("/pools/autoscaler", json={**body, "holder": "b"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "unavailable")
+
+
 def test_a_limit_holds_for_both_workers_until_one_dies(pair: Pair) -> None:
     Tenants(LocalStore(Path(pair.config.registry))).put("default", limits=Limits(concurrent=1))
     pair.node.script = hang_after_first

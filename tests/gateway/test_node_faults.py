@@ -230,6 +230,7 @@ def test_too_many_requests_at_once(start: Callable[..., Running]) -> None:
         assert error_of(reply) == (429, "overloaded")
         assert int(reply.headers["retry-after"]) >= 1
         assert second.get("/healthz").status_code == 200
+        assert running.client("admin").get("/pools").status_code == 200
         node.go_on.set()
         list(events)
     node.script = echo

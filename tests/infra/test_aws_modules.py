@@ -131,6 +131,7 @@ def test_the_unit_in_user_data_starts_what_there_is(tmp_path: Path) -> None:
     takes(words)
     # The shell leaves these for systemd.
     assert r"--node-id \${NODE_ID}" in start and r"--port \${NODE_PORT}" in start
+    assert "--pool l40s " in start
 
 
 def test_what_is_rendered_for_aws() -> None:

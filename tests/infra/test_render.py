@@ -54,7 +54,6 @@ def test_state_lies_beside_the_root_module_or_locked_on_s3() -> None:
         ((pool("a", 5),), r"node_pools.a: expected min <= desired <= max, found 0, 5, 3"),
         ((pool("a", 1, min=2),), "min <= desired <= max"),
         ((pool("a.b"), pool("a_b")), "a.b and a_b are one name to Terraform"),
-        ((pool("a", scale_to_zero_after=600.0),), "not built yet in this version"),
         ((pool("node"),), "give the pool another name"),
         ((pool("a", max=65),), "at most 64 nodes, found max 65"),
         ((pool("a", backend="aws"),), "needs an instance_type"),

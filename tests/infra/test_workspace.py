@@ -243,6 +243,34 @@ def test_ctrl_c_is_passed_on_and_the_state_stays_good(place: Place, applying: su
     assert place.plan(place.stack(pool(desired=2))) == []
 
 
+LONGER = """
+import signal, sys
+from pathlib import Path
+from infra.errors import Interrupted
+from infra.terraform import find_program
+from infra.workspace import Workspace
+came = []
+signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+try:
+    Workspace(Path(sys.argv[1]), find_program()).apply(lambda event: print(event["type"], flush=True))
+except Interrupted:
+    print(f"came: {len(came)}", flush=True)
+"""
+
+
+def test_a_program_that_goes_on_hears_of_it_too(place: Place) -> None:
+    (place.state / "wait").touch()
+    place.plan(place.stack(pool(desired=1)))
+    command = [sys.executable, "-c", LONGER, str(place.workspace.directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.strip() == "provision_start":
+                break
+        process.terminate()
+        assert "came: 1" in process.stdout.read()
+
+
 def test_a_state_on_s3_is_kept_and_locked_there(place: Place, s3_endpoint: str) -> None:
     """moto's server wants paths and has no accounts: only that differs from what is rendered."""
     boto3.client("s3").create_bucket(Bucket="acme-tf")

@@ -1,0 +1,87 @@
+"""Leases: of several that could do a thing, one may, for as long as it goes on saying so.
+
+A lease that is not prolonged ends by itself. Its holder counts the time from before it asked, so that it stops sooner
+than anyone else can begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from cluster.redis_link import RedisLink
+
+
+class Lease(msgspec.Struct, frozen=True):
+    holder: str
+    """Empty: nobody."""
+    seconds: float
+    """Until it ends by itself."""
+
+
+NOBODY = Lease("", 0.0)
+
+
+class Leases(Protocol):
+    """Shared by all gateway workers. Every method may raise RedisAway."""
+
+    async def take(self, name: str, holder: str, seconds: float) -> Lease:
+        """Take the lease, or prolong it, for so long from now; another's, while it lasts, is left and returned."""
+        ...
+
+    async def free(self, name: str, holder: str) -> None:
+        """Nothing happens when it is another's."""
+        ...
+
+    async def look(self, name: str) -> Lease:
+        """Whose it is now."""
+        ...
+
+
+class MemoryLeases:
+    """Of one gateway process, and gone with it. `clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[str, tuple[str, float]] = {}
+
+    async def take(self, name: str, holder: str, seconds: float) -> Lease:
+        known = await self.look(name)
+        if known.holder not in ("", holder):
+            return known
+        self._held[name] = holder, self._clock() + seconds
+        return Lease(holder, seconds)
+
+    async def free(self, name: str, holder: str) -> None:
+        if (await self.look(name)).holder == holder:
+            del self._held[name]
+
+    async def look(self, name: str) -> Lease:
+        holder, end = self._held.get(name, ("", -math.inf))
+        left = end - self._clock()
+        return Lease(holder, left) if left > 0 else NOBODY
+
+
+class RedisLeases:
+    """By Redis's clock."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    async def take(self, name: str, holder: str, seconds: float) -> Lease:
+        return await self._run("take", name, holder, seconds)
+
+    async def free(self, name: str, holder: str) -> None:
+        await self._run("free", name, holder)
+
+    async def look(self, name: str) -> Lease:
+        return await self._run("look", name)
+
+    async def _run(self, action: str, name: str, holder: str = "", seconds: float = 0.0) -> Lease:
+        held, left = await self._link.run(
+            "lease", [self._link.key("lease", name)], [action, holder, round(seconds * 1000)]
+        )
+        return Lease(held.decode(), left / 1000) if held else NOBODY

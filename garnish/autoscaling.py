@@ -1,0 +1,198 @@
+"""`garnish autoscale`: rounds of looking and deciding, between the gateway, the lease and the drivers of the pools."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from garnish.client import Client
+from garnish.config import ServiceFile, load_service_file
+from garnish.connection import find_connection
+from garnish.errors import FrontDoorError, GarnishError
+from garnish.node_pools import stack_of
+from garnish.operate import lease_call, pools_call
+from garnish.provision import told
+from garnish.this_host import ThisHost
+from gateway import pool_schema
+from infra.autoscale.driver import PoolDriver
+from infra.autoscale.local import LocalDriver
+from infra.autoscale.rounds import Autoscaler, Away, Decided, Picture, Scaled, View
+from infra.autoscale.sizing import Load, Targets
+from infra.errors import Interrupted
+from infra.instances import gpus_of
+from infra.stack import check_stack
+
+INTERVAL = 2.0
+"""Seconds between two rounds."""
+LEASE_SECONDS = 15.0
+RENEW_SECONDS = 4.0
+"""Between two prolongations of the lease."""
+Tell = Callable[[Decided], None]
+
+
+class LeaseKeeper:
+    """Asks for the lease again and again, in a thread of its own: a change of a pool may take minutes."""
+
+    def __init__(self, state: Path) -> None:
+        self.holder = (
+            f"{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())[:100]}:{os.getpid()}:{secrets.token_hex(3)}"
+        )
+        self._state = state
+        self._ends = -float("inf")
+        self._why = "the lease was not asked for yet"
+        self._asked, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+
+    def trouble(self) -> str | None:
+        """Why this process may not act; None while it leads, by its own clock from before the gateway was asked."""
+        return None if time.monotonic() < self._ends else self._why
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The first answer, or failure, is there when the context begins; the lease is given back when it ends."""
+        self._thread.start()
+        self._asked.wait(LEASE_SECONDS)
+        try:
+            yield
+        finally:
+            self._over.set()
+            self._thread.join(LEASE_SECONDS)
+
+    def _keep(self) -> None:
+        with _client(self._state) as client:
+            while not self._over.is_set():
+                self._ask(client, LEASE_SECONDS)
+                self._asked.set()
+                self._over.wait(RENEW_SECONDS)
+            self._ask(client, 0.0)
+
+    def _ask(self, client: Client, seconds: float) -> None:
+        began = time.monotonic()
+        try:
+            reply = client.ask(lease_call(self.holder, seconds), pool_schema.LeaseReply)
+        except GarnishError as error:  # what was granted before holds until its end
+            self._why = f"the lease can't be had: {error}"
+            return
+        if reply.holder == self.holder:
+            self._ends, self._why = began + reply.seconds, "the lease has run out"
+        else:
+            self._ends, self._why = -float("inf"), f"the autoscaler {reply.holder} leads"
+
+
+def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> bool:
+    """Until a signal comes, or for one round. Whether the last round went well. Raises FrontDoorError."""
+    service, keeper = load_service_file(file), LeaseKeeper(state)
+    if not service.node_pools:
+        raise FrontDoorError(f"{file}: there are no node_pools to scale")
+    with told():
+        check_stack(stack_of(service, state.absolute()))
+    with told(), _stopped() as stop, _client(state) as client, keeper.running():
+        each = {name: _nodes_each(service, name) for name in service.node_pools}
+        scaler = Autoscaler(
+            _pools(service, file, state), lambda: picture_of(client, each), keeper.trouble, time.monotonic
+        )
+        while not stop.is_set():
+            try:
+                decided = scaler.round(once=once)
+            except Interrupted:
+                break
+            for entry in decided:
+                tell(entry)
+            if once:
+                return all(entry.action != "held" for entry in decided)
+            stop.wait(INTERVAL)
+    return True
+
+
+def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
+    """Raises Away."""
+    try:
+        seen = client.ask(pools_call(), pool_schema.PoolList)
+    except GarnishError as error:
+        raise Away(f"the gateway does not tell the load: {error}") from error
+    if seen.stale is not None:
+        raise Away("Redis is away, and what the gateway knows of the load is not current")
+    pools = {
+        pool.pool: View(_load(pool, nodes_each[pool.pool]), pool.ready / nodes_each[pool.pool])
+        for pool in seen.pools
+        if pool.pool in nodes_each
+    }
+    return Picture(pools, _load(seen.unplaced, 1))
+
+
+def _load(load: pool_schema.Load, each: int) -> Load:
+    """In units of `each` nodes."""
+    return Load(
+        open_requests=load.open_requests,
+        queue_wait=load.queue_wait,
+        demand=load.demand / each,
+        backlog=load.backlog / each,
+        attainment=load.attainment,
+    )
+
+
+def _pools(service: ServiceFile, file: Path, state: Path) -> list[Scaled]:
+    local, aws = LocalDriver(ThisHost(file, state.absolute()), time.monotonic), _aws_driver(service, state.absolute())
+    found = []
+    for name, pool in service.node_pools.items():
+        scaling = pool.scaling
+        targets = Targets(
+            min=pool.min,
+            max=pool.max,
+            queue_wait=scaling.queue_wait,
+            attainment=scaling.attainment,
+            utilisation=scaling.utilisation,
+            up_seconds=scaling.up,
+            down_seconds=scaling.down,
+            scale_to_zero_after=pool.scale_to_zero_after,
+        )
+        driver = local if pool.backend == "local" else aws
+        assert driver is not None
+        found.append(Scaled(name, driver, targets))
+    return found
+
+
+def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
+    if all(pool.backend != "aws" for pool in service.node_pools.values()):
+        return None
+    from infra.autoscale.aws import AwsDriver
+    from infra.autoscale.noted import NotedDriver
+
+    assert service.infra.aws is not None
+    host = ThisHost(service.file, state)
+    return NotedDriver(AwsDriver(service.service, service.infra.aws.region), host.directory, host.stated)
+
+
+def _nodes_each(service: ServiceFile, name: str) -> int:
+    """Nodes that the pool's driver counts as one: an instance has a node per GPU."""
+    pool = service.node_pools[name]
+    return gpus_of(pool.instance_type or "", f"node_pools.{name}").count if pool.backend == "aws" else 1
+
+
+def _client(state: Path) -> Client:
+    return Client(connection=find_connection(None, None, os.environ, state=state, admin=True))
+
+
+@contextmanager
+def _stopped() -> Iterator[threading.Event]:
+    """Set by INT and TERM."""
+    stop = threading.Event()
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,60 @@
+"""`garnish autoscale`: sizes of the node pools, by their load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+
+if TYPE_CHECKING:
+    from garnish.screen import Screen
+    from infra.autoscale.rounds import Decided
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(autoscale)
+
+
+def autoscale(
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    once: Annotated[bool, typer.Option("--once", help="One round; it makes no pool smaller.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Keep the node pools as large as their load asks, within their bounds, until Ctrl-C."""
+    from garnish.autoscaling import autoscale as scale
+    from garnish.screen import Screen
+
+    screen, shown = Screen(as_json), dict[str, tuple[object, ...]]()
+    with screen:
+        well = scale(file, state, lambda decided: _show(decided, screen, shown, every=once), once=once)
+    raise typer.Exit(0 if well else 1)
+
+
+def _show(decided: Decided, screen: Screen, shown: dict[str, tuple[object, ...]], *, every: bool) -> None:
+    """JSON: every decision. For people: what differs from the pool's last line."""
+    import time
+
+    import msgspec
+
+    screen.result({"at": round(time.time(), 3), **msgspec.to_builtins(decided)})
+    line = (decided.action, decided.size, decided.wanted, decided.reason if decided.action == "held" else "")
+    before = shown.get(decided.pool)
+    if every or before is None or (before != line and (decided.action != "none" or before[0] == "held")):
+        screen.line(f"{decided.pool}: {_told(decided)}")
+    shown[decided.pool] = line
+
+
+def _told(decided: Decided) -> str:
+    at = "" if decided.size is None else f" at {decided.size}"
+    match decided.action:
+        case "set" if decided.size != decided.wanted:
+            return f"{decided.size} -> {decided.wanted}: {decided.reason}"
+        case "held":
+            return f"held{at}: {decided.reason}"
+        case "waits":
+            return f"waits{at}: {decided.reason}"
+        case _:
+            return f"stays{at}: {decided.reason}"

@@ -1,0 +1,80 @@
+"""What the driver of local pools needs of this host: the service file, nodes' processes, Terraform and the gateway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from garnish.client import Client
+from garnish.config import load_service_file
+from garnish.connection import find_connection
+from garnish.drain import known_nodes, open_requests
+from garnish.errors import FrontDoorError, GarnishError
+from garnish.node_pools import infra_directory, stack_of
+from garnish.operate import drain_call
+from garnish.provision import Provision, unchanged
+from gateway.schema import NodeItem
+from infra.errors import InfraError
+from infra.local.processes import NodeKey, running_nodes
+from infra.stack import Stack, node_id
+
+
+class ThisHost:
+    """As infra.autoscale.local.Host; `state` is absolute."""
+
+    def __init__(self, file: Path, state: Path) -> None:
+        self._file, self._state = file, state
+        with _told():
+            self.directory = infra_directory(load_service_file(file), state)
+
+    def stack(self) -> Stack:
+        with _told():
+            return stack_of(load_service_file(self._file), self._state)
+
+    def stated(self, pool: str) -> int:
+        """`desired` in the service file now."""
+        with _told():
+            entry = load_service_file(self._file).node_pools.get(pool)
+        if entry is None:
+            raise InfraError(f"node_pools.{pool}: the service file has no such pool any more")
+        return entry.desired
+
+    def running(self) -> set[str]:
+        stack = self.stack()
+        keys = [
+            NodeKey(state=str(self._state), service=stack.service, pool=pool.name, node=node_id(pool.name, number + 1))
+            for pool in stack.local_pools
+            for number in range(pool.max)
+        ]
+        return {key.node for key in running_nodes(self._state, stack.service, keys)}
+
+    def open_requests(self) -> Mapping[str, int]:
+        with _told(), self._client() as client:
+            return {name: open_requests(node) for name, node in known_nodes(client).items()}
+
+    def drain(self, node: str, wanted: bool) -> None:
+        with _told(), self._client() as client:
+            try:
+                client.ask(drain_call(node, wanted), NodeItem)
+            except GarnishError as error:
+                if error.type not in ("not_found", "node_failed"):  # it has died, or never came up
+                    raise
+
+    def apply(self) -> None:
+        with unchanged():
+            provision = Provision(self._file, self._state)
+        provision.resize(lambda _text: None)
+
+    def _client(self) -> Client:
+        return Client(connection=find_connection(None, None, os.environ, state=self._state, admin=True))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Failures of the front door as the driver tells them."""
+    try:
+        yield
+    except FrontDoorError as error:
+        raise InfraError(str(error)) from error

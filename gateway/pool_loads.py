@@ -1,0 +1,170 @@
+"""What calls ask of the node pools, as this gateway worker sees it and as the others tell.
+
+Counts are of requests to nodes (a call has one per choice). Those that no node could take, held or refused, belong to
+no pool: they are kept under None.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+WINDOW = 10
+"""Seconds over which arrivals and kept promises are counted, in slices of one second."""
+TOLD_SECONDS = 5.0
+"""What another worker told is believed for so long."""
+
+
+class PoolLoad(msgspec.Struct, array_like=True):
+    """Of one pool, by one worker or by several together. Work is in seconds of one node's time, by its cost model."""
+
+    pool: str | None
+    """Empty: nodes of no pool; None: no node could take these requests."""
+    open: int = 0
+    queue_wait: float = 0.0
+    """Seconds, of the request that has waited longest."""
+    arrived: float = 0.0
+    """Work of the requests that came within the window; only of nodes whose costs were measured."""
+    backlog: float = 0.0
+    """Work of the requests that wait."""
+    promised: int = 0
+    """Calls that ended within the window and to which something was promised."""
+    held: int = 0
+    """Of them those that got it."""
+
+    def add(self, other: PoolLoad) -> None:
+        self.queue_wait = max(self.queue_wait, other.queue_wait)
+        for name in ("open", "arrived", "backlog", "promised", "held"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def demand(self) -> float:
+        """Work per second: nodes."""
+        return self.arrived / WINDOW
+
+    @property
+    def attainment(self) -> float | None:
+        return self.held / self.promised if self.promised else None
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.open = 0
+        self.waiting: dict[Stay, None] = {}
+        self.slices: deque[tuple[int, PoolLoad]] = deque()
+
+    def forget(self, second: int) -> None:
+        """What the window has left behind."""
+        while self.slices and self.slices[0][0] <= second - WINDOW:
+            self.slices.popleft()
+
+    def now(self, second: int) -> PoolLoad:
+        """The current slice."""
+        self.forget(second)
+        if not self.slices or self.slices[-1][0] != second:
+            self.slices.append((second, PoolLoad(None)))
+        return self.slices[-1][1]
+
+
+class Stay:
+    """One request among the pools' loads, from its first wait to its end."""
+
+    def __init__(self, loads: PoolLoads, since: float) -> None:
+        self._loads = loads
+        self.since = since
+        self.work = 0.0
+        self.pool: str | None = None
+        self._there = self._counted = False
+
+    def wait(self, pool: str | None, work: float | None) -> None:
+        """It waits for a node of the pool (None: for any node at all). May be said again of another pool."""
+        self.end()
+        self.pool, self.work, self._there = pool, work or 0.0, True
+        entry = self._loads.entry(pool)
+        entry.open += 1
+        entry.waiting[self] = None
+        if pool is not None and not self._counted:
+            self._counted = True
+            self._loads.slice(pool).arrived += self.work
+
+    def begin(self) -> None:
+        """It waits no longer."""
+        if self._there:
+            self._loads.entry(self.pool).waiting.pop(self, None)
+
+    def end(self) -> None:
+        """It has left. Nothing happens when it has left already."""
+        if self._there:
+            self.begin()
+            self._loads.entry(self.pool).open -= 1
+            self._there = False
+
+    def judge(self, kept: bool) -> None:
+        """Its call has ended, and something had been promised."""
+        counts = self._loads.slice(self.pool)
+        counts.promised += 1
+        counts.held += kept
+
+
+class PoolLoads:
+    """`clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pools: dict[str | None, _Pool] = {}
+        self._told: dict[str, tuple[float, list[PoolLoad]]] = {}
+        self.worker = secrets.token_hex(4)
+
+    def stay(self, since: float) -> Stay:
+        """A request that came at `since`."""
+        return Stay(self, since)
+
+    def refuse(self, work: float | None) -> None:
+        """A request was refused because every node was full."""
+        self.slice(None).arrived += work or 0.0
+
+    def here(self) -> list[PoolLoad]:
+        """What this worker sees."""
+        now = self._clock()
+        summed = [self._summed(name, pool, now) for name, pool in self._pools.items()]
+        self._pools = {name: pool for name, pool in self._pools.items() if pool.open or pool.slices}
+        return summed
+
+    def heard(self, worker: str, loads: list[PoolLoad]) -> None:
+        """Another worker has told what it sees."""
+        self._told[worker] = self._clock(), loads
+
+    def everywhere(self) -> tuple[dict[str | None, PoolLoad], int]:
+        """By pool, over all workers that were heard of lately; and how many these are, this one included."""
+        oldest = self._clock() - TOLD_SECONDS
+        self._told = {worker: told for worker, told in self._told.items() if told[0] > oldest}
+        sums: dict[str | None, PoolLoad] = {}
+        for loads in (self.here(), *(loads for _, loads in self._told.values())):
+            add_up(sums, loads)
+        return sums, 1 + len(self._told)
+
+    def entry(self, pool: str | None) -> _Pool:
+        found = self._pools.get(pool)
+        if found is None:
+            found = self._pools[pool] = _Pool()
+        return found
+
+    def slice(self, pool: str | None) -> PoolLoad:
+        """The counts of the current second."""
+        return self.entry(pool).now(int(self._clock()))
+
+    def _summed(self, name: str | None, pool: _Pool, now: float) -> PoolLoad:
+        pool.forget(int(now))
+        oldest = min((stay.since for stay in pool.waiting), default=now)
+        summed = PoolLoad(name, pool.open, max(0.0, now - oldest), backlog=sum(stay.work for stay in pool.waiting))
+        for _, counts in pool.slices:
+            summed.add(counts)
+        return summed
+
+
+def add_up(sums: dict[str | None, PoolLoad], loads: Iterable[PoolLoad]) -> None:
+    for load in loads:
+        sums.setdefault(load.pool, PoolLoad(load.pool)).add(load)

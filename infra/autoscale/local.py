@@ -1,0 +1,120 @@
+"""The driver of local pools: the size is noted beside Terraform's state, and Terraform makes it so.
+
+A pool that becomes smaller loses its last nodes. They are drained first, over as many rounds as that takes, and get
+requests again when the pool is to stay as it is after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from infra.autoscale.driver import Draining, PoolSize, check_bounds
+from infra.autoscale.sizes import SetSize, read_sizes, set_size
+from infra.errors import InfraError, Unchanged
+from infra.stack import Pool, Stack, node_id
+
+DRAIN_SECONDS = 600.0
+"""Then a node goes all the same, and ends its open requests by itself."""
+
+
+class Host(Protocol):
+    """What can be seen and done on this host. All of it may raise InfraError."""
+
+    directory: Path
+    """Of the sizes and Terraform's state."""
+
+    def stack(self) -> Stack:
+        """As the service file and the sizes say now."""
+        ...
+
+    def running(self) -> Collection[str]:
+        """Ids of the nodes whose process lives."""
+        ...
+
+    def open_requests(self) -> Mapping[str, int]:
+        """Of each node that the gateway knows."""
+        ...
+
+    def drain(self, node: str, wanted: bool) -> None:
+        """Nothing happens to a node that is not there."""
+        ...
+
+    def apply(self) -> None:
+        """Make what the stack says so, as far as it is a matter of how many nodes there are. Raises Unchanged where
+        it did not come to that."""
+        ...
+
+
+class LocalDriver:
+    """`clock` is monotonic seconds."""
+
+    def __init__(self, host: Host, clock: Callable[[], float]) -> None:
+        self._host, self._clock = host, clock
+        self._since: dict[str, float] = {}
+        """When each node was drained."""
+
+    def size(self, pool: str) -> PoolSize:
+        entry, live = self._pool(pool), self._live(pool)
+        settled = live == _nodes(pool, entry.desired) and not self._noted(pool, entry).draining
+        return PoolSize(min=entry.min, desired=entry.desired, max=entry.max, live=len(live), settled=settled)
+
+    def set_desired(self, pool: str, size: int) -> None:
+        """Raises Draining while nodes that go have requests open."""
+        known, entry = self.size(pool), self._pool(pool)
+        check_bounds(pool, size, known)
+        if size == known.desired and known.settled:
+            return
+        noted = self._noted(pool, entry)
+        self._undrain(set(noted.draining) & _nodes(pool, size))
+        going = sorted(self._live(pool) - _nodes(pool, size))
+        if going:
+            set_size(self._host.directory, pool, SetSize(entry.desired, noted.stated, going))
+            self._drain(going)
+        set_size(self._host.directory, pool, SetSize(size, noted.stated, going))
+        try:
+            if self._live(pool) != _nodes(pool, size):
+                self._host.apply()
+        except Unchanged:
+            set_size(self._host.directory, pool, SetSize(entry.desired, noted.stated, going))
+            raise
+        set_size(self._host.directory, pool, SetSize(size, noted.stated))
+
+    def _drain(self, nodes: Collection[str]) -> None:
+        now = self._clock()
+        for node in nodes:
+            if node not in self._since:
+                self._host.drain(node, True)
+                self._since[node] = now
+        counts = self._host.open_requests()
+        busy = [node for node in sorted(nodes) if counts.get(node) and now - self._since[node] < DRAIN_SECONDS]
+        if busy:
+            raise Draining(f"requests are open on {', '.join(busy)}, which will go")
+
+    def _undrain(self, nodes: Collection[str]) -> None:
+        for node in sorted(nodes):
+            self._host.drain(node, False)
+            self._since.pop(node, None)
+
+    def _pool(self, pool: str) -> Pool:
+        for entry in self._host.stack().local_pools:
+            if entry.name == pool:
+                return entry
+        raise InfraError(f"node_pools.{pool}: the service file has no such local pool any more")
+
+    def _noted(self, pool: str, entry: Pool) -> SetSize:
+        stated = entry.desired if entry.stated is None else entry.stated
+        known = read_sizes(self._host.directory).get(pool)
+        return SetSize(entry.desired, stated, known.draining if known is not None else [])
+
+    def _live(self, pool: str) -> set[str]:
+        live = {node for node in self._host.running() if node.rpartition("-")[0] == pool}
+        for node in set(self._since) - live:
+            if node.rpartition("-")[0] == pool:
+                del self._since[node]
+        return live
+
+
+def _nodes(pool: str, size: int) -> set[str]:
+    return {node_id(pool, number + 1) for number in range(size)}

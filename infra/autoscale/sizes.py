@@ -1,0 +1,67 @@
+"""The sizes that the autoscaler has set, kept beside Terraform's state of this host: `sizes.json`.
+
+`garnish infra plan` and `apply` take them instead of `desired` in serverless.yml, so that neither undoes what the
+autoscaler did. Who then edits `desired` means it: a size that was set while the file said something else counts no
+more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from infra.errors import InfraError
+from infra.text import write_whole
+
+FILE = "sizes.json"
+
+
+class SetSize(msgspec.Struct, frozen=True):
+    size: int
+    stated: int
+    """`desired` in serverless.yml at that time."""
+    draining: list[str] = []
+    """Nodes that are drained because the pool is to become smaller."""
+
+
+def read_sizes(directory: Path) -> dict[str, SetSize]:
+    """By pool. Raises InfraError for a file that can't be read: to go on without it would undo what it says."""
+    file = directory / FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, SetSize])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise InfraError(
+            f"{file} can't be read ({error}): it holds the sizes that the autoscaler has set; mend it, or delete it to "
+            "return to `desired` of serverless.yml"
+        ) from error
+
+
+def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
+    """Raises InfraError."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = msgspec.json.format(msgspec.json.encode(sizes, order="sorted")).decode()
+        write_whole(directory / FILE, text)
+    except OSError as error:
+        raise InfraError(f"{error.filename or directory}: {error.strerror}") from error
+
+
+def set_size(directory: Path, pool: str, size: SetSize) -> None:
+    """Raises InfraError. For the only autoscaler: nobody else writes."""
+    known = read_sizes(directory)
+    if known.get(pool) != size:
+        write_sizes(directory, {**known, pool: size})
+
+
+def forget_sizes(directory: Path) -> None:
+    (directory / FILE).unlink(missing_ok=True)
+
+
+def in_force(set_size: SetSize | None, stated: int, least: int, most: int) -> int:
+    """The size that counts: as set, within the bounds, unless `desired` was edited since."""
+    if set_size is None or set_size.stated != stated:
+        return stated
+    return max(least, min(set_size.size, most))

@@ -1,0 +1,72 @@
+"""What a request takes up of a node, against the cost model itself: a full batch takes what its steps take."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.messages import NodeRecord
+from cluster.node_table import NodeTable
+from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
+from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.work import work
+
+small = st.floats(1e-6, 1e-2)
+MODEL = PerformanceModel(
+    key=ModelKey(hardware="cpu", base="", dtype="", kernel="", garnish=""),
+    decode=DecodeModel(base=0.02, per_row=1e-3, per_context=1e-6, per_rank=1e-5, rank_term="request_ranks"),
+    prefill=PrefillModel(base=0.01, per_token=1e-4, per_token2=1e-8, per_token_rank=1e-7),
+    to_device=Transfer(latency=0.0, bandwidth=1e9),
+    from_store=Transfer(latency=0.0, bandwidth=1e9),
+)
+RECORD = NodeRecord(
+    id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=4096,
+    running=0, queued=0, queue_limit=64, kv_blocks_free=4096, kv_blocks=4096, block_tokens=16, max_rows=8,
+    performance=MODEL,
+)  # fmt: skip
+
+
+def taken(record: NodeRecord, request: PlacementRequest) -> float | None:
+    nodes = NodeTable(2)
+    return work(nodes, nodes.put(record), request)
+
+
+def request(prompt: int = 100, answer: int = 50, rank: int = 0) -> PlacementRequest:
+    return PlacementRequest("r", prompt, answer, None, 0, rank=rank, expected_tokens=float(answer))
+
+
+@given(
+    decode=st.builds(DecodeModel, base=small, per_row=small, per_context=small, per_rank=small,
+                     rank_term=st.just("request_ranks")),
+    prefill=st.builds(PrefillModel, base=small, per_token=small, per_token2=small, per_token_rank=small),
+    prompt=st.integers(1, 500), answer=st.integers(1, 500), rank=st.integers(0, 64), rows=st.integers(1, 32),
+)  # fmt: skip
+def test_a_full_batch_takes_what_its_passes_take(
+    decode: DecodeModel, prefill: PrefillModel, prompt: int, answer: int, rank: int, rows: int
+) -> None:
+    model = msgspec.structs.replace(MODEL, decode=decode, prefill=prefill)
+    record = msgspec.structs.replace(RECORD, performance=model, max_rows=rows)
+    step = decode.base + rows * (decode.per_row + decode.per_context * (prompt + answer / 2) + decode.per_rank * rank)
+    first = prefill.seconds(prompt, prompt * prompt, prompt * rank)
+    found = taken(record, request(prompt, answer, rank))
+    assert found is not None and rows * found == pytest.approx(rows * first + answer * step)
+
+
+def test_kv_memory_may_hold_fewer_than_there_are_rows() -> None:
+    little = msgspec.structs.replace(RECORD, kv_blocks=300 // 16 + 1)  # two requests of 150 tokens
+    spacious, tight = taken(RECORD, request()), taken(little, request())
+    assert spacious is not None and tight is not None
+    assert tight - spacious == pytest.approx(50 * 0.02 * (150 / little.kv_blocks / 16 - 1 / 8))
+
+
+def test_forecasts_that_proved_wrong_are_corrected_within_bounds() -> None:
+    once = taken(RECORD, request())
+    assert once is not None
+    for told, believed in ((2.0, 2.0), (0.5, 0.5), (1e9, 10.0), (0.0, 0.1), (float("nan"), 1.0)):
+        assert taken(msgspec.structs.replace(RECORD, forecast_ratio=told), request()) == pytest.approx(once * believed)
+
+
+def test_of_a_node_that_was_never_measured_nothing_is_known() -> None:
+    assert taken(msgspec.structs.replace(RECORD, performance=None), request()) is None

@@ -1,0 +1,221 @@
+"""Rounds over drivers: who leads, what is held and why, growth that waits for nodes, failures, groups at moto's."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import msgspec
+import pytest
+
+from infra.autoscale.aws import AwsDriver
+from infra.autoscale.driver import Draining, PoolSize, Throttled, check_bounds
+from infra.autoscale.noted import NotedDriver
+from infra.autoscale.rounds import (
+    FIRST_PAUSE,
+    GAP_SECONDS,
+    IDLE,
+    START_SECONDS,
+    Autoscaler,
+    Away,
+    Picture,
+    Scaled,
+    View,
+)
+from infra.autoscale.sizes import SetSize, read_sizes
+from infra.autoscale.sizing import Load, Targets
+from infra.errors import InfraError
+
+REGION = "us-east-1"
+TARGETS = Targets(min=0, max=3, up_seconds=0.0, down_seconds=10.0, utilisation=0.5, scale_to_zero_after=20.0)
+
+
+def load(demand: float, **fields: object) -> Load:
+    return msgspec.structs.replace(IDLE, open_requests=1, demand=demand, **fields)
+
+
+class Group:
+    """A driver of which the tests say what it does."""
+
+    def __init__(self, desired: int = 1, most: int = 3) -> None:
+        self.known = PoolSize(min=0, desired=desired, max=most, live=desired)
+        self.failures: list[Exception] = []
+        self.asked: list[int] = []
+
+    def size(self, pool: str) -> PoolSize:
+        return self.known
+
+    def set_desired(self, pool: str, size: int) -> None:
+        check_bounds(pool, size, self.known)
+        self.asked.append(size)
+        if self.failures:
+            raise self.failures.pop(0)
+        self.known = msgspec.structs.replace(self.known, desired=size, live=size, settled=True)
+
+
+class World:
+    def __init__(self, *groups: Group) -> None:
+        self.groups = groups or (Group(),)
+        self.now, self.trouble = 100.0, list[str | None]()
+        self.away: str | None = None
+        self.load, self.unplaced, self.ready = IDLE, IDLE, 9.0
+        names = ["a", "b"][: len(self.groups)]
+        pools = [Scaled(name, group, TARGETS) for name, group in zip(names, self.groups, strict=True)]
+        self.scaler = Autoscaler(pools, self.picture, self.why, lambda: self.now)
+
+    def picture(self) -> Picture:
+        if self.away:
+            raise Away(self.away)
+        return Picture({"a": View(self.load, self.ready)}, self.unplaced)
+
+    def why(self) -> str | None:
+        return self.trouble.pop(0) if self.trouble else None
+
+    def round(self, seconds: float = 2.0, *, once: bool = False) -> list[tuple[str, int | None, int | None]]:
+        self.now += seconds
+        self.decided = self.scaler.round(once=once)
+        return [(entry.action, entry.size, entry.wanted) for entry in self.decided]
+
+
+def test_it_grows_and_shrinks_with_the_load() -> None:
+    world = World()
+    world.load = load(0.9)
+    assert world.round() == [("set", 1, 2)]
+    assert world.round() == [("none", 2, 2)]
+    world.load = load(0.2)
+    assert [world.round(4.0)[0] for _ in range(4)] == [
+        ("none", 2, 2), ("none", 2, 2), ("set", 2, 1), ("none", 1, 1),
+    ]  # fmt: skip
+    assert world.groups[0].asked == [2, 1]
+
+
+def test_who_does_not_lead_does_nothing() -> None:
+    world = World()
+    world.load = load(5.0)
+    world.trouble = ["another leads"]
+    assert world.round() == [("held", None, None)]
+    assert world.decided[0].reason == "another leads"
+    assert world.groups[0].asked == []
+
+
+def test_who_loses_the_lease_while_it_looks_does_nothing_either() -> None:
+    world = World()
+    world.load = load(5.0)
+    world.trouble = [None, "the lease was lost"]
+    assert world.round() == [("held", 1, 2)]
+    assert world.groups[0].asked == []
+    assert world.round() == [("set", 1, 2)]
+
+
+@pytest.mark.parametrize(("gap", "after"), [(4.0, ("set", 2, 1)), (GAP_SECONDS + 1, ("none", 2, 2))])
+def test_without_the_gateway_sizes_stay(gap: float, after: tuple[str, int, int]) -> None:
+    """Idle before and after: a short gap is taken for idle too, a long one may have been anything."""
+    world = World(Group(desired=2))
+    assert [world.round()[0][0] for _ in range(4)] == ["none"] * 4
+    world.away = "the gateway does not answer"
+    assert world.round(0.0) == [("held", None, None)]
+    assert world.decided[0].reason == "the gateway does not answer"
+    world.away = None
+    assert world.round(gap) == [after]
+
+
+def test_no_more_nodes_while_those_that_were_asked_for_start() -> None:
+    world = World()
+    world.load, world.ready = load(0.9), 1.0
+    assert world.round() == [("set", 1, 2)]
+    world.load = load(5.0, queue_wait=60.0)
+    assert world.round() == [("none", 2, 2)]
+    assert "1 of 2 are ready so far" in world.decided[0].reason
+    assert world.round(START_SECONDS) == [("set", 2, 3)], "not for ever"
+
+
+def test_a_throttled_or_draining_driver_is_asked_again_at_once() -> None:
+    world = World(Group(desired=1))
+    world.load = load(0.9)
+    world.groups[0].failures = [Throttled("was throttled"), Draining("requests are open on a-2")]
+    assert [world.round()[0] for _ in range(3)] == [("waits", 1, 2), ("waits", 1, 2), ("set", 1, 2)]
+
+
+def test_a_driver_that_fails_is_left_alone_for_a_while() -> None:
+    world = World()
+    world.load = load(0.9)
+    world.groups[0].failures = [InfraError("the permission is missing")]
+    assert world.round() == [("held", 1, 2)]
+    assert "the permission is missing" in world.decided[0].reason
+    assert world.round(FIRST_PAUSE / 2) == [("waits", 1, 2)]
+    assert world.round(FIRST_PAUSE / 2) == [("set", 1, 2)]
+    assert world.groups[0].asked == [2, 2]
+
+
+def test_what_is_missing_is_made_even_if_the_size_stays() -> None:
+    world = World()
+    world.load = load(0.3)
+    world.groups[0].known = msgspec.structs.replace(world.groups[0].known, settled=False)
+    assert world.round() == [("set", 1, 1)]
+    assert world.groups[0].asked == [1]
+
+
+def test_a_single_round_makes_no_pool_smaller() -> None:
+    world = World(Group(desired=2))
+    assert world.round(once=True) == [("none", 2, 2)]
+    world.load = load(1.4)
+    assert world.round(once=True) == [("set", 2, 3)]
+
+
+def test_what_no_node_takes_is_for_the_first_pool_with_room() -> None:
+    world = World(Group(desired=3), Group(desired=0))
+    world.unplaced = load(0.0, queue_wait=3.0)
+    assert world.round() == [("none", 3, 3), ("set", 0, 1)]
+    other = World(Group(desired=0), Group(desired=0))
+    other.unplaced = load(0.0, queue_wait=3.0)
+    assert other.round() == [("set", 0, 1), ("none", 0, 0)]
+
+
+def test_a_pool_whose_size_is_unknown_holds_up_no_other() -> None:
+    world = World(Group(), Group(desired=0))
+
+    def fail(pool: str) -> PoolSize:
+        raise InfraError("there is no autoscaling group demo-a")
+
+    world.groups[0].size = fail  # type: ignore[method-assign]
+    world.unplaced = load(0.0, queue_wait=3.0)
+    assert world.round() == [("held", None, None), ("set", 0, 1)]
+
+
+@pytest.fixture
+def service(s3_endpoint: str) -> Iterator[str]:
+    """A service with the group of a pool `a` at moto's server, 0 to 3 instances."""
+    name = f"demo{uuid.uuid4().hex[:6]}"
+    ec2 = boto3.client("ec2", region_name=REGION, endpoint_url=s3_endpoint)
+    image = ec2.describe_images()["Images"][0]["ImageId"]
+    group = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
+    ec2.create_launch_template(
+        LaunchTemplateName=name, LaunchTemplateData={"ImageId": image, "InstanceType": "g6e.xlarge"}
+    )
+    group.create_auto_scaling_group(
+        AutoScalingGroupName=f"{name}-a",
+        LaunchTemplate={"LaunchTemplateName": name, "Version": "1"},
+        MinSize=0,
+        DesiredCapacity=0,
+        MaxSize=3,
+        AvailabilityZones=[f"{REGION}a"],
+    )
+    yield name
+    group.delete_auto_scaling_group(AutoScalingGroupName=f"{name}-a", ForceDelete=True)
+
+
+def test_a_group_in_aws_from_none_to_some_and_back(service: str, s3_endpoint: str, tmp_path: Path) -> None:
+    driver = NotedDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 1)
+    world = World(driver)  # type: ignore[arg-type]
+    world.unplaced = load(0.0, queue_wait=3.0)
+    assert world.round() == [("set", 0, 1)]
+    world.unplaced, world.load = IDLE, load(0.9)
+    assert world.round() == [("set", 1, 2)]
+    assert read_sizes(tmp_path) == {"a": SetSize(2, 1)}
+    world.load = IDLE
+    moves = [world.round(4.0)[0] for _ in range(8)]
+    assert [move for move in moves if move[0] == "set"] == [("set", 2, 1), ("set", 1, 0)]
+    assert driver.size("a").desired == 0
+    assert read_sizes(tmp_path) == {"a": SetSize(0, 1)}
