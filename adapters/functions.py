@@ -19,7 +19,7 @@ MAX_ALIASES = 1000
 REMOVED_SECONDS = 48 * 3600.0
 """For which a removal is remembered: longer than anything waits for what it left."""
 
-_Text = Annotated[str, Meta(max_length=1000)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -33,7 +33,7 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    stop: Annotated[list[_Text], Meta(max_length=16)] | _Text | None = None
+    stop: Annotated[list[_Stop], Meta(max_length=16)] | _Stop | None = None
     ignore_eos: bool | None = None
 
 
@@ -44,7 +44,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Seconds that a call may take when it does not state less."""
     defaults: Defaults = Defaults()
     max_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
-    """Generations of the function that one gateway process runs at once; more are answered 429."""
+    """Generations of the function that run at once, by all gateway workers together; more are answered 429."""
     slo_class: SloClass | None = None
     """None: the tenant's. A higher one than the tenant's has the effect of the tenant's."""
 

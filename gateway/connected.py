@@ -37,11 +37,11 @@ def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
     """Cancels what the block waits for when `by` has a result, and raises that instead. The block stays in one task."""
     task = asyncio.current_task()
     assert task is not None
-    others, cut = task.cancelling(), False
+    others, cut, left = task.cancelling(), False, False
 
     def cancel(_: asyncio.Future[Exception]) -> None:
         nonlocal cut
-        if not by.cancelled():
+        if not by.cancelled() and not left:
             cut = True
             task.cancel()
 
@@ -53,6 +53,7 @@ def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
             raise (by.exception() or by.result()) from None
         raise
     finally:
+        left = True  # once `by` is done its callbacks are on their way, and can't be removed any more
         by.remove_done_callback(cancel)
         if cut:
             task.uncancel()

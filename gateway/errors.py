@@ -12,6 +12,9 @@ from adapters import errors as adapter_errors
 from cluster.errors import ServiceError
 
 STORE_RETRY_AFTER = 2.0
+MAX_MESSAGE = 1000
+MAX_PARAM = 200
+"""Characters of an error that a reply has: both may repeat what the caller sent, and that may be a megabyte."""
 
 
 class ClientGone(Exception):
@@ -56,11 +59,16 @@ def _from_starlette(error: HTTPException) -> ServiceError:
     return ServiceError("invalid_request", str(error.detail))
 
 
+def cut(text: str, most: int) -> str:
+    """The text, or its beginning with `…` when it has more than `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def native_body(error: ServiceError, request_id: str) -> dict[str, Any]:
     body: dict[str, Any] = {
         "type": error.type,
-        "message": error.message,
-        "param": error.param,
+        "message": cut(error.message, MAX_MESSAGE),
+        "param": error.param and cut(error.param, MAX_PARAM),
         "request_id": request_id,
     }
     if error.details is not None:
@@ -75,9 +83,9 @@ def openai_body(error: ServiceError, request_id: str) -> dict[str, Any]:
     status = openai_status(error)
     return {
         "error": {
-            "message": error.message,
+            "message": cut(error.message, MAX_MESSAGE),
             "type": kind.get(status, "invalid_request_error" if status < 500 else "server_error"),
-            "param": error.param,
+            "param": error.param and cut(error.param, MAX_PARAM),
             "code": error.type,
             "request_id": request_id,
         }

@@ -11,7 +11,7 @@ from cluster.errors import ServiceError
 SESSION_HEADER = "x-garnish-session"
 MAX_SESSION = 256
 
-_TAG = re.compile(r'(W/)?"([^"]*)"|(\*)|(\d+)', re.ASCII)
+_TAG = re.compile(r'(W/)?"([^"]*)"|(\d+)', re.ASCII)
 _ZERO = re.compile(r"0(\.0{0,3})?", re.ASCII)
 
 
@@ -66,19 +66,21 @@ def side(request: Request) -> str:
 
 
 def if_match(request: Request) -> frozenset[int] | None:
-    """The generations that If-Match names; None: any. Raises ServiceError `validation_failed`."""
-    stated = request.headers.get("if-match")
-    if stated is None:
+    """The generations that If-Match names; None: any. Raises ServiceError `validation_failed`, also for If-None-Match:
+    who sends it with a change expects it to hold, and it would not."""
+    if "if-none-match" in request.headers:
+        message = "If-None-Match is not served with a change; send If-Match with the function's ETag"
+        raise ServiceError("validation_failed", message, param="if-none-match")
+    entries = [entry.strip() for line in request.headers.getlist("if-match") for entry in line.split(",")]
+    if entries in ([], ["*"]):
         return None
     generations: set[int] = set()
-    for entry in stated.split(","):
-        tag = _TAG.fullmatch(entry.strip())
+    for entry in entries:
+        tag = _TAG.fullmatch(entry)
         if tag is None:
-            message = 'If-Match is an ETag of this function such as "7", several with commas in between, or *'
+            message = 'If-Match is an ETag of this function such as "7", several with commas in between, or * alone'
             raise ServiceError("validation_failed", message, param="if-match")
-        if tag[3]:
-            return None
-        generation = tag[2] or tag[4] or ""
+        generation = tag[2] or tag[3] or ""
         # A weak tag, or one that was never ours, matches nothing.
         if not tag[1] and generation.isascii() and generation.isdigit() and len(generation) < 19:
             generations.add(int(generation))

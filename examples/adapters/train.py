@@ -17,6 +17,7 @@ import random
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,7 @@ def main() -> int:
             parser.error("--steps is at least 1, and needs --out: the committed adapters follow recipes.py")
         chosen = [dataclasses.replace(recipe, steps=arguments.steps) for recipe in chosen]
     logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing.", FutureWarning)  # PEFT asks it of transformers
     logging.disable_progress_bar()
     console = Console(highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as progress:

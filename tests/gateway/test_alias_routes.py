@@ -83,6 +83,7 @@ def test_whoever_is_slower_is_told(client: httpx.Client) -> None:
     assert move(4, current.strip('"')).status_code == 200
     odd = move(1, 'odd"')
     assert (odd.status_code, odd.json()["error"]["param"]) == (422, "if-match")
+    assert move(1, f"*, {current}").status_code == 422
     for method, path, body in [
         ("POST", "/functions/f/rollback", {"alias": "prod"}),
         ("PATCH", "/functions/f", {"timeout": 5}),
@@ -94,6 +95,29 @@ def test_whoever_is_slower_is_told(client: httpx.Client) -> None:
         assert client.request(method, path, json=body, headers={"if-match": now}).status_code in (200, 204), path
     assert client.delete("/functions/f", headers={"if-match": tag}).status_code == 412
     assert client.delete("/functions/f", headers={"if-match": "*"}).status_code == 204
+
+
+def test_conditions_that_would_not_be_kept_are_refused(client: httpx.Client) -> None:
+    before = client.get("/functions/f").json()
+    tag = f'"{before["generation"]}"'
+    for conditions in ({"if-none-match": "*"}, {"if-none-match": tag}, {"if-match": tag, "if-none-match": tag}):
+        for method, path, body in [
+            ("PUT", "/functions/f/aliases/prod", {"version": 1}),
+            ("POST", "/functions/f/rollback", {}),
+            ("PATCH", "/functions/f", {"timeout": 5}),
+            ("DELETE", "/functions/f/versions/1", None),
+            ("DELETE", "/functions/f", None),
+        ]:
+            reply = client.request(method, path, json=body, headers=conditions)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (422, "if-none-match"), (method, path)
+    assert client.get("/functions/f").json() == before
+
+
+def test_tags_in_several_lines_are_one_list(client: httpx.Client) -> None:
+    tag = client.get("/functions/f").headers["etag"]
+    lines = [("if-match", '"0"'), ("if-match", tag)]
+    assert client.put("/functions/f/aliases/prod", json={"version": 1}, headers=lines).status_code == 200
+    assert client.put("/functions/f/aliases/prod", json={"version": 2}, headers=lines).status_code == 412
 
 
 def test_rollbacks_go_down_the_history(client: httpx.Client) -> None:

@@ -224,3 +224,22 @@ def test_queries_are_strict(gateway: Running) -> None:
         assert client.get(path).status_code == 422, path
     assert client.delete("/functions/f?force=1").status_code == 422
     assert client.get("/v1/models/nobody?x=1").status_code in (400, 404)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"prompt": "x", "k" * 300_000: 1}),
+        (PATH, {"messages": [{"role": "r" * 300_000, "content": "x"}]}),
+        ("/v1/completions", {"model": "stories260K", "prompt": "x", "k" * 300_000: 1}),
+        ("/functions/f/rollback", {"é" * 100_000: 1}),
+    ],
+)
+def test_an_error_does_not_repeat_what_was_sent_without_end(
+    gateway: Running, path: str, body: dict[str, object]
+) -> None:
+    reply = gateway.client().post(path, json=body)
+    error = reply.json()["error"]
+    assert reply.status_code in (400, 422)
+    assert (len(error["message"]), error["message"][-1]) == (1000, "…")
+    assert error["param"] is None or len(error["param"]) <= 200

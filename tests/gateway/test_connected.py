@@ -59,6 +59,34 @@ def test_a_block_that_is_faster_hears_nothing() -> None:
     run(test)
 
 
+def test_a_block_that_ends_in_the_same_turn_hears_nothing() -> None:
+    async def test(by: asyncio.Future[Exception]) -> None:
+        with cut_short(by):
+            by.set_result(Cut())
+        await asyncio.sleep(0)
+
+    run(test)
+
+
+def test_a_caller_that_goes_in_the_turn_in_which_the_work_ends() -> None:
+    async def test(_: asyncio.Future[Exception]) -> None:
+        at_once = asyncio.Event()
+
+        async def receive() -> dict[str, str]:
+            await at_once.wait()
+            return {"type": "http.disconnect"}
+
+        async def work() -> int:
+            await asyncio.sleep(0)  # the other one waits by now
+            at_once.set()
+            await asyncio.sleep(0)
+            return 7
+
+        assert await while_connected(work(), receive) == 7
+
+    run(test)
+
+
 def test_a_block_that_takes_no_notice_ends_as_it_likes() -> None:
     async def test(by: asyncio.Future[Exception]) -> None:
         soon(by)

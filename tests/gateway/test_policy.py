@@ -49,6 +49,9 @@ def test_what_is_not_enforced_is_refused(client: httpx.Client) -> None:
         ("defaults", {"chat_template": "x"}, "defaults"),
         ("defaults", {"temperature": 3}, "defaults.temperature"),
         ("defaults", [], "defaults"),
+        ("defaults", {"stop": ""}, "defaults.stop"),
+        ("defaults", {"stop": ["end", ""]}, "defaults.stop[1]"),
+        ("defaults", {"stop": "x" * 257}, "defaults.stop"),
     ]:
         reply = client.patch("/functions/f", json={field: value, "timeout": 7} | {field: value})
         assert (reply.status_code, reply.json()["error"]["param"]) == (422, param), field
