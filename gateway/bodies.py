@@ -17,9 +17,10 @@ from gateway.errors import ClientGone
 
 T = TypeVar("T")
 
-DISCARD_BYTES = 8 << 20
+DISCARD_BYTES = 64 << 20
 DISCARD_SECONDS = 1.0
-"""A body over its limit is read and dropped this far, so that its sender gets to read the answer."""
+"""A body over its limit is read and dropped this far: what is left unread resets the connection, often before its
+sender has read the answer."""
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")

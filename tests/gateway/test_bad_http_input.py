@@ -110,6 +110,13 @@ def test_stated_length_alone_is_refused(gateway: Running) -> None:
     assert (status, reply["error"]["type"]) == (413, "too_large")
 
 
+def test_a_sender_far_over_the_limit_reads_why(gateway: Running) -> None:
+    """It reads only when it has sent all of it."""
+    for _ in range(5):
+        status, reply = send(gateway.url, head(gateway, PATH, 20_000_000), b"x" * 20_000_000)
+        assert (status, reply["error"]["type"]) == (413, "too_large")
+
+
 @pytest.mark.parametrize("limits", [{"body_idle_seconds": 0.1}, {"body_seconds": 0.1}])
 @pytest.mark.parametrize("path", [PATH, "/v1/completions"])
 def test_slow_body(start: Callable[..., Running], limits: dict, path: str) -> None:
