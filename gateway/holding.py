@@ -18,8 +18,8 @@ from cluster.state import ClusterState
 
 AUTOSCALER = "autoscaler"
 """The lease of whoever decides the pools' sizes."""
-LOOK_SECONDS = 1.0
-"""What was seen of the lease counts for so long."""
+LED_SECONDS, UNLED_SECONDS = 1.0, 0.1
+"""So long it counts that the lease was seen with a holder, or without: one who comes must not be missed for long."""
 POLL_SECONDS = 0.05
 """Between two looks for a node while calls are held."""
 AGAIN_SECONDS = 1.0
@@ -89,7 +89,7 @@ class Hold:
 
     async def _is_led(self) -> bool:
         now = self._clock()
-        if now - self._seen >= LOOK_SECONDS:
+        if now - self._seen >= (LED_SECONDS if self._led else UNLED_SECONDS):
             self._seen = now
             try:
                 self._led = bool((await self._leases.look(AUTOSCALER)).holder)

@@ -37,11 +37,12 @@ def open_store(world: World, tmp_path: Path) -> Iterator[Callable[..., tuple[Ada
 
 
 def load(store: AdapterStore, world: World, adapter: Adapter) -> str:
-    """Load it, check it bit for bit, give it back; returns where it came from."""
+    """Load it, check it bit for bit, give it back; returns where host memory had it from: its bytes may be there before
+    they go on to the device."""
     held = lease(store, adapter)
     until(store, lambda: store.loaded(held))
     assert_contents(store, world, held)
-    source = store.source(held)
+    source = store.device[adapter.digest].host.origin
     store.release(held, [])
     return source
 
