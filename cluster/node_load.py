@@ -122,11 +122,10 @@ def held_by(demands: Iterable[Demand]) -> Held:
     return held
 
 
-def tightest_tpot(told: float, demands: Iterable[Demand], model: PerformanceModel) -> float:
+def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> float:
     """Of the promises that the node could keep at least for one request alone: one that it can't is not protected, or
     it would keep all others out. Nor is what is no number: NaN would hide the others."""
-    least = model.decode.seconds(1, 0, 0)
-    promised = [told, *(demand.tpot for demand in demands if demand.tpot is not None)]
+    least = model.decode.seconds(1, 0, 0) if model is not None else 0.0
     return min((tpot for tpot in promised if tpot >= least), default=math.inf)
 
 

@@ -269,8 +269,9 @@ class NodeTable:
             load.kv_tokens_free - held.tokens if load.kv_tokens else math.inf,
             model.prefill.seconds(prompts, 0, held.token_ranks) if prompts else 0.0,
         )
+        promised = [load.tightest_tpot, *(demand.tpot for demand in demands if demand.tpot is not None)]
         self._derived[:, row] = (  # in the order of DERIVED
-            tightest_tpot(load.tightest_tpot, demands, model),
+            tightest_tpot(promised, model),
             *found[:3],
             model.decode.seconds(requests, load.contexts + prompts, decode_ranks),
             found[3],

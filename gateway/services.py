@@ -146,6 +146,12 @@ class Services:
         promised = [Promised(tenant, kept) for tenant, kept in self.attainment.take_untold().items()]
         return [*counted, *promised, Loaded(self.loads.worker, self.loads.here())]
 
+    def join_peers(self) -> None:
+        """From now on tell the other workers what this one counts and changes, and hear of theirs."""
+        self.peers.on_message, self.peers.collect = self.heard, self.counted
+        self.last_hour.share()
+        self.attainment.share()
+
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)
         self.functions.forget_tenant(tenant)
@@ -188,6 +194,9 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         explanations, loads = MemoryExplanations(), PoolLoads(monotonic)
         hold = Hold(shared.cluster, shared.leases, base.fingerprint, config.hold_seconds, monotonic)
         placer = Placer(shared.cluster, config.policy, base.fingerprint, metrics, explanations, gateways=config.workers)
+        dispatcher = Dispatcher(
+            shared.cluster, placer, client, running, metrics, last_hour, attainment, called, shared.limits, loads, hold
+        )
         services = Services(
             config=config,
             base=base,
@@ -199,9 +208,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             tenants=tenants,
             callers=callers,
             usage=usage,
-            functions=Functions(
-                config, registry, threads, monotonic, lambda tenant, name: peers.tell(Changed(tenant, name))
-            ),
+            functions=Functions(config, registry, threads, monotonic, lambda *name: peers.tell(Changed(*name))),
             cluster=shared.cluster,
             leases=shared.leases,
             loads=loads,
@@ -209,19 +216,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             peers=peers,
             record_rates=RecordRates(monotonic),
             secret=secret,
-            dispatcher=Dispatcher(
-                shared.cluster,
-                placer,
-                client,
-                running,
-                metrics,
-                last_hour,
-                attainment,
-                called,
-                shared.limits,
-                loads,
-                hold,
-            ),
+            dispatcher=dispatcher,
             breakers=breakers,
             node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
             running=running,
@@ -235,9 +230,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             source_threads=LeavableThreads(SOURCE_THREADS),
         )
         if config.redis is not None:
-            peers.on_message, peers.collect = services.heard, services.counted
-            last_hour.share()
-            attainment.share()
+            services.join_peers()
         yield services
 
 

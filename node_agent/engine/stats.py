@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from cluster.messages import StrictRoom
+from cluster.node_load import tightest_tpot
 from node_agent.engine.loop import Engine
 from node_agent.engine.preemption import strict_room
 from node_agent.engine.reserves import Reserves, Room
@@ -12,6 +15,9 @@ from node_agent.ipc import Stats
 def stats_of(engine: Engine) -> Stats:
     """As it is between two calls."""
     running, queue, store, drift = list(engine.running.values()), engine.queue, engine.store, engine.drift
+    tightest = tightest_tpot(
+        (r.tpot for r in [*queue, *running] if r.tpot is not None), drift.published if drift else None
+    )
     return Stats(
         running=len(running),
         queued=len(queue),
@@ -25,7 +31,7 @@ def stats_of(engine: Engine) -> Stats:
         loading_bytes=store.loading_bytes,
         performance=drift.published if drift else None,
         forecast_ratio=drift.forecast_ratio if drift else None,
-        tightest_tpot=_tightest_tpot(engine),
+        tightest_tpot=tightest if tightest < math.inf else None,
         strict=_strict_room(engine),
     )
 
@@ -34,11 +40,3 @@ def _strict_room(engine: Engine) -> StrictRoom:
     running, rows = list(engine.running.values()), engine.limits.max_rows
     kept = Reserves(engine.callers, engine.queue, running, rows, engine.blocks.total).for_strict()
     return strict_room(running, engine.queue, kept, Room(rows - len(running), engine.blocks.free))
-
-
-def _tightest_tpot(engine: Engine) -> float | None:
-    """The least that anyone here was promised, but for what could not be kept for one request alone: it would hide
-    what can."""
-    least = engine.drift.published.decode.seconds(1, 0, 0) if engine.drift else 0.0
-    promised = [r.tpot for r in [*engine.queue, *engine.running.values()] if r.tpot is not None]
-    return min((tpot for tpot in promised if tpot >= least), default=None)

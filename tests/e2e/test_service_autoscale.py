@@ -4,7 +4,6 @@ and two autoscalers of which one decides."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_service import MakeService, Service, eventually, pin_to_one_core
+from whole_service import MakeService, Service, eventually, gateway_alone
 
 from infra.local.proc import tagged
 
@@ -111,17 +110,9 @@ class Autoscaler:
 def scaled(make_service: MakeService, stories_dir: Path) -> Iterator[Scaled]:
     service = make_service(stories_dir)
     made = Scaled(service)
-    command = pin_to_one_core(service.command("gateway", "--state", "state"))
-    with (service.folder / "gateway.txt").open("w") as output:
-        gateway = subprocess.Popen(command, cwd=service.folder, stdout=output, stderr=output)
-    try:
+    with gateway_alone(service):
         assert eventually((service.state / "credentials.toml").exists, 60)
         yield made
-    finally:
-        for _, process in tagged(made.state, ""):
-            os.kill(process.pid, signal.SIGKILL)
-        gateway.terminate()
-        gateway.wait(30)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_service import MakeService, Service, eventually, pin_to_one_core
+from whole_service import MakeService, Service, eventually, gateway_alone
 
 from infra.local.proc import tagged
 from infra.local.processes import NodeKey, main_process
@@ -84,16 +84,8 @@ class Pools:
 def pools(make_service: MakeService, stories_dir: Path) -> Iterator[Pools]:
     service = make_service(stories_dir)
     made = Pools(service)
-    command = pin_to_one_core(service.command("gateway", "--state", "state"))
-    with (service.folder / "gateway.txt").open("w") as output:
-        gateway = subprocess.Popen(command, cwd=service.folder, stdout=output, stderr=output)
-    try:
+    with gateway_alone(service):
         yield made
-    finally:
-        for _, process in tagged(made.state, ""):
-            os.kill(process.pid, signal.SIGKILL)
-        gateway.terminate()
-        gateway.wait(30)
 
 
 def test_the_life_of_a_pool(pools: Pools) -> None:

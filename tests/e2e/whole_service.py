@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from infra.local.proc import tagged
 
 START_SECONDS = 200
 STOP_SECONDS = 60
@@ -161,6 +164,21 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 def pin_to_one_core(command: list[str]) -> list[str]:
     """On a busy machine the threads of an engine this small would mostly wait for each other."""
     return ["taskset", "-c", str(max(os.sched_getaffinity(0))), *command]
+
+
+@contextmanager
+def gateway_alone(service: Service) -> Iterator[None]:
+    """Its gateway, without nodes. In the end all that carries the service's tag is killed."""
+    command = pin_to_one_core(service.command("gateway", "--state", "state"))
+    with (service.folder / "gateway.txt").open("w") as output:
+        gateway = subprocess.Popen(command, cwd=service.folder, stdout=output, stderr=output)
+    try:
+        yield
+    finally:
+        for _, process in tagged(str(service.state.absolute()), ""):
+            os.kill(process.pid, signal.SIGKILL)
+        gateway.terminate()
+        gateway.wait(30)
 
 
 def free_port() -> int:

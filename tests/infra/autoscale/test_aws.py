@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import boto3
 import pytest
 from botocore.stub import Stubber
 
 from infra.autoscale.aws import AwsDriver
 from infra.autoscale.driver import PoolSize, Throttled
 from infra.errors import InfraError
-
-REGION = "us-east-1"
+from tests.infra.autoscale.conftest import REGION, MakeGroup
 
 
 @pytest.fixture
-def service(s3_endpoint: str) -> Iterator[str]:
+def service(make_group: MakeGroup) -> str:
     """A service with the group of a pool `l40s`, 1 to 4 instances."""
-    name = f"demo{uuid.uuid4().hex[:6]}"
-    ec2 = boto3.client("ec2", region_name=REGION, endpoint_url=s3_endpoint)
-    image = ec2.describe_images()["Images"][0]["ImageId"]
-    group = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
-    ec2.create_launch_template(
-        LaunchTemplateName=name, LaunchTemplateData={"ImageId": image, "InstanceType": "g6e.xlarge"}
-    )
-    group.create_auto_scaling_group(
-        AutoScalingGroupName=f"{name}-l40s",
-        LaunchTemplate={"LaunchTemplateName": name, "Version": "1"},
-        MinSize=1,
-        DesiredCapacity=1,
-        MaxSize=4,
-        AvailabilityZones=[f"{REGION}a"],
-    )
-    yield name
-    group.delete_auto_scaling_group(AutoScalingGroupName=f"{name}-l40s", ForceDelete=True)
+    return make_group("l40s", 1, 4)
 
 
 def test_a_size_is_set_and_told(service: str, s3_endpoint: str) -> None:

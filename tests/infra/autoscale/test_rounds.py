@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import msgspec
 import pytest
 
@@ -27,8 +24,8 @@ from infra.autoscale.rounds import (
 from infra.autoscale.sizes import SetSize, read_sizes
 from infra.autoscale.sizing import Load, Targets
 from infra.errors import InfraError
+from tests.infra.autoscale.conftest import REGION, MakeGroup
 
-REGION = "us-east-1"
 TARGETS = Targets(min=0, max=3, up_seconds=0.0, down_seconds=10.0, utilisation=0.5, scale_to_zero_after=20.0)
 
 
@@ -185,25 +182,9 @@ def test_a_pool_whose_size_is_unknown_holds_up_no_other() -> None:
 
 
 @pytest.fixture
-def service(s3_endpoint: str) -> Iterator[str]:
+def service(make_group: MakeGroup) -> str:
     """A service with the group of a pool `a` at moto's server, 0 to 3 instances."""
-    name = f"demo{uuid.uuid4().hex[:6]}"
-    ec2 = boto3.client("ec2", region_name=REGION, endpoint_url=s3_endpoint)
-    image = ec2.describe_images()["Images"][0]["ImageId"]
-    group = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
-    ec2.create_launch_template(
-        LaunchTemplateName=name, LaunchTemplateData={"ImageId": image, "InstanceType": "g6e.xlarge"}
-    )
-    group.create_auto_scaling_group(
-        AutoScalingGroupName=f"{name}-a",
-        LaunchTemplate={"LaunchTemplateName": name, "Version": "1"},
-        MinSize=0,
-        DesiredCapacity=0,
-        MaxSize=3,
-        AvailabilityZones=[f"{REGION}a"],
-    )
-    yield name
-    group.delete_auto_scaling_group(AutoScalingGroupName=f"{name}-a", ForceDelete=True)
+    return make_group("a", 0, 3)
 
 
 def test_a_group_in_aws_from_none_to_some_and_back(service: str, s3_endpoint: str, tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ from infra.local.processes import (
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+# Its child says that it is up: while a process is in the midst of its exec it has no environment to be known by.
 PARENT = (
     "import subprocess, sys, time\n"
-    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-    "print('up', flush=True)\n"
+    "child = subprocess.Popen([sys.executable, '-c', \"import time; print('up', flush=True); time.sleep(600)\"])\n"
     "time.sleep(600)"
 )
 Start = Callable[..., subprocess.Popen[str]]
