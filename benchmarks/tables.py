@@ -14,6 +14,7 @@ from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
 from benchmarks.perfmodel_report import perfmodel_table
 from benchmarks.report import RESULTS, ROOT, load, origin
 from benchmarks.scheduling_tables import fidelity_table, scheduling_table
+from benchmarks.service_tables import chaos_table, fairness_table
 from benchmarks.step_profile import KINDS
 
 
@@ -164,6 +165,8 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "memory": ("memory", memory_table),
         "gateway": ("gateway", gateway_table),
         "scale": ("scale", scale_table),
+        "fairness": ("fairness", fairness_table),
+        "chaos": ("chaos", chaos_table),
     },
     ROOT / "docs" / "kernels.md": {
         "floors": ("kernels", floor_table),
