@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     options = parser.parse_args()
     settings: dict[str, Any] = {
-        "rounds": 5, "round_seconds": 40.0, "share_seconds": 180.0, "idle_calls": 9, "length_scale": 0.3,
+        "rounds": 5, "round_seconds": 30.0, "share_seconds": 90.0, "idle_calls": 9, "length_scale": 0.3,
         "most_tokens": 1024, "max_rows": 16, "queue_limit": 64, "chunk_tokens": 256,
     }  # fmt: skip
     if options.quick:

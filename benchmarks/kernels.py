@@ -23,7 +23,7 @@ from benchmarks.gpu_timing import FLUSH_BYTES
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from kernels.cases import Case, draw_case, draw_slots
 from kernels.compiled import CompiledGroup, Segments, load_operators
-from kernels.grouped import add_segment
+from kernels.grouped import add_pieces
 from kernels.launch import column_blocks, default_launch
 
 MIXED = (8, 16, 32, 64, 128, 8, 16, 32)
@@ -151,7 +151,7 @@ def _time_cpu(cases: list[Case], rounds: int) -> dict[str, float]:
         for segments, case, ys in zip(views, cases, outputs, strict=True):
             bounds = case.seg_start.tolist()
             for begin, end, (a, parts) in zip(bounds, bounds[1:], segments, strict=False):
-                add_segment(ys, case.x, begin, end, a, parts)
+                add_pieces(ys, case.x, begin, end, [(a, parts)])
 
     variants: dict[str, Callable[[], object]] = {
         "compiled_ms": compiled, "torch_ms": by_torch, "read_ms": lambda: torch.dot(plain, plain)

@@ -29,7 +29,7 @@ from node_agent.performance.setup import GRID_CONTEXT, cold_costs, measure_grid,
 from node_agent.performance.sweep import all_cases, bench
 
 QUICK = Effort((1, 2, 4, 8), (8, 16, 32, 64), 1, (16, 48, 96), 2, 1024)
-WHATEVER = float("-inf")
+WHATEVER = float("inf")
 """The study reports a bad fit; only a node refuses it."""
 EVALUATIONS = 2000
 

@@ -37,8 +37,8 @@ def fairness_table(document: dict[str, Any]) -> str:
         "",
         f"Shares err by {figures['share_error']:.2%} at most. TTFT with the flood over that without it: "
         f"{figures['victim_ttft_ratio']:.2f} (worst round {figures['victim_ttft_ratio_max']:.2f}). Promises of "
-        f"{promise['ttft_ms']:.0f} ms TTFT and {promise['tpot_ms']:.0f} ms TPOT beside three times the capacity of best "
-        f"effort are kept for {figures['strict_attain']:.1%} of a strict tenant's calls, and for "
+        f"{promise['ttft_ms']:.0f} ms TTFT and {promise['tpot_ms']:.0f} ms TPOT beside three times the capacity of "
+        f"best effort are kept for {figures['strict_attain']:.1%} of a strict tenant's calls, and for "
         f"{figures['standard_attain']:.1%} of the same calls of class standard. Contention probe: "
         f"{settings['probe_before_ms']:.2f} ms before, {settings['probe_after_ms']:.2f} ms after.",
     ]

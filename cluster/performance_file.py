@@ -9,7 +9,15 @@ import msgspec
 from cluster.json_file import write_json
 from cluster.model_check import problem_of
 from cluster.node_table import ASSUMED
-from cluster.performance_fit import LEAST_R2, DecodeFit, PaperForm, PrefillFit
+from cluster.performance_fit import (
+    LEAST_R2,
+    MOST_ERROR,
+    MOST_ERROR_AT_START,
+    DecodeFit,
+    PaperForm,
+    PrefillFit,
+    describes,
+)
 from cluster.performance_model import MODEL_VERSION, ModelKey, PerformanceModel, Transfer
 
 MAX_BYTES = 1 << 20
@@ -74,9 +82,16 @@ def write_performance(profile: PerformanceProfile, file: Path) -> None:
 
 
 def _poor(profile: PerformanceProfile) -> str:
+    most_error = MOST_ERROR if profile.thorough else MOST_ERROR_AT_START
     for name, quality in (("decode", profile.decode.quality), ("prefill", profile.prefill.quality)):
-        if not LEAST_R2 <= quality.r2 <= 1:
-            return f"R^2 of {name} is {quality.r2}; at least {LEAST_R2:g} is wanted"
+        if quality.r2 > 1 or quality.heldout_median_error < 0:
+            found = f"R^2 of {name} is {quality.r2}, its held-out error {quality.heldout_median_error}"
+            return f"{found}: nobody measured that"
+        if not describes(quality.r2, quality.heldout_median_error, most_error):
+            return (
+                f"R^2 of {name} is {quality.r2} and its held-out error {quality.heldout_median_error}; at least "
+                f"{LEAST_R2:g}, or at most {most_error:g}, is wanted"
+            )
     return ""
 
 

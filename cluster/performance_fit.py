@@ -16,6 +16,11 @@ from cluster.least_squares import nonnegative
 from cluster.performance_model import RANK_TERMS, DecodeModel, PrefillModel, RankTerm, Transfer
 
 LEAST_R2 = 0.9
+MOST_ERROR = 0.1
+"""Median held-out error with which a model is good whatever its R^2: steps that all take much the same time leave R^2
+nothing to explain."""
+MOST_ERROR_AT_START = 0.25
+"""The same for what a node measures in seconds when it starts: the alternative is a model of another machine."""
 FOLDS = 5
 LEAST_SAMPLES = 12
 """Configurations."""
@@ -28,6 +33,7 @@ ROUNDS = 20
 LEAST_ERROR = 1e-9
 """Relative errors below it are rounding."""
 DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
+AGAIN = "Measure again while the host does nothing else."
 LARGEST_ERROR = 0.5
 """A held-out error counts as no more, so that one disturbed pass does not choose the rank term."""
 
@@ -39,10 +45,9 @@ class BadSample(ValueError):
 class BadFit(ValueError):
     """The model does not describe what was measured; `r2` says how badly."""
 
-    def __init__(self, what: str, r2: float, samples: int, reason: str = "") -> None:
+    def __init__(self, what: str, r2: float, samples: int, reason: str) -> None:
         super().__init__(
-            f"{what}: R^2 is {r2:.3f} over {samples} configurations; at least {LEAST_R2:g} is wanted. "
-            + (reason or "Measure again while the host does nothing else.")
+            f"{what}: R^2 is {r2:.3f} over {samples} configurations; at least {LEAST_R2:g} is wanted. {reason}"
         )
         self.what, self.r2, self.samples = what, r2, samples
 
@@ -114,7 +119,7 @@ class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: int
 
 
-def fit_decode(samples: Sequence[DecodeSample], least_r2: float = LEAST_R2) -> DecodeFit:
+def fit_decode(samples: Sequence[DecodeSample], most_error: float = MOST_ERROR) -> DecodeFit:
     """Raises BadSample, or BadFit when no rank term describes the steps."""
     rows, seconds = _checked(samples, DECODE_FIELDS)
     columns = {
@@ -124,17 +129,17 @@ def fit_decode(samples: Sequence[DecodeSample], least_r2: float = LEAST_R2) -> D
     heldout = {term: _heldout(columns[term], seconds) for term in RANK_TERMS}
     means = {term: float(np.minimum(errors, LARGEST_ERROR).mean()) for term, errors in heldout.items()}
     best = min(RANK_TERMS, key=means.__getitem__)
-    costs, quality = _fit("decode", columns[best], seconds, heldout[best], least_r2)
+    costs, quality = _fit("decode", columns[best], seconds, heldout[best], most_error)
     base, per_row, per_context, per_rank = costs
     model = DecodeModel(base, per_row, per_context, per_rank, best)
     return DecodeFit(model, quality, means)
 
 
-def fit_prefill(samples: Sequence[PrefillSample], least_r2: float = LEAST_R2) -> PrefillFit:
+def fit_prefill(samples: Sequence[PrefillSample], most_error: float = MOST_ERROR) -> PrefillFit:
     """Raises BadSample or BadFit."""
     rows, seconds = _checked(samples, ("tokens", "squares", "token_ranks"))
     columns = np.column_stack([np.ones(len(rows)), rows])
-    costs, quality = _fit("prefill", columns, seconds, _heldout(columns, seconds), least_r2)
+    costs, quality = _fit("prefill", columns, seconds, _heldout(columns, seconds), most_error)
     return PrefillFit(PrefillModel(*costs), quality)
 
 
@@ -175,16 +180,21 @@ def _checked(
 
 
 def _fit(
-    what: str, columns: np.ndarray, seconds: np.ndarray, heldout: np.ndarray, least_r2: float
+    what: str, columns: np.ndarray, seconds: np.ndarray, heldout: np.ndarray, most_error: float
 ) -> tuple[list[float], Quality]:
     costs = _robust(columns, seconds)
     forecast = columns @ costs
     kept = ~_disturbed(forecast / seconds - 1)
-    r2 = _r2(seconds[kept], forecast[kept])
-    if not r2 >= least_r2:
-        raise BadFit(what, r2, len(seconds))
+    r2, error = _r2(seconds[kept], forecast[kept]), float(np.median(heldout))
+    if not describes(r2, error, most_error):
+        raise BadFit(what, r2, len(seconds), f"The held-out error is {error:.1%}; {most_error:.0%} would do. {AGAIN}")
     pairs = tuple(zip(seconds.tolist(), forecast.tolist(), strict=True))
-    return costs, Quality(r2, float(np.median(heldout)), len(seconds), int((~kept).sum()), pairs)
+    return costs, Quality(r2, error, len(seconds), int((~kept).sum()), pairs)
+
+
+def describes(r2: float, heldout_median_error: float, most_error: float = MOST_ERROR) -> bool:
+    """Whether a model with such a fit may be used."""
+    return r2 >= LEAST_R2 or heldout_median_error <= most_error
 
 
 def _robust(columns: np.ndarray, seconds: np.ndarray) -> list[float]:

@@ -1,6 +1,6 @@
-"""LoRA for a batch whose tokens are grouped into segments by adapter: three small products per segment and projection.
+"""LoRA for a batch whose tokens are grouped into segments by adapter: two products per segment and projection.
 
-The path of the CPU device, and of any device without a kernel of its own.
+The path of the CPU device's long segments, and of any device without a kernel of its own.
 """
 
 from __future__ import annotations
@@ -10,50 +10,50 @@ from collections.abc import Sequence
 import torch
 
 Part = tuple[int, int, int, torch.Tensor, float]
-"""As in `add_segment`."""
+Piece = tuple[torch.Tensor, Sequence[Part]]
+"""As in `add_pieces`."""
 
 
-def add_segment(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    begin: int,
-    end: int,
-    a: torch.Tensor,
-    parts: Sequence[Part],
-) -> None:
-    """ys[i][begin:end] += scale * (x[begin:end] @ a)[:, low:high] @ b for every (i, low, high, b, scale) in `parts`.
+def add_pieces(ys: Sequence[torch.Tensor], x: torch.Tensor, begin: int, end: int, pieces: Sequence[Piece]) -> None:
+    """ys[i][begin:end] += scale * (x[begin:end] @ A)[:, low:high] @ B for every output i that is adapted.
 
-    ys    each [T, d_out], in place; rows outside begin..end are not touched
-    x     [T, d_in]
-    a     [d_in, sum of ranks]: the A of all projections that share x
-    parts b is [rank, d_out]
+    A and B may lie in pieces, as rows of adapters do that lie in several pages. They are brought together here, and
+    multiplied in fp32; outputs are rounded once. In bf16 products of these sizes are hardly faster, and oneDNN prepares
+    each anew for every number of tokens and ranks that it has not seen: with rows in many pages the first prompt of a
+    length took several times as long as the second.
+
+    ys      each [T, d_out], in place; rows outside begin..end are not touched
+    x       [T, d_in]
+    pieces  (a, parts). a [d_in, ranks of the piece]: columns of A, in order, for all projections that share x.
+            parts: (i, low, high, b, scale), with low and high among the piece's ranks, and b [high - low, d_out]: rows
+            of B, in order. The parts of one output follow each other in A and have one scale; else ValueError.
     """
-    xa = x[begin:end] @ a
-    for i, low, high, b, scale in parts:
-        ys[i][begin:end].addmm_(xa[:, low:high], b, alpha=scale)
-
-
-def add_pieces(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    begin: int,
-    end: int,
-    pieces: Sequence[tuple[torch.Tensor, Sequence[Part]]],
-) -> None:
-    """`add_segment` for the sum of several (a, parts), as weights that lie in several pages need it.
-
-    An output of 16 bits to which several parts are added is summed in fp32 and rounded once: rounding it after each
-    part would cost more the more pages there are.
-    """
-    outputs = [i for _, parts in pieces for i, *_ in parts]
-    if x.dtype is torch.float32 or len(outputs) == len(set(outputs)):
-        for a, parts in pieces:
-            add_segment(ys, x, begin, end, a, parts)
+    if not pieces:
         return
-    sums = {i: ys[i][begin:end].float() for i in set(outputs)}
+    xa = x[begin:end].float() @ _together([a.t() for a, _ in pieces]).t()
+    for i, (low, high, b, scale) in _outputs(pieces).items():
+        y = ys[i][begin:end]
+        y.copy_(y.float().addmm_(xa[:, low:high], b, alpha=scale))
+
+
+def _outputs(pieces: Sequence[Piece]) -> dict[int, tuple[int, int, torch.Tensor, float]]:
+    """By output: its columns in xA, B as a whole, and the scale."""
+    found: dict[int, list[Part]] = {}
+    at = 0
     for a, parts in pieces:
-        xa = x[begin:end] @ a
         for i, low, high, b, scale in parts:
-            sums[i].add_(xa[:, low:high] @ b, alpha=scale)
-    for i, total in sums.items():
-        ys[i][begin:end] = total
+            found.setdefault(i, []).append((i, at + low, at + high, b, scale))
+        at += a.shape[1]
+    outputs = {}
+    for i, parts in found.items():
+        (_, low, _, _, scale), (_, _, high, _, _) = parts[0], parts[-1]
+        ends = [low, *(part[2] for part in parts)]
+        if [part[1] for part in parts] != ends[:-1] or any(part[4] != scale for part in parts):
+            raise ValueError(f"the parts of output {i} must follow each other in A, with one scale")
+        outputs[i] = (low, high, _together([part[3] for part in parts]), scale)
+    return outputs
+
+
+def _together(rows: list[torch.Tensor]) -> torch.Tensor:
+    """f32, all rows in one matrix."""
+    return (rows[0] if len(rows) == 1 else torch.cat(rows)).float()

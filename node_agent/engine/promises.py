@@ -11,8 +11,8 @@ from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
 from node_agent.performance.terms import decode_sample
 
-MARGIN = 0.9
-"""Of a promise, that is planned with: forecasts err by some percent."""
+MARGIN = 0.8
+"""Of a promise, that is planned with: forecasts err, and passes vary."""
 
 
 def spare_tokens(model: PerformanceModel | None, running: Iterable[Request], least: int) -> float:

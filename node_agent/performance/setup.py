@@ -20,6 +20,8 @@ from cluster.performance_file import (
     write_performance,
 )
 from cluster.performance_fit import (
+    MOST_ERROR,
+    MOST_ERROR_AT_START,
     BadFit,
     BadSample,
     DecodeSample,
@@ -42,8 +44,8 @@ from node_agent.performance.drift import Drift
 from node_agent.performance.links import measure_store, store_transfer
 from node_agent.performance.sweep import Bench, Progress, Sweep, SweepTooSlow, all_cases, bench, made_up_layout
 
-START_BUDGET = 2.5
-"""Seconds that a node may measure when it starts."""
+START_BUDGET = 6.0
+"""Seconds that a node may measure when it starts for the first time."""
 LONG_BUDGET = 900.0
 """Seconds that `garnish profile` measures passes for at most; fewer repeats then."""
 LINK_ROUNDS = 3
@@ -111,13 +113,13 @@ def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
         return ()
 
 
-def fitted(engine: Engine, base: BaseModel, sweep: Sweep) -> PerformanceProfile:
-    """Raises BadFit or BadSample."""
+def fitted(engine: Engine, base: BaseModel, sweep: Sweep, most_error: float = MOST_ERROR) -> PerformanceProfile:
+    """`most_error`: held out, of a fit with a poor R^2. Raises BadFit or BadSample."""
     to_device, exposed = cold_costs(engine, base)
     profile = PerformanceProfile(
         key=model_key(engine, base),
-        decode=fit_decode(sweep.decode),
-        prefill=fit_prefill(sweep.prefill),
+        decode=fit_decode(sweep.decode, most_error),
+        prefill=fit_prefill(sweep.prefill, most_error),
         to_device=to_device,
         from_store=None,
         exposed_share=exposed,
@@ -168,7 +170,7 @@ def _measured_shortly(engine: Engine, base: BaseModel, file: Path | None) -> Per
     try:
         with bench(engine, base, SHORT, budget=START_BUDGET) as made:
             sweep = made.measure(all_cases(SHORT, made.bounds), SHORT.rounds)
-        profile = fitted(engine, base, sweep)
+        profile = fitted(engine, base, sweep, MOST_ERROR_AT_START)
     except (BadFit, BadSample, SweepTooSlow) as error:
         log.warning("no performance model: run `garnish profile`", extra={"reason": str(error)})
         return None

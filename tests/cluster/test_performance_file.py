@@ -38,13 +38,13 @@ def test_a_model_of_something_else_is_refused(tmp_path: Path, field: str) -> Non
 @pytest.mark.parametrize(
     ("path", "value", "word"),
     [
+        ("decode.quality.heldout_median_error", -0.1, "held-out error -0.1"),
         ("version", 2, "version 2"),
         ("decode.model.base", -1e-3, "decode.base is -0.001"),
         ("decode.model.per_rank", 1e300, "decode.per_rank"),
         ("decode.model.per_row", None, "per_row"),
         ("decode.model.rank_term", "ranks", "rank_term"),
         ("prefill.model.per_token", -1, "prefill.per_token"),
-        ("decode.quality.r2", 0.5, r"R\^2 of decode is 0.5"),
         ("prefill.quality.r2", 1.5, r"R\^2 of prefill"),
         ("to_device.bandwidth", 0, "to_device"),
         ("from_store.latency", -1, "from_store"),
@@ -65,6 +65,21 @@ def test_numbers_that_nobody_measured_are_refused(tmp_path: Path, path: str, val
         read_performance(file, KEY)
     assert "run `garnish profile`" in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+def test_a_poor_fit_is_refused_unless_it_forecasts_well(tmp_path: Path) -> None:
+    """Where all steps take much the same time there is nothing for R^2 to explain."""
+    file = tmp_path / "model.json"
+    for error, thorough, good in ((0.04, True, True), (0.2, True, False), (0.2, False, True), (0.3, False, False)):
+        quality = replace(PROFILE.decode.quality, r2=0.5, heldout_median_error=error)
+        write_performance(replace(PROFILE, decode=replace(PROFILE.decode, quality=quality), thorough=thorough), file)
+        if good:
+            assert read_performance(file, KEY).decode.quality == quality
+        else:
+            with pytest.raises(
+                BadPerformanceFile, match=rf"R\^2 of decode is 0.5 and its held-out error {error}; at least"
+            ):
+                read_performance(file, KEY)
 
 
 @pytest.mark.parametrize(

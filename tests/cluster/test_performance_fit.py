@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from cluster.performance_fit import (
     LEAST_R2,
+    MOST_ERROR,
     BadFit,
     BadSample,
     DecodeSample,
@@ -138,6 +139,15 @@ def test_times_that_follow_nothing_are_refused_with_their_numbers() -> None:
         fit_decode(samples)
     assert caught.value.r2 < LEAST_R2
     assert caught.value.samples == 30
+
+
+def test_steps_that_all_take_much_the_same_time_are_described_although_r2_is_low() -> None:
+    draw = random.Random(0)
+    samples = [replace(sample_of(step), seconds=0.02 * draw.uniform(0.97, 1.03)) for step in steps(0)]
+    fit = fit_decode(samples)
+    assert fit.quality.r2 < LEAST_R2
+    assert fit.quality.heldout_median_error < MOST_ERROR
+    assert fit.model.base == pytest.approx(0.02, rel=0.03)
 
 
 @given(st.sampled_from([float("nan"), float("inf"), -1.0, 0.0]), st.integers(0, 29))

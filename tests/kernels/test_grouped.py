@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.grouped import add_pieces, add_segment
+from kernels.grouped import add_pieces
 from kernels.reference import ROW_ALIGN, add_lora
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -38,7 +38,7 @@ def test_segment_equals_float64(
     for i, rank in enumerate(ranks):
         parts.append((i, at, at + rank, draw(rank, ys[i].shape[1]), 0.5 + i))
         at += rank
-    add_segment(ys, x, begin, begin + length, a, parts)
+    add_pieces(ys, x, begin, begin + length, [(a, parts)])
     for i, low, high, b, scale in parts:
         want = before[i].double()
         added = scale * (x.double() @ a.double()[:, low:high] @ b.double())
@@ -70,6 +70,16 @@ def test_pieces_of_many_pages_cost_no_precision(dtype: torch.dtype, rows: int) -
     for y, want in zip(ys, wanted, strict=True):
         limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
         assert float((y.double() - want).abs().max() / want.abs().max()) <= limit
+
+
+def test_parts_that_are_no_projection_are_refused() -> None:
+    x, a, b, y = torch.ones(2, 3), torch.ones(3, 4), torch.ones(2, 5), torch.ones(2, 5)
+    for parts in ([(0, 0, 2, b, 1.0), (0, 2, 4, b, 2.0)], [(0, 2, 4, b, 1.0), (0, 0, 2, b, 1.0)]):
+        with pytest.raises(ValueError, match="output 0 must follow each other"):
+            add_pieces([y], x, 0, 2, [(a, parts)])
+    assert torch.equal(y, torch.ones(2, 5))
+    add_pieces([y], x, 0, 2, [])
+    assert torch.equal(y, torch.ones(2, 5))
 
 
 def test_reference_reads_rows_through_the_table() -> None:
