@@ -74,11 +74,13 @@ def fidelity_table(document: dict[str, Any]) -> str:
         f"{settings['model']}, {settings['nodes']} nodes of one thread, policy {settings['policy']}. "
         f"{origin(document)}",
         "",
-        "| load | requests | TTFT, real | simulated | TPT, real | simulated | within the SLO, real | difference |",
-        "|---|---|---|---|---|---|---|---|",
+        "| load | requests | the nodes' correction | TTFT, real | simulated | TPT, real | simulated "
+        "| within the SLO, real | difference |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['load']:g} | {row['requests']} | {row['ttft_real_ms']:.1f} ms | {row['ttft_simulated_ms']:.1f} ms "
+        f"| {row['load']:g} | {row['requests']} | {row['corrected']:.2f} "
+        f"| {row['ttft_real_ms']:.1f} ms | {row['ttft_simulated_ms']:.1f} ms "
         f"| {row['tpt_real_ms']:.1f} ms | {row['tpt_simulated_ms']:.1f} ms "
         f"| {row['attain_real']:.1%} | {row['attain_gap']:.1%} |"
         for row in document["rows"]
