@@ -127,6 +127,11 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
             raise document.error(("gateway", "allowed_sources"), str(error)) from None
     if loaded.gateway.redis is not None and (problem := url_problem(loaded.gateway.redis)):
         raise document.error(("gateway", "redis"), problem)
+    if "@" in (loaded.infra.gateway_url or ""):
+        raise document.error(
+            ("infra", "gateway_url"),
+            "expected no user and password: Terraform keeps the address in its plans and state",
+        )
     registry = loaded.registry or ""
     if registry.startswith("s3://"):
         try:

@@ -11,6 +11,8 @@ from garnish.operate import drain_call, nodes_call
 from gateway.schema import NodeItem, NodeList
 
 POLL_SECONDS = 0.2
+GONE = ("not_found", "node_failed")
+"""Errors of a node that has died: nothing runs on it."""
 
 
 def known_nodes(client: Client) -> dict[str, NodeItem]:
@@ -21,25 +23,52 @@ def known_nodes(client: Client) -> dict[str, NodeItem]:
 def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[str], None]) -> list[str]:
     """Drain those nodes that the gateway knows, and wait until none has a request open, or for so long.
 
-    Returns the nodes with requests still open. Raises GarnishError.
+    Returns those that served before, for `undrain`. Raises GarnishError; after that, or Ctrl-C, they serve again:
+    whoever gives up ends none of them.
     """
-    waiting = []
-    for node in sorted(set(nodes) & set(known_nodes(client))):
-        try:
-            client.ask(drain_call(node, True), NodeItem)
-            waiting.append(node)
-        except GarnishError as error:
-            if error.type not in ("not_found", "node_failed"):  # it has died: nothing runs on it
-                raise
+    known, waiting, drained = known_nodes(client), list[str](), list[str]()
+    try:
+        for node in sorted(set(nodes) & set(known)):
+            if _told(client, node, True):
+                waiting.append(node)
+                if known[node].record["state"] != "draining":
+                    drained.append(node)
+        _wait(client, waiting, seconds, tell)
+    except (GarnishError, KeyboardInterrupt):
+        undrain(client, drained)
+        raise
+    return drained
+
+
+def _wait(client: Client, waiting: list[str], seconds: float, tell: Callable[[str], None]) -> None:
     deadline = time.monotonic() + seconds
     while waiting:
         known = known_nodes(client)
         waiting = [node for node in waiting if node in known and open_requests(known[node])]
         if not waiting or time.monotonic() > deadline:
-            break
+            return
         tell(f"draining: requests are open on {', '.join(waiting)}")
         time.sleep(POLL_SECONDS)
-    return waiting
+
+
+def _told(client: Client, node: str, drain: bool) -> bool:
+    """Whether there is such a node. Raises GarnishError."""
+    try:
+        client.ask(drain_call(node, drain), NodeItem)
+    except GarnishError as error:
+        if error.type not in GONE:
+            raise
+        return False
+    return True
+
+
+def undrain(client: Client, nodes: Iterable[str]) -> None:
+    """As far as the gateway lets us: for whoever has something worse to tell."""
+    try:
+        for node in nodes:
+            _told(client, node, False)
+    except GarnishError:
+        return
 
 
 def open_requests(node: NodeItem) -> int:

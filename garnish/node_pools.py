@@ -143,9 +143,8 @@ def base_config(service: ServiceFile) -> dict[str, Any]:
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(service.base_model, "config.json", etag_timeout=10))
-        config: dict[str, Any] = msgspec.json.decode(file.read_bytes())
-        return config
-    except (ImportError, OSError, ValueError) as error:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (ImportError, OSError, ValueError, msgspec.DecodeError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise StartError(
             f"base_model: the config.json of {service.base_model} is needed to tell whether a node fits on a GPU, and "

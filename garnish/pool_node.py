@@ -16,7 +16,7 @@ import msgspec
 
 from garnish.settings import SERVICE_STOP_SECONDS, run_directory
 from garnish.up.logs import bound_log, fresh_log, last_problem, log_of
-from infra.local.proc import is_alive
+from infra.local.proc import Process, is_alive
 from infra.local.processes import NodeKey, StillRunning, remember, stop
 from node_agent.supervisor import STOP_SLACK
 
@@ -51,13 +51,18 @@ class CreateError(Exception):
 
 
 def create(spec: Spec) -> None:
-    """Start the node, detached, and wait until its processes talk to each other. Raises CreateError."""
+    """Start the node, detached, and wait until its processes talk to each other. Raises CreateError.
+
+    Also when Terraform, which asked for it, has ended meanwhile (by kill -9): no state would hold the node.
+    """
+    parent = os.getppid()
     stop(spec.key, STOP_SECONDS)  # what an interrupted creation has left, and whatever of it was lost
     state = Path(spec.state)
     socket = run_directory(state, spec.node) / "engine.sock"
     socket.unlink(missing_ok=True)
     (state / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = fresh_log(state, spec.node)
+    _asked_by(parent, spec)
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "garnish.pool_node", "serve", msgspec.json.encode(spec).decode()],
@@ -69,12 +74,27 @@ def create(spec: Spec) -> None:
             start_new_session=True,  # it outlives terraform, and Ctrl-C at the terminal is not for it
         )
     running = remember(spec.key, process.pid)
-    deadline = time.monotonic() + START_SECONDS
-    while running is not None and is_alive(running) and not socket.exists() and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    if running is None or not is_alive(running) or not socket.exists():
+    try:
+        if running is None or not _came_up(running, socket, parent, spec):
+            raise CreateError(f"{spec.node} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})")
+    except CreateError:
         stop(spec.key, 0.0)
-        raise CreateError(f"{spec.node} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})")
+        raise
+
+
+def _came_up(running: Process, socket: Path, parent: int, spec: Spec) -> bool:
+    deadline = time.monotonic() + START_SECONDS
+    while is_alive(running) and not socket.exists() and time.monotonic() < deadline:
+        _asked_by(parent, spec)
+        time.sleep(POLL_SECONDS)
+    _asked_by(parent, spec)
+    return is_alive(running) and socket.exists()
+
+
+def _asked_by(parent: int, spec: Spec) -> None:
+    """Raises CreateError when nobody asks for the node any more."""
+    if os.getppid() != parent:
+        raise CreateError(f"{spec.node} was not started, for Terraform has ended")
 
 
 def serve(spec: Spec) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,23 @@ import msgspec
 from garnish.client import Client
 from garnish.config import ServiceFile, load_service_file
 from garnish.connection import find_connection
-from garnish.drain import drain, known_nodes
+from garnish.drain import drain, known_nodes, undrain
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import check_memory, infra_directory, stack_of
 from garnish.pool_node import STOP_SECONDS
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
-from infra.errors import InfraError, Unchanged
+from infra.errors import InfraError, StalePlan, StateLocked, Unchanged
 from infra.local.processes import NodeKey, running_nodes, stop
 from infra.stack import Pool, Stack
-from infra.terraform import find_program, missing_credentials
+from infra.terraform import Event, find_program, missing_credentials
 from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs
 
 DRAIN_SECONDS = 600.0
 """Calls that are still open then get the node's own time to end, at TERM."""
 DEAD = "its process has died"
 Tell = Callable[[str], None]
+Apply = Callable[[Callable[[Event], None]], None]
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +56,17 @@ class Provision:
         self.service: ServiceFile = load_service_file(file)
         with told():
             self.stack: Stack = stack_of(self.service, self.state)
-            check_memory(self.service)
-            check_credentials(self.stack)
             self.made_for = digest_of(self.stack, file.read_bytes())
-            self.workspace = Workspace(infra_directory(self.service, self.state), find_program())
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """Raises InfraError without Terraform, or without credentials that it needs."""
+        check_credentials(self.stack)
+        return Workspace(infra_directory(self.service, self.state), find_program())
 
     def plan(self, tell: Tell) -> PlanNote:
+        with told():
+            check_memory(self.service)
         with told(), self.workspace.held():
             tell("preparing terraform")
             self.workspace.open(self.stack)
@@ -68,11 +75,12 @@ class Provision:
 
     def apply(self, confirm: Callable[[PlanNote], None], tell: Tell) -> PlanNote:
         """The saved plan; `confirm` is shown it first, and raises to stop."""
+        with told():
+            check_memory(self.service)
         with told(), self.workspace.held():
             note = self.workspace.saved(self.made_for)
             confirm(note)
-            self._drain_what_goes(note, tell)
-            self._carry_out(tell)
+            self._carry_out(self.workspace.apply, tell, self._drain_what_goes(note, tell))
             return note
 
     def resize(self, tell: Tell) -> None:
@@ -84,7 +92,7 @@ class Provision:
             with unchanged():
                 stack.enter_context(self.workspace.held())
                 self._plan_resize()
-            self._carry_out(tell)
+            self._carry_out(self.workspace.apply_sizes, tell, [])
 
     def _plan_resize(self) -> None:
         self.workspace.open(self.stack)
@@ -92,10 +100,9 @@ class Provision:
         for pool in self.stack.local_pools:
             if pool.name not in made:
                 raise InfraError(f"node_pools.{pool.name} was not made yet: run `garnish infra plan` and `apply`")
-        note = self.workspace.plan(self.stack, self.made_for, self.dead())
-        other = [change for change in note.changes if not _of_size(change)]
+        changes = self.workspace.plan_sizes(self.stack, self.dead())
+        other = [change for change in changes if not _of_size(change)]
         if other:
-            self.workspace.forget_plan()
             raise InfraError(
                 f"{other[0].action} of {other[0].resource} ({other[0].reason}) was not applied yet: run "
                 "`garnish infra plan` and `apply` before sizes can change"
@@ -107,10 +114,12 @@ class Provision:
             tell("preparing terraform")
             self.workspace.open(self.stack)
             note = self.workspace.plan(self.stack, self.made_for, destroy=True)
+            note = msgspec.structs.replace(note, changes=(*note.changes, *map(_stray, self._strays())))
+            drained: list[str] = []
             if note.changes:
                 confirm(note)
-                self._drain_all(tell, force)
-            self._carry_out(tell)
+                drained = self._drain_all(tell, force)
+            self._carry_out(self.workspace.apply, tell, drained)
             forget_sizes(self.workspace.directory)
             return note
 
@@ -161,37 +170,54 @@ class Provision:
         ]
         return list(running_nodes(self.state, self.stack.service, keys))
 
-    def _carry_out(self, tell: Tell) -> None:
+    def _carry_out(self, apply: Apply, tell: Tell, drained: list[str]) -> None:
+        begun = True
         try:
-            self.workspace.apply(lambda event: _progress(event, tell))
+            apply(lambda event: _progress(event, tell))
+        except (StateLocked, StalePlan):
+            begun = False  # and who holds the state may be making nodes that it will hold
+            self._undrain(drained)
+            raise
         finally:
-            self._end_strays(tell)
+            if begun:
+                self._end_strays(tell)
+
+    def _undrain(self, nodes: list[str]) -> None:
+        if nodes:
+            with self._client() as client:
+                undrain(client, nodes)
+
+    def _strays(self) -> list[NodeKey]:
+        """Nodes of this service's pools that the state does not hold: of a creation that failed, or of a state that was
+        lost."""
+        kept = local_nodes(self.workspace.state())
+        return sorted((key for key in self._running({}) if key.node not in kept), key=lambda key: key.node)
 
     def _end_strays(self, tell: Tell) -> None:
-        """Processes of this service's pools that the state does not hold: what a creation that failed may leave."""
-        kept = local_nodes(self.workspace.state())
-        for key in self._running({}):
-            if key.node not in kept:
-                tell(f"{key.node}: ending a process that no state holds")
-                stop(key, STOP_SECONDS)
+        for key in self._strays():
+            tell(f"{key.node}: ending a process that no state holds")
+            stop(key, STOP_SECONDS)
 
-    def _drain_what_goes(self, note: PlanNote, tell: Tell) -> None:
+    def _drain_what_goes(self, note: PlanNote, tell: Tell) -> list[str]:
         going = [change.resource for change in note.changes if change.action in ("destroy", "replace")]
         try:
             if going:
                 with self._client() as client:
-                    drain(client, going, DRAIN_SECONDS, tell)
+                    return drain(client, going, DRAIN_SECONDS, tell)
         except GarnishError as error:
             tell(f"the gateway can't drain {', '.join(going)} ({error.type}); they drain at their own end")
+        return []
 
-    def _drain_all(self, tell: Tell, force: bool) -> None:
-        nodes = local_nodes(self.workspace.state())
-        if not self.stack.aws_pools and not self._running(nodes):
-            return
+    def _drain_all(self, tell: Tell, force: bool) -> list[str]:
+        values = self.workspace.state()
+        nodes, in_aws = local_nodes(values), self._pools_in_aws(values)
+        running = {key.node for key in self._running(nodes)}
+        if not in_aws and not running:
+            return []
         try:
             with self._client() as client:
-                own = {node for node in known_nodes(client) if _of_pools(node, self.stack) or node in nodes}
-                drain(client, own, DRAIN_SECONDS, tell)
+                own = {node for node in known_nodes(client) if node in running or _is_of(node, in_aws)}
+                return drain(client, own, DRAIN_SECONDS, tell)
         except GarnishError as error:
             if not force:
                 raise FrontDoorError(
@@ -199,6 +225,14 @@ class Provision:
                     "nothing was destroyed. --force destroys without it"
                 ) from error
             tell(f"not drained: {error}")
+            return []
+
+    def _pools_in_aws(self, values: dict[str, Any]) -> set[str]:
+        """Those that are declared, and those that were and are still there."""
+        made = outputs(values, "pools") or {}
+        return {pool.name for pool in self.stack.aws_pools} | {
+            name for name, known in made.items() if known["backend"] == "aws"
+        }
 
     def _seen_nodes(self) -> dict[str, str]:
         """States by node; empty where the gateway can't be asked."""
@@ -217,9 +251,14 @@ def check_credentials(stack: Stack) -> None:
     if stack.aws is None and stack.state is None:
         return
     import boto3
+    from botocore.exceptions import BotoCoreError
 
-    session = boto3.Session()
-    if session.get_credentials() is None:
+    try:
+        session = boto3.Session()
+        found = session.get_credentials()
+    except BotoCoreError as error:  # a profile that is nowhere, half of a key
+        raise InfraError(f"AWS credentials can't be used: {error}") from error
+    if found is None:
         raise InfraError(missing_credentials())
     if stack.state is not None and session.region_name is None:
         raise InfraError("infra.state: the bucket's region is missing: set AWS_REGION, or a region in the profile")
@@ -292,6 +331,12 @@ def size_told(pool: Pool) -> str:
     return f"the autoscaler has set {pool.desired}, serverless.yml says {pool.stated}"
 
 
+def _stray(key: NodeKey) -> Change:
+    return Change(
+        action="destroy", pool=key.pool, resource=key.node, address="", reason="no state holds it", cost=False
+    )
+
+
 def _of_size(change: Change) -> bool:
     """Whether it only makes or ends nodes of local pools, by their number or because they have died."""
     if "terraform_data.node[" not in change.address:
@@ -308,8 +353,8 @@ def _undeclared(applied: dict[str, Any], declared: set[str]) -> Iterator[PoolSta
         )  # fmt: skip
 
 
-def _of_pools(node: str, stack: Stack) -> bool:
-    return any(_is_instance(node, pool.name) for pool in stack.aws_pools)
+def _is_of(node: str, pools: Iterable[str]) -> bool:
+    return any(_is_instance(node, pool) for pool in pools)
 
 
 def _is_instance(node: str, pool: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from garnish.client import Client
 from garnish.config import load_service_file
 from garnish.connection import find_connection
-from garnish.drain import known_nodes, open_requests
+from garnish.drain import GONE, known_nodes, open_requests
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import infra_directory, stack_of
 from garnish.operate import drain_call
@@ -59,7 +59,7 @@ class ThisHost:
             try:
                 client.ask(drain_call(node, wanted), NodeItem)
             except GarnishError as error:
-                if error.type not in ("not_found", "node_failed"):  # it has died, or never came up
+                if error.type not in GONE:  # it has died, or never came up
                     raise
 
     def apply(self) -> None:

@@ -169,14 +169,10 @@ class Generation:
         failure: ServiceError | None = None
         await shared.hear_of_nodes(deadline)
         for attempt in range(ATTEMPTS):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() >= deadline:
                 raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
-            if failure is None:
-                placed = await self._place_or_hold(deadline, revoked)
-                left = deadline - time.monotonic()
-            else:
-                placed = await self._place(excluded, failure)
+            placed = await self._place_or_hold(excluded, failure, deadline, revoked)
+            left = deadline - time.monotonic()
             self._stay.wait(placed.pool, placed.work)
             self._wait(True)
             try:
@@ -213,23 +209,32 @@ class Generation:
                 else:
                     yield event
 
-    async def _place_or_hold(self, deadline: float, revoked: asyncio.Future[ServiceError]) -> Placed:
-        """For the first attempt: where there is no node at all, and an autoscaler, it waits for one."""
+    async def _place_or_hold(
+        self,
+        excluded: frozenset[str],
+        failure: ServiceError | None,
+        deadline: float,
+        revoked: asyncio.Future[ServiceError],
+    ) -> Placed:
+        """Where there is no node at all, and an autoscaler, it waits for one; so it does where the only one has just
+        refused it, because it is to go."""
         hold, until = self.shared.hold, math.inf
         while True:
             try:
-                return await self._place(frozenset(), None)
+                return await self._place(excluded, failure)
             except ServiceError as error:
-                began, empty = time.monotonic(), await hold.applies()
+                began, refused = time.monotonic(), failure is None or failure.type == "unavailable"
+                empty = refused and await hold.applies(excluded)
                 came = until < math.inf and error.type == "overloaded"  # a node, and it has no place
                 if not empty and (not came or began + AGAIN_SECONDS > until):
                     raise
             until = min(until, began + hold.seconds, deadline)
             self._stay.wait(None, None)
-            if empty:
+            if empty and not excluded:
                 await hold.wait(until, revoked)
-            else:
-                await asyncio.wait([revoked], timeout=AGAIN_SECONDS)
+            else:  # it has no place, or what it says of itself is on its way
+                await asyncio.wait([revoked], timeout=max(0.0, min(AGAIN_SECONDS, until - began)))
+            excluded, failure = frozenset(), None
             self.held += time.monotonic() - began
             self._check_held(until, deadline, revoked)
 

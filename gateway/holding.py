@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
+
+import numpy as np
 
 from cluster.errors import ServiceError
 from cluster.leases import Leases
@@ -35,6 +37,7 @@ class Hold:
     ) -> None:
         self.seconds = seconds
         self._state, self._leases, self._base, self._clock = state, leases, base, clock
+        self._look = asyncio.Lock()
         self._seen, self._led = -math.inf, False
         self._waiting: asyncio.Task[None] | None = None
         self._held = 0
@@ -45,11 +48,11 @@ class Hold:
         self._took: float | None = None
         """How long they had to, the last time that one came."""
 
-    async def applies(self) -> bool:
-        """Whether a call that no node can take now would wait for one."""
+    async def applies(self, without: Collection[str] = ()) -> bool:
+        """Whether a call that no node can take now would wait for one; those `without` have refused it."""
         if self.seconds <= 0 or not await self._is_led():
             return False
-        return not serving(await self._state.table(), self._base)
+        return not serving(await self._state.table(), self._base, without)
 
     async def wait(self, until: float, cut: asyncio.Future[ServiceError]) -> None:
         """Returns when a node is ready, at `until` (by the clock), or when `cut` has a result."""
@@ -88,16 +91,17 @@ class Hold:
             self._took, self._since = self._clock() - self._since, None
 
     async def _is_led(self) -> bool:
-        now = self._clock()
-        if now - self._seen >= (LED_SECONDS if self._led else UNLED_SECONDS):
-            self._seen = now
-            try:
-                self._led = bool((await self._leases.look(AUTOSCALER)).holder)
-            except RedisAway:
-                self._led = False
+        async with self._look:  # who comes while it is asked waits for that answer, not for the one before
+            if self._clock() - self._seen >= (LED_SECONDS if self._led else UNLED_SECONDS):
+                try:
+                    self._led = bool((await self._leases.look(AUTOSCALER)).holder)
+                except RedisAway:
+                    self._led = False
+                self._seen = self._clock()
         return self._led
 
 
-def serving(nodes: NodeTable, base: str) -> bool:
-    """Whether any node is ready to serve this base."""
-    return bool((nodes.live & nodes.ready & (nodes.base == nodes.base_number(base))).any())
+def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:
+    """Whether any other node is ready to serve this base."""
+    ready = np.flatnonzero(nodes.live & nodes.ready & (nodes.base == nodes.base_number(base)))
+    return any(nodes.record(int(row)).id not in without for row in ready)

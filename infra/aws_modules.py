@@ -60,6 +60,7 @@ def _pool(stack: Stack, pool: Pool, host: AwsHost, registry: RegistryBucket) -> 
         "node_file": host.node_file,
         "volume_gib": host.volume_gib,
         "target_group_arns": host.target_group_arns,
+        "tags": dict(host.tags) or None,
     }
     stated = {name: value for name, value in settings.items() if value not in (None, ())}
     return {"source": "./modules/aws_pool", **literal(stated)}

@@ -15,6 +15,10 @@ class StateLocked(InfraError):
     """Someone else works on this state."""
 
 
+class StateElsewhere(InfraError):
+    """Terraform has its state in another place than the service file says now."""
+
+
 class StalePlan(InfraError):
     """The saved plan is not for what there is now."""
 

@@ -16,6 +16,11 @@ MIN_KV_TOKENS = 8192
 """Of running requests together, where the file states no kv_memory; at most one request of the longest context."""
 RUNTIME = 1 << 30
 """Bytes for the driver's context, kernels and activations."""
+NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+OPTIONAL = ("num_key_value_heads", "head_dim")
 GIB = float(1 << 30)
 
 
@@ -33,12 +38,24 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_memory: int | None) -> Need:
-    """`config` is the base model's config.json; `dtype` as the file has it. Raises InfraError for an unknown dtype."""
+    """`config` is the base model's config.json; `dtype` as the file has it. Raises InfraError for an unknown dtype, or
+    a model that is not Llama-like."""
+    _check_config(config)
     item = ITEM_BYTES.get(dtype_of(config, dtype))
     if item is None:
         raise InfraError(f"base_model: its dtype {dtype_of(config, dtype)!r} is none of {', '.join(ITEM_BYTES)}")
     kv = kv_memory if kv_memory is not None else least_kv_tokens(config) * kv_bytes_per_token(config, item)
     return Need(weights=parameters(config) * item, adapters=adapter_memory, kv=kv)
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    known = {name: config.get(name) for name in NEEDED} | {name: config.get(name) or 1 for name in OPTIONAL}
+    wrong = [name for name, value in known.items() if not isinstance(value, int) or value <= 0]
+    if wrong:
+        raise InfraError(
+            f"base_model: what a node needs can't be told from its config.json: expected whole numbers above 0, as a "
+            f"Llama-like model has them, for {', '.join(wrong)}"
+        )
 
 
 def dtype_of(config: Mapping[str, Any], dtype: str) -> str:

@@ -114,9 +114,8 @@ def _s3_backend(state: S3State, service: str) -> Block:
 
 
 def _write_modules(target: Path, names: set[str]) -> None:
-    for old in target.iterdir() if target.is_dir() else ():
-        if old.name not in names:
-            shutil.rmtree(old)
+    """Replaces or removes those of ours alone: the directory may hold others'."""
+    for old in sorted(MODULES.iterdir()):
+        shutil.rmtree(target / old.name, ignore_errors=True)
     for name in sorted(names):
-        shutil.rmtree(target / name, ignore_errors=True)
         shutil.copytree(MODULES / name, target / name, ignore=shutil.ignore_patterns("tests", ".terraform*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,10 +18,20 @@ from typing import Any
 
 import msgspec
 
-from infra.errors import InfraError, Interrupted, StalePlan, StateLocked, TerraformFailed, TerraformMissing
+from infra.errors import (
+    InfraError,
+    Interrupted,
+    StalePlan,
+    StateElsewhere,
+    StateLocked,
+    TerraformFailed,
+    TerraformMissing,
+)
 
 PROGRAMS = ("terraform", "tofu")
 OLDEST = (1, 10)
+MOVED = re.compile(r"Backend configuration changed|migrat")
+"""What terraform says of a backend that is not that of its last `init`."""
 LOCK_TIMEOUT = "3s"
 """A plan or an apply waits so long for someone else's lock."""
 ASK_SECONDS = 60.0
@@ -86,8 +97,19 @@ class Terraform:
         self.directory = directory
 
     def init(self) -> None:
-        """Downloads only what the root module asks for: nothing for local pools."""
-        self._run(["init", "-no-color", "-reconfigure"], _ignore)
+        """Downloads only what the root module asks for: nothing for local pools.
+
+        Raises StateElsewhere when `infra.state` names another place than at the last command.
+        """
+        try:
+            self._run(["init", "-no-color"], _ignore)
+        except TerraformFailed as error:
+            if MOVED.search(str(error)) is None:
+                raise
+            raise StateElsewhere(
+                "infra.state names another place than before, and the state still lies where it was. Set it back, or "
+                f"move the state: `{self.program.name} -chdir={shlex.quote(str(self.directory))} init -migrate-state`"
+            ) from error
 
     def plan(self, out: str, replace: Sequence[str] = (), *, destroy: bool = False) -> None:
         flags = [*(f"-replace={address}" for address in replace), *(["-destroy"] if destroy else [])]
@@ -100,9 +122,15 @@ class Terraform:
     def show(self, plan: str | None = None) -> dict[str, Any]:
         """The state, or a saved plan, in Terraform's documented JSON form."""
         command = [self.program.path, "show", "-json", *([plan] if plan else [])]
-        done = subprocess.run(
-            command, cwd=self.directory, env=environment(), capture_output=True, timeout=ASK_SECONDS, text=True
-        )
+        try:
+            done = subprocess.run(
+                command, cwd=self.directory, env=environment(), capture_output=True, timeout=ASK_SECONDS, text=True
+            )
+        except subprocess.TimeoutExpired:
+            raise TerraformFailed(
+                f"`{self.program.name} show` took more than {ASK_SECONDS:g} s: does the place of the state "
+                "(infra.state) answer?"
+            ) from None
         if done.returncode != 0:
             raise _explained(done.stderr.splitlines(), [])
         shown: dict[str, Any] = json.loads(done.stdout)
@@ -111,7 +139,11 @@ class Terraform:
     def _run(self, arguments: list[str], on_event: Callable[[Event], None]) -> None:
         with self._started(arguments) as process, _passing_on(process) as interrupts:
             assert process.stdout is not None
-            text, problems = _follow(process.stdout, on_event)
+            try:
+                text, problems = _follow(process.stdout, on_event)
+            except BaseException:
+                _heard_out(process, interrupts)
+                raise
             code = process.wait()
         if code != 0 and interrupts:
             raise Interrupted("interrupted; Terraform has saved what was done, and the next plan shows what is left")
@@ -141,6 +173,15 @@ class Terraform:
                 raise
 
 
+def _heard_out(process: subprocess.Popen[str], interrupts: list[int]) -> None:
+    """Interrupt it, unless it was, and read on: it saves its state, and a closed pipe would kill it before that."""
+    if not interrupts:
+        interrupts.append(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+    _follow(process.stdout, _ignore)
+    process.wait()
+
+
 def _follow(stream: Any, on_event: Callable[[Event], None]) -> tuple[list[str], list[Event]]:
     """Until terraform's output ends: its plain lines (the last of them), and its errors."""
     text: list[str] = []
@@ -166,7 +207,10 @@ def _event(line: str) -> Event | None:
 
 @contextmanager
 def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """TERM and INT become one INT for terraform, which saves its state and ends; a second would make it give up."""
+    """TERM, INT and HUP become one INT for terraform, which saves its state and ends; a second would make it give up.
+
+    A signal that is ignored (by `nohup`, or in the background of a script) stays so.
+    """
     came: list[int] = []
     before: dict[int, Any] = {}
 
@@ -180,7 +224,8 @@ def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    before |= {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    known = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before |= {number: handler for number, handler in known.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, note)
     try:
@@ -195,7 +240,8 @@ def _explained(text: list[str], problems: list[Event]) -> InfraError:
     said = "\n".join(_diagnostic(problem) for problem in problems) or _plain(text)
     said = redacted(said)
     if "Error acquiring the state lock" in said or ("state lock" in said.lower() and "acquir" in said.lower()):
-        return StateLocked(f"the state is locked: {_lock_holder(said)}; try again when that work has ended")
+        holder = _lock_holder(said)
+        return StateLocked(f"the state is locked: {holder}; try again when that work has ended{_unlocking(said)}")
     if "Saved plan is stale" in said:
         return StalePlan("the saved plan is stale, for the state has changed since; run `garnish infra plan` again")
     if "No valid credential sources found" in said or "failed to refresh cached credentials" in said:
@@ -227,6 +273,14 @@ def _lock_holder(said: str) -> str:
     if not found:
         return "someone else holds it"
     return f"{found.get('Who', 'someone')} holds it since {found.get('Created', 'some time')}"
+
+
+def _unlocking(said: str) -> str:
+    """A lock on S3 outlives a terraform that was killed."""
+    found = re.search(r"^\s*ID:\s+(\S+)$", said, re.MULTILINE)
+    if found is None:
+        return ""
+    return f". If it was killed, `terraform force-unlock {found[1]}` in the root module's directory gives the lock back"
 
 
 def redacted(text: str, base: Mapping[str, str] | None = None) -> str:

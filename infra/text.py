@@ -16,7 +16,7 @@ def literal(value: Any) -> Any:
     if isinstance(value, str):
         return _TEMPLATE.sub(r"\1\1{", value)
     if isinstance(value, dict):
-        return {key: literal(entry) for key, entry in value.items()}
+        return {literal(key): literal(entry) for key, entry in value.items()}  # keys are read as templates, too
     return [literal(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 

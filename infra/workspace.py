@@ -20,6 +20,8 @@ from infra.terraform import Event, Program, Terraform
 
 PLAN_FILE = "plan.tfplan"
 NOTE_FILE = "plan.json"
+SIZE_PLAN_FILE = "size.tfplan"
+"""The autoscaler's plans: what somebody has planned and looked at stays saved beside them."""
 LOCK_FILE = "garnish.lock"
 
 
@@ -71,14 +73,20 @@ class Workspace:
         self, stack: Stack, made_for: str, dead: Mapping[str, str] | None = None, *, destroy: bool = False
     ) -> PlanNote:
         """Make and save a plan; `dead` maps addresses to be replaced to what became of their process."""
-        dead = dead or {}
         self.forget_plan()
-        self._terraform.plan(PLAN_FILE, () if destroy else list(dead), destroy=destroy)
-        pools = {module_name(pool.name): pool.name for pool in stack.pools}
-        changes = changes_of(self._terraform.show(PLAN_FILE), pools, dead, destroy=destroy)
+        changes = self._planned(PLAN_FILE, stack, dead or {}, destroy=destroy)
         note = PlanNote(made_for=made_for, plan_sha256=self._plan_digest(), changes=tuple(changes), destroy=destroy)
         (self.directory / NOTE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note)))
         return note
+
+    def plan_sizes(self, stack: Stack, dead: Mapping[str, str]) -> list[Change]:
+        """A plan beside the saved one, for `apply_sizes`."""
+        return self._planned(SIZE_PLAN_FILE, stack, dead, destroy=False)
+
+    def _planned(self, file: str, stack: Stack, dead: Mapping[str, str], *, destroy: bool) -> list[Change]:
+        self._terraform.plan(file, () if destroy else list(dead), destroy=destroy)
+        pools = {module_name(pool.name): pool.name for pool in stack.pools}
+        return changes_of(self._terraform.show(file), pools, dead, destroy=destroy)
 
     def saved(self, made_for: str) -> PlanNote:
         """The saved plan's note. Raises StalePlan when there is none, or it was made for something else."""
@@ -102,6 +110,10 @@ class Workspace:
             self._terraform.apply(PLAN_FILE, on_event)
         finally:
             self.forget_plan()
+
+    def apply_sizes(self, on_event: Callable[[Event], None]) -> None:
+        """What `plan_sizes` has planned; Terraform refuses the saved plan after that, for the state has changed."""
+        self._terraform.apply(SIZE_PLAN_FILE, on_event)
 
     def forget_plan(self) -> None:
         for name in (PLAN_FILE, NOTE_FILE):

@@ -12,18 +12,30 @@ from infra.autoscale.driver import PoolSize, Throttled, check_bounds
 from infra.errors import InfraError
 from infra.terraform import missing_credentials
 
-THROTTLED = frozenset({"Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequestsException"})
+THROTTLED = frozenset(
+    {
+        "Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled", "RequestThrottledException",
+        "RequestLimitExceeded", "TooManyRequestsException", "SlowDown",
+    }
+)  # fmt: skip
+BUSY = frozenset({"ScalingActivityInProgress", "ResourceContention"})
+"""Another change of the group is under way."""
 DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
 TIMEOUTS = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "max_attempts": 3})
 LIVE = frozenset({"Pending", "Pending:Wait", "Pending:Proceed", "InService"})
 
 
 class AwsDriver:
-    """The groups are those of the module aws_pool: SERVICE-POOL."""
+    """The groups are those of the module aws_pool: SERVICE-POOL. Raises InfraError where AWS can't be asked at all."""
 
     def __init__(self, service: str, region: str, endpoint_url: str | None = None) -> None:
         self._service = service
-        self._client: Any = boto3.client("autoscaling", region_name=region, endpoint_url=endpoint_url, config=TIMEOUTS)
+        try:
+            self._client: Any = boto3.client(
+                "autoscaling", region_name=region, endpoint_url=endpoint_url, config=TIMEOUTS
+            )
+        except BotoCoreError as error:  # a profile that is nowhere, for instance
+            raise InfraError(f"AWS can't be asked for autoscaling groups: {error}") from error
 
     def size(self, pool: str) -> PoolSize:
         group = self._group(pool)
@@ -51,6 +63,12 @@ class AwsDriver:
             raise InfraError(f"node_pools.{pool}: there is {count} {name}; `garnish infra apply` makes it")
         if groups[0].get("Status"):
             raise InfraError(f"node_pools.{pool}: the autoscaling group {name} is being deleted")
+        owner = _owner(groups[0], self._service, pool)
+        if owner != (self._service, pool):
+            raise InfraError(
+                f"node_pools.{pool}: the autoscaling group {name} is that of the pool {owner[1]} of the service "
+                f"{owner[0]}"
+            )
         return groups[0]
 
     def _name(self, pool: str) -> str:
@@ -67,6 +85,12 @@ class AwsDriver:
             raise InfraError(f"autoscaling: {operation} failed: {error}") from error
 
 
+def _owner(group: dict[str, Any], service: str, pool: str) -> tuple[str, str]:
+    """Whose it is by its tags: a-b-c may be the pool b-c of a, or c of a-b. Without tags, whose it is by its name."""
+    tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", ())}
+    return tags.get("garnish:service", service), tags.get("garnish:pool", pool)
+
+
 def _explained(operation: str, error: ClientError) -> InfraError:
     code = error.response.get("Error", {}).get("Code", "")
     action = "".join(part.capitalize() for part in operation.split("_"))
@@ -74,6 +98,6 @@ def _explained(operation: str, error: ClientError) -> InfraError:
         return Throttled(f"autoscaling: {action} was throttled by AWS; the next round tries again")
     if code in DENIED:
         return InfraError(f"autoscaling: the permission autoscaling:{action} is missing")
-    if code == "ScalingActivityInProgress":
-        return Throttled(f"autoscaling: {action} must wait for a scaling activity to end")
+    if code in BUSY:
+        return Throttled(f"autoscaling: {action} must wait for another change of the group to end")
     return InfraError(f"autoscaling: {action} failed: {code}: {error.response.get('Error', {}).get('Message', '')}")

@@ -15,8 +15,9 @@ from infra.autoscale.sizes import SetSize, read_sizes, set_size
 from infra.errors import InfraError, Unchanged
 from infra.stack import Pool, Stack, node_id
 
-DRAIN_SECONDS = 600.0
-"""Then a node goes all the same, and ends its open requests by itself."""
+DRAIN_SECONDS = 3620.0
+"""Then a node goes all the same. Longer than any call may take: Terraform waits for a node's open requests, and
+meanwhile nobody looks at the load."""
 
 
 class Host(Protocol):

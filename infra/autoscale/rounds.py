@@ -97,13 +97,13 @@ class Autoscaler:
             picture = self._picture()
         except Away as error:
             return self._all_held(str(error))
-        if self._clock() - self._seen > GAP_SECONDS:
+        looked = self._clock()  # not when the changes of this round are made: those may take minutes
+        if looked - self._seen > GAP_SECONDS:
             self._forget()
+        self._seen = looked
         sizes = {pool.name: self._size(pool) for pool in self._pools}
         views = shared_out(picture, self._pools, sizes)
-        decided = [self._scale(pool, sizes[pool.name], views[pool.name], once) for pool in self._pools]
-        self._seen = self._clock()
-        return decided
+        return [self._scale(pool, sizes[pool.name], views[pool.name], looked, once) for pool in self._pools]
 
     def _forget(self) -> None:
         for pool in self._pools:
@@ -118,19 +118,19 @@ class Autoscaler:
         except InfraError as error:
             return error
 
-    def _scale(self, pool: Scaled, known: PoolSize | InfraError, view: View, once: bool) -> Decided:
+    def _scale(self, pool: Scaled, known: PoolSize | InfraError, view: View, looked: float, once: bool) -> Decided:
         if isinstance(known, InfraError):
             action: Action = "waits" if isinstance(known, Later) else "held"
             return Decided(pool=pool.name, action=action, reason=str(known), load=view.load)
-        decision = self._decide(pool, known, view, once)
+        decision = self._decide(pool, known, view, looked, once)
         told = Decided(
             pool=pool.name, action="none", reason=decision.reason, size=known.desired, wanted=decision.size,
             load=view.load,
         )  # fmt: skip
         return self._act(pool, known, told)
 
-    def _decide(self, pool: Scaled, known: PoolSize, view: View, once: bool) -> Decision:
-        state, now = self._states[pool.name], self._clock()
+    def _decide(self, pool: Scaled, known: PoolSize, view: View, now: float, once: bool) -> Decision:
+        state = self._states[pool.name]
         targets = msgspec.structs.replace(pool.targets, min=known.min, max=known.max)
         state.sizer.targets = targets
         if once:

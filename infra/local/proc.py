@@ -71,6 +71,8 @@ def tagged(state: str, prefix: str) -> Iterator[tuple[str, Process]]:
         if not entry.name.isdigit():
             continue
         found = tags(int(entry.name))
-        process = identify(int(entry.name)) if found is not None else None
-        if found is not None and process is not None and found[0] == state and found[1].startswith(prefix):
+        if found is None or found[0] != state or not found[1].startswith(prefix):
+            continue
+        process = identify(int(entry.name))
+        if process is not None and tags(int(entry.name)) == found:  # else another has taken the id meanwhile
             yield found[1], process

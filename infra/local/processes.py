@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from infra.errors import InfraError
 from infra.local.proc import NODE_TAG, STATE_TAG, Process, identify, is_alive, read_stat, tagged
 
 POLL_SECONDS = 0.05
@@ -38,7 +39,7 @@ class NodeKey(msgspec.Struct, frozen=True, kw_only=True):
         return {NODE_TAG: self.tag, STATE_TAG: self.state}
 
 
-class StillRunning(RuntimeError):
+class StillRunning(InfraError):
     """Processes that did not end, not even by SIGKILL."""
 
 

@@ -17,6 +17,7 @@ class Gateway(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.open: dict[str, int] = {}
         self.drained: list[str] = []
+        self.orders: list[str] = []
         self.stuck: set[str] = set()
         self.failing: dict[str, tuple[int, str]] = {}
 
@@ -46,7 +47,11 @@ class Handler(BaseHTTPRequestHandler):
             status, kind = self.server.failing[node]
             self._answer(status, {"error": {"type": kind, "message": "no", "param": None, "request_id": "r"}})
             return
-        self.server.drained.append(node)
+        self.server.orders.append(f"{self.path.split('/')[3]} {node}")
+        if self.path.endswith("/drain"):
+            self.server.drained.append(node)
+        else:
+            self.server.drained.remove(node)
         (item,) = [item for item in self.server.items() if item["record"]["id"] == node]
         self._answer(200, item)
 

@@ -32,7 +32,7 @@ def ignore(_line: str) -> None:
 def test_it_waits_until_nothing_is_open(gateway: Gateway, client: Client) -> None:
     gateway.open = {"here-1": 5, "here-2": 6, "other": 7}
     told: list[str] = []
-    assert drain(client, ["here-1", "here-2"], 60.0, told.append) == []
+    assert drain(client, ["here-1", "here-2"], 60.0, told.append) == ["here-1", "here-2"]
     assert gateway.drained == ["here-1", "here-2"]
     assert gateway.open == {"here-1": 0, "here-2": 0, "other": 7}
     assert told[0] == "draining: requests are open on here-1, here-2"
@@ -40,7 +40,7 @@ def test_it_waits_until_nothing_is_open(gateway: Gateway, client: Client) -> Non
 
 def test_nodes_that_the_gateway_does_not_know_are_left_out(gateway: Gateway, client: Client) -> None:
     gateway.open = {"here-1": 0}
-    assert drain(client, ["here-1", "here-9"], 60.0, ignore) == []
+    assert drain(client, ["here-1", "here-9"], 60.0, ignore) == ["here-1"]
     assert gateway.drained == ["here-1"]
 
 
@@ -49,13 +49,14 @@ def test_a_node_that_has_died_meanwhile_needs_no_drain(
     gateway: Gateway, client: Client, failure: tuple[int, str]
 ) -> None:
     gateway.open, gateway.failing = {"here-1": 1, "here-2": 0}, {"here-1": failure}
-    assert drain(client, ["here-1", "here-2"], 60.0, ignore) == []
+    assert drain(client, ["here-1", "here-2"], 60.0, ignore) == ["here-2"]
     assert gateway.drained == ["here-2"]
 
 
 def test_the_wait_is_bounded(gateway: Gateway, client: Client) -> None:
     gateway.open, gateway.stuck = {"here-1": 1, "here-2": 0}, {"here-1"}
-    assert drain(client, ["here-1", "here-2"], 0.0, ignore) == ["here-1"]
+    assert drain(client, ["here-1", "here-2"], 0.0, ignore) == ["here-1", "here-2"]
+    assert gateway.open["here-1"] == 1
 
 
 def test_a_refusal_is_told(gateway: Gateway, client: Client) -> None:
@@ -70,3 +71,21 @@ def test_a_gateway_that_is_away_is_told(gateway: Gateway) -> None:
         pytest.raises(GarnishError, match="unreachable"),
     ):
         drain(client, ["here-1"], 60.0, ignore)
+
+
+def test_who_gives_up_leaves_no_node_drained(gateway: Gateway, client: Client) -> None:
+    """By Ctrl-C, or because a later node can't be drained."""
+    gateway.open, gateway.stuck = {"here-1": 1, "here-2": 1}, {"here-1"}
+
+    def give_up(_line: str) -> None:
+        assert gateway.drained == ["here-1", "here-2"]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drain(client, ["here-1", "here-2"], 60.0, give_up)
+    assert gateway.drained == []
+
+    gateway.failing = {"here-2": (403, "forbidden")}
+    with pytest.raises(GarnishError, match="forbidden"):
+        drain(client, ["here-1", "here-2"], 60.0, ignore)
+    assert gateway.drained == []

@@ -147,3 +147,21 @@ def test_what_costs_money_is_marked_and_no_secret_is_told(in_aws: Typed) -> None
 def found_in(folder: Path) -> list[str]:
     """Names of the files that hold the secret."""
     return [path.name for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_what_was_made_can_be_destroyed_whatever_the_file_says_now(in_aws: Typed) -> None:
+    """Neither a model that would no longer fit nor a pool that is not declared any more is in the way, but the gateway
+    is asked to drain."""
+    in_aws("plan")
+    in_aws("apply", "--yes")
+    written = json.loads((in_aws.folder / "serverless.yml").read_text())
+    (in_aws.folder / "serverless.yml").write_text(json.dumps({**written, "node_pools": {}}))
+    assert "--force destroys without it" in str(in_aws("destroy", "--yes", code=None).exception)
+    (in_aws.folder / "serverless.yml").write_text(json.dumps(written))
+    (in_aws.folder / "model" / "config.json").write_text('{"num_hidden_layers": 1}')
+    assert "config.json" in str(in_aws("plan", code=None).exception)
+    with running_gateway() as gateway:
+        gateway.open = {"l4-i-0abc-0": 1, "l4-other": 0}
+        (in_aws.state / "credentials.toml").write_text(f'url = "{gateway.url}"\ntenant = "default"\n')
+        in_aws("destroy", "--yes")
+        assert gateway.drained == ["l4-i-0abc-0"]

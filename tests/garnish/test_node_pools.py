@@ -107,6 +107,13 @@ def test_nodes_report_to_the_gateway_of_this_state(folder: Path) -> None:
     assert gateway_url_of(told, state) == "http://elsewhere:80"
 
 
+def test_an_address_with_a_password_is_refused(folder: Path) -> None:
+    """It would stand in plans, in the state and in what is rendered."""
+    with pytest.raises(FrontDoorError, match=r"infra\.gateway_url: expected no user and password") as refused:
+        load_service_file(write(folder, infra={"gateway_url": "http://me:s3cret@gateway:8080"}))
+    assert "s3cret" not in str(refused.value)
+
+
 def test_where_the_state_lies(folder: Path) -> None:
     def directory(**infra: str) -> Path:
         return infra_directory(load_service_file(write(folder, infra=infra)), folder / "state")
@@ -156,6 +163,13 @@ def test_a_model_that_is_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (folder / "model" / "config.json").unlink()
     with pytest.raises(FrontDoorError, match=r"config\.json of \./model is needed"):
+        check_memory(load_service_file(aws_file(folder)))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_model_whose_configuration_is_none(folder: Path, text: str) -> None:
+    (folder / "model" / "config.json").write_text(text)
+    with pytest.raises((FrontDoorError, InfraError), match=r"base_model: .*config\.json"):
         check_memory(load_service_file(aws_file(folder)))
 
 
@@ -222,7 +236,13 @@ def test_missing_credentials_are_named(folder: Path, monkeypatch: pytest.MonkeyP
     far = stack_of(load_service_file(write(folder, infra={"state": "s3://acme-tf/garnish"})), folder)
     with pytest.raises(InfraError, match="AWS credentials are missing: set AWS_PROFILE"):
         check_credentials(far)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(InfraError, match=r"AWS credentials can't be used: .*\(nobody\)"):
+        check_credentials(far)
+    monkeypatch.delenv("AWS_PROFILE")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    with pytest.raises(InfraError, match=r"can't be used: .*missing: AWS_SECRET_ACCESS_KEY"):
+        check_credentials(far)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-an-example")
     with pytest.raises(InfraError, match="set AWS_REGION"):
         check_credentials(far)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from cluster.secret import create_secret
-from garnish.pool_node import CreateError, Spec, create
+from garnish.pool_node import START_SECONDS, CreateError, Spec, create
 from infra.local.proc import tagged
 from infra.local.processes import processes_of, remembered
 
@@ -49,3 +52,24 @@ def test_stopping_what_is_not_there_is_done_already(spec: Spec) -> None:
     command = [sys.executable, "-m", "garnish.pool_node", "stop", msgspec.json.encode(spec).decode()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+TERRAFORM = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+
+def test_a_node_whose_terraform_was_killed_does_not_stay(spec: Spec) -> None:
+    """Its service file is a pipe that nobody writes to: it starts, and never comes up."""
+    os.mkfifo(spec.service_file)
+    create_command = [sys.executable, "-m", "garnish.pool_node", "create", msgspec.json.encode(spec).decode()]
+    with subprocess.Popen([sys.executable, "-c", TERRAFORM, *create_command]) as terraform:
+        until(lambda: remembered(spec.key) is not None)
+        assert processes_of(spec.key) != []
+        terraform.kill()
+    until(lambda: processes_of(spec.key) == [] and remembered(spec.key) is None, START_SECONDS / 2)
+
+
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

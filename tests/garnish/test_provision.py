@@ -19,9 +19,9 @@ from garnish.errors import FrontDoorError
 from garnish.provision import DEAD, Provision, _progress
 from infra.autoscale.sizes import SetSize, set_size
 from infra.errors import InfraError
-from infra.local.processes import NodeKey, remember
+from infra.local.processes import NodeKey, StillRunning, remember
 from infra.terraform import PROGRAMS
-from infra.workspace import PlanNote
+from infra.workspace import NOTE_FILE, PLAN_FILE, PlanNote
 from tests.garnish.draining_gateway import running_gateway
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -269,3 +269,87 @@ def test_a_plan_from_before_a_size_was_set_is_refused(pools: Pools) -> None:
     sized(pools, 3)
     with pytest.raises(FrontDoorError, match="before the autoscaler changed a size"):
         pools.apply()
+
+
+def test_the_autoscaler_leaves_a_saved_plan_alone(pools: Pools) -> None:
+    """What it could not do has changed nothing; what it did makes the plan stale, as Terraform says."""
+    pools.made()
+    file = pools.folder / "serverless.yml"
+    before = file.read_text()
+    file.write_text(json.dumps({**json.loads(before), "node": {"dtype": "float32"}}))
+    assert [change[0] for change in pools.plan()] == ["replace", "replace"]
+    sized(pools, 3)
+    with pytest.raises(InfraError, match="was not applied yet"):
+        pools.provision().resize(pools.told.append)
+    sized(pools, 2)
+    assert len(pools.apply().changes) == 2
+
+    file.write_text(before)
+    pools.plan()
+    pools.apply()
+    os.kill(pools.running["here-2"].pid, signal.SIGKILL)
+    pools.running["here-2"].wait()
+    assert pools.plan() == [("replace", "here-2", DEAD)]
+    pools.provision().resize(pools.told.append)
+    with pytest.raises(FrontDoorError, match="state has changed since"):
+        pools.apply()
+
+
+def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None:
+    """Shown first, drained, and not without the gateway."""
+    pools.made()
+    for file in (pools.state / "infra" / "demo").glob("terraform.tfstate*"):
+        file.unlink()
+    shown: list[tuple[str, str]] = []
+
+    def confirm(note: PlanNote) -> None:
+        shown.extend((change.resource, change.reason) for change in note.changes)
+
+    with pytest.raises(FrontDoorError, match=r"nothing was destroyed\. --force"):
+        pools.provision().destroy(confirm, pools.told.append, force=False)
+    assert shown == [("here-1", "no state holds it"), ("here-2", "no state holds it")]
+    assert [process.poll() for process in pools.running.values()] == [None, None]
+    with running_gateway() as gateway:
+        gateway.open = {"here-1": 1, "here-2": 0, "another": 1}
+        (pools.state / "credentials.toml").write_text(f'url = "{gateway.url}"\ntenant = "default"\n')
+        pools.provision().destroy(confirm, pools.told.append, force=False)
+        assert gateway.drained == ["here-1", "here-2"]
+    assert [process.wait(30) for process in pools.running.values()] == [-signal.SIGTERM] * 2
+
+
+def test_a_process_that_does_not_end_is_told(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one that hangs in the kernel does not, and that can't be made here."""
+    pools.made()
+    pools.start("here-3")
+
+    def hang(key: NodeKey, _grace: float) -> None:
+        raise StillRunning(f"{key.node}: the processes 1 don't end")
+
+    monkeypatch.setattr("garnish.provision.stop", hang)
+    pools.plan()
+    with pytest.raises(FrontDoorError, match="here-3: the processes 1 don't end"):
+        pools.apply()
+
+
+def test_what_terraform_does_not_even_begin_leaves_nodes_as_they_are(pools: Pools) -> None:
+    """They serve again, and what is being made by whoever has changed the state is not taken for a stray."""
+    directory = pools.state / "infra" / "demo"
+    with running_gateway() as gateway:
+        gateway.open = {"here-1": 0, "here-2": 0}
+        (pools.state / "credentials.toml").write_text(f'url = "{gateway.url}"\ntenant = "default"\n')
+        pools.made()
+        pools.declare({"here": 1})
+        pools.plan()
+        saved = {name: (directory / name).read_bytes() for name in (PLAN_FILE, NOTE_FILE)}
+        pools.apply()
+        assert pools.running["here-2"].wait(30) == -signal.SIGTERM
+        gateway.drained.clear()
+        gateway.orders.clear()
+
+        for name, content in saved.items():
+            (directory / name).write_bytes(content)
+        pools.start("here-3")
+        with pytest.raises(FrontDoorError, match="state has changed since"):
+            pools.apply()
+        assert gateway.orders == ["drain here-2", "undrain here-2"]
+        assert pools.running["here-3"].poll() is None

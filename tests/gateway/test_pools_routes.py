@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from running_gateway import Running
-from stub_node import hang_before_first
+from stub_node import echo, hang_before_first, refuse
 
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
+from gateway.holding import UNLED_SECONDS
 
 PATH = "/invoke/stories260K"
 CALL = {"prompt": "x", "max_tokens": 2}
@@ -179,3 +180,33 @@ def test_who_leaves_is_not_held(start: Callable[..., Running], pirate: dict[str,
         until(lambda: loads(admin)[1]["open_requests"] == 1)
         client.delete("/functions/f?force=true").raise_for_status()
         assert held.result(60).json()["error"]["type"] == "cancelled"
+
+
+def test_a_call_that_meets_the_last_node_as_it_goes_waits_for_the_next(start: Callable[..., Running]) -> None:
+    """It was placed before the node was told to drain, and came there after that."""
+    running = start(hold_seconds=600.0)
+    admin, caller = running.client("admin"), Caller(running)
+    going = running.node(refuse, "here-1", pool="here")
+    assert caller.call().result(60).status_code == 503, "without an autoscaler no other would come"
+    lead(admin).raise_for_status()
+    time.sleep(UNLED_SECONDS)
+    call = caller.call()
+    until(lambda: len(going.received) == 2)
+    going.publish(running.url, "draining", pool="here").raise_for_status()
+    until(lambda: loads(admin)[1]["open_requests"] == 1)
+    running.node(node_id="here-2", pool="here")
+    reply = call.result(60)
+    assert (reply.status_code, reply.headers["x-garnish-node"]) == (200, "here-2")
+    assert "hold;dur=" in reply.headers["server-timing"]
+
+
+def test_a_call_that_is_refused_goes_back_to_a_node_that_need_not_go(start: Callable[..., Running]) -> None:
+    running = start(hold_seconds=600.0)
+    lead(running.client("admin")).raise_for_status()
+
+    async def refuse_once(node: Any, asked: Any) -> Any:
+        async for event in (refuse if len(node.received) == 1 else echo)(node, asked):
+            yield event
+
+    running.node(refuse_once, "here-1", pool="here")
+    assert Caller(running).call().result(60).status_code == 200

@@ -111,6 +111,7 @@ def test_user_data(tmp_path: Path) -> None:
         assert "--auto-scaling-group-name 'demo-l40s'" in awaiting
         calls = re.findall(r"curl .*", text)
         assert calls and all("X-aws-ec2-metadata-token" in call for call in calls), "IMDSv2 only"
+        assert all("--max-time" in call for call in calls), "no wait without bound"
         assert "--name '/garnish/demo/secret' --with-decryption" in text
         assert 'data/model/llama-8b/"' in text, "the folder that the node's file names"
         assert '[ "$gpu" -lt 4 ]' in text
@@ -138,6 +139,7 @@ def test_what_is_rendered_for_aws() -> None:
     root = render(aws_stack())
     module = root["module"]["pool_l40s"]
     assert (module["source"], module["gpus"], module["max"]) == ("./modules/aws_pool", 4, 3)
+    assert module["tags"] == {"team": "support"}
     assert module["node_file"] == '{"note": "$${not} a template"}'
     assert root["provider"]["aws"]["default_tags"]["tags"] == {"garnish:service": "demo", "team": "support"}
     assert root["terraform"]["required_providers"]["aws"]["source"] == "hashicorp/aws"

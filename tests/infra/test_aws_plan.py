@@ -73,3 +73,25 @@ def test_the_life_of_a_pool_in_aws(account: Account) -> None:
 def test_a_stack_without_pools_in_aws_needs_no_provider(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TF_CLI_CONFIG_FILE")
     assert account.plan(stack(pool(desired=0))) == []
+
+
+def test_instances_have_what_they_need_until_they_have_drained(account: Account) -> None:
+    """Terraform makes what others depend on first, and destroys it last."""
+    account.plan(pools(l40s()))
+    account.apply()
+    (group,) = [entry for entry in resources(account.workspace.state()) if entry["type"] == "aws_autoscaling_group"]
+    needed = {"iam_role_policy.node", "vpc_security_group_egress_rule.all", "vpc_security_group_ingress_rule.gateway"}
+    assert {f"module.pool_l40s.aws_{name}" for name in needed} <= set(group["depends_on"])
+    assert group["values"]["timeouts"][0]["delete"] == "72m", "longer than a drain may take, 3700 s"
+
+
+def test_what_costs_money_has_the_tags(account: Account) -> None:
+    """The provider's default tags do not reach instances and volumes of a group."""
+    account.plan(pools(l40s()))
+    account.apply()
+    made = {entry["type"]: entry["values"] for entry in resources(account.workspace.state())}
+    tags = {"Name": "demo-l40s", "garnish:service": "demo", "garnish:pool": "l40s", "team": "support"}
+    template = made["aws_launch_template"]["tag_specifications"]
+    assert {entry["resource_type"]: entry["tags"] for entry in template} == {"instance": tags, "volume": tags}
+    assert {tag["key"]: tag["value"] for tag in made["aws_autoscaling_group"]["tag"]} == tags
+    assert all(tag["propagate_at_launch"] for tag in made["aws_autoscaling_group"]["tag"])

@@ -47,6 +47,20 @@ def test_what_is_stated_counts() -> None:
     assert least.kv == 8192 * 131_072
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"head_dim": [64]}, "head_dim"),
+    ],
+)
+def test_a_model_that_does_not_tell_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InfraError, match=rf"base_model: .*config\.json.* for {field}$"):
+        need_of({**LLAMA_8B, **changes}, dtype="auto", adapter_memory=0, kv_memory=None)
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(InfraError, match="'fp8' is none of float32"):
         need_of({**LLAMA_8B, "torch_dtype": "fp8"}, dtype="auto", adapter_memory=0, kv_memory=None)

@@ -75,12 +75,15 @@ def test_a_service_whose_name_is_no_folder_is_refused(name: str) -> None:
 def test_files_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_root(stack(), out)
-    (out / "modules" / "old_module").mkdir()
+    for name, file in (("aws_pool", "main.tf"), ("network", "main.tf")):
+        (out / "modules" / name).mkdir()
+        (out / "modules" / name / file).touch()
     (out / "modules" / "local_pool" / "stray.tf").touch()
     (out / "terraform.tfstate").write_text("kept")
     text = write_root(stack(), out)
     assert (out / ROOT_FILE).read_text() == text
-    assert [path.name for path in (out / "modules").iterdir()] == ["local_pool"]
+    assert sorted(path.name for path in (out / "modules").iterdir()) == ["local_pool", "network"]
+    assert (out / "modules" / "network" / "main.tf").exists(), "a module of somebody else's stays"
     files = {path.name for path in (out / "modules" / "local_pool").iterdir()}
     assert files == {"main.tf", "variables.tf", "outputs.tf", "versions.tf", "README.md"}
     assert (out / "terraform.tfstate").read_text() == "kept"
@@ -103,7 +106,7 @@ def test_a_text_without_templates_is_itself(text: str) -> None:
 @needs_terraform
 @pytest.mark.parametrize("text", ["${path.module}", "%{ if true }x%{ endif }", "$${a}", "$%{b} $ % {", 'q"\\ü\n'])
 def test_terraform_reads_a_text_as_it_was_meant(text: str, tmp_path: Path) -> None:
-    (tmp_path / ROOT_FILE).write_text(json.dumps({"output": {"it": {"value": literal(text)}}}))
+    (tmp_path / ROOT_FILE).write_text(json.dumps({"output": {"it": {"value": literal({text: [text]})}}}))
     terraform = find_program().path
 
     def run(*arguments: str) -> str:
@@ -115,7 +118,7 @@ def test_terraform_reads_a_text_as_it_was_meant(text: str, tmp_path: Path) -> No
 
     run("init", "-no-color")
     run("apply", "-no-color", "-auto-approve")
-    assert json.loads(run("output", "-json"))["it"]["value"] == text
+    assert json.loads(run("output", "-json"))["it"]["value"] == {text: [text]}
 
 
 def test_the_distribution_carries_the_modules() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from stacks import needs_terraform
 
+from infra import terraform
 from infra.errors import StalePlan, StateLocked, TerraformFailed, TerraformMissing
-from infra.terraform import _explained, environment, find_program, redacted
+from infra.terraform import Program, Terraform, _explained, environment, find_program, redacted
 
 LOCK_DETAIL = """Error message: resource temporarily unavailable
 Lock Info:
@@ -101,6 +102,15 @@ def test_who_holds_the_lock_is_told() -> None:
     error = _explained([], [{"summary": "Error acquiring the state lock", "detail": LOCK_DETAIL}])
     assert isinstance(error, StateLocked)
     assert "ann@build-3 holds it since 2026-11-21 17:00:00" in str(error)
+    assert "`terraform force-unlock 9db590f1-b6fe-c5f2-2678-8804f089deba`" in str(error)
+
+
+def test_a_state_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "terraform").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "terraform").chmod(0o755)
+    monkeypatch.setattr(terraform, "ASK_SECONDS", 0.2)
+    with pytest.raises(TerraformFailed, match=r"`terraform show` took more than 0\.2 s"):
+        Terraform(Program(str(tmp_path / "terraform"), "terraform", "1.11.4"), tmp_path).show()
 
 
 def test_a_stale_plan_is_told() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,10 +18,10 @@ import msgspec
 import pytest
 from stacks import needs_terraform, pool, stack
 
-from infra.errors import StalePlan, StateLocked, TerraformFailed
+from infra.errors import StalePlan, StateElsewhere, StateLocked, TerraformFailed
 from infra.render import render
 from infra.stack import Pool, S3State, Stack
-from infra.terraform import Event, find_program
+from infra.terraform import Event, environment, find_program
 from infra.workspace import PLAN_FILE, Workspace, digest_of, local_nodes, outputs
 
 pytestmark = needs_terraform
@@ -225,13 +227,17 @@ def applying(place: Place) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_ctrl_c_is_passed_on_and_the_state_stays_good(place: Place, applying: subprocess.Popen[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_is_passed_on_and_the_state_stays_good(
+    place: Place, applying: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    """And so is the end of the terminal."""
     assert applying.stdout is not None
     for line in applying.stdout:
         if line.strip() == "provision_start":
             break
     for _ in range(3):  # as people do
-        applying.send_signal(signal.SIGINT)
+        applying.send_signal(number)
     rest = applying.stdout.read()
     assert applying.wait(60) == 130, rest
     assert "Interrupted: " in rest
@@ -241,6 +247,50 @@ def test_ctrl_c_is_passed_on_and_the_state_stays_good(place: Place, applying: su
     place.apply()
     assert place.nodes() == ["here-1", "here-2"]
     assert place.plan(place.stack(pool(desired=2))) == []
+
+
+def test_who_can_not_be_told_ends_it_as_ctrl_c_does(place: Place) -> None:
+    """As when its output goes to `head`: terraform must not die of that, for its state would not be saved."""
+    (place.state / "wait").touch()
+    place.plan(place.stack())
+
+    def tell(event: Event) -> None:
+        if event["type"] == "provision_start":
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        place.workspace.apply(tell)
+    assert not (place.workspace.directory / ".terraform.tfstate.lock.info").exists(), "it ended in its own way"
+    (place.state / "wait").unlink()
+    planned = place.plan(place.stack())
+    assert planned == [("replace", "here-1", "its creation did not end well")], "the state knows of it"
+
+
+IGNORING = """
+import signal, sys
+from pathlib import Path
+from infra.terraform import find_program
+from infra.workspace import Workspace
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+Workspace(Path(sys.argv[1]), find_program()).apply(lambda event: print(event["type"], flush=True))
+"""
+
+
+def test_what_is_to_outlive_its_terminal_does(place: Place) -> None:
+    """By `nohup`."""
+    (place.state / "wait").touch()
+    place.plan(place.stack())
+    command = [sys.executable, "-c", IGNORING, str(place.workspace.directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.strip() == "provision_start":
+                break
+        process.send_signal(signal.SIGHUP)
+        (place.state / "go").touch()
+        process.stdout.read()
+        assert process.wait(60) == 0
+    assert place.plan(place.stack()) == []
 
 
 LONGER = """
@@ -271,21 +321,25 @@ def test_a_program_that_goes_on_hears_of_it_too(place: Place) -> None:
         assert "came: 1" in process.stdout.read()
 
 
-def test_a_state_on_s3_is_kept_and_locked_there(place: Place, s3_endpoint: str) -> None:
+def on_s3(place: Place, bucket: str, desired: int) -> Stack:
     """moto's server wants paths and has no accounts: only that differs from what is rendered."""
-    boto3.client("s3").create_bucket(Bucket="acme-tf")
-    place.workspace.directory.mkdir(parents=True)
     override = {
         "use_path_style": True, "skip_credentials_validation": True, "skip_requesting_account_id": True,
         "skip_region_validation": True, "skip_metadata_api_check": True, "skip_s3_checksum": True,
     }  # fmt: skip
+    made = msgspec.structs.replace(place.stack(pool(desired=desired)), state=S3State(bucket, "garnish"))
+    backend = {**render(made)["terraform"]["backend"]["s3"], **override}
+    text = json.dumps({"terraform": {"backend": {"s3": backend}}})
+    (place.workspace.directory / "moto_override.tf.json").write_text(text)
+    return made
+
+
+def test_a_state_on_s3_is_kept_and_locked_there(place: Place, s3_endpoint: str) -> None:
+    boto3.client("s3").create_bucket(Bucket="acme-tf")
+    place.workspace.directory.mkdir(parents=True)
 
     def far(desired: int) -> Stack:
-        made = msgspec.structs.replace(place.stack(pool(desired=desired)), state=S3State("acme-tf", "garnish"))
-        backend = {**render(made)["terraform"]["backend"]["s3"], **override}
-        text = json.dumps({"terraform": {"backend": {"s3": backend}}})
-        (place.workspace.directory / "moto_override.tf.json").write_text(text)
-        return made
+        return on_s3(place, "acme-tf", desired)
 
     assert place.plan(far(1)) == [("create", "here-1", "not there yet")]
     place.apply()
@@ -298,6 +352,24 @@ def test_a_state_on_s3_is_kept_and_locked_there(place: Place, s3_endpoint: str) 
         place.workspace._terraform.plan("other.tfplan")
     place.destroy(far(0))
     assert place.nodes() == []
+
+
+def test_a_state_that_lies_elsewhere_is_not_left_there(place: Place, s3_endpoint: str) -> None:
+    """Else what it knows of would be made a second time, and never ended."""
+    boto3.client("s3").create_bucket(Bucket="acme-moved")
+    place.plan(place.stack())
+    place.apply()
+    with pytest.raises(StateElsewhere, match=r"Set it back, or move the state: `.* init -migrate-state`"):
+        place.plan(on_s3(place, "acme-moved", 1))
+    (place.workspace.directory / "moto_override.tf.json").unlink()
+    assert place.plan(place.stack()) == [], "set back"
+
+    with pytest.raises(StateElsewhere) as told:
+        place.plan(on_s3(place, "acme-moved", 1))
+    (command,) = re.findall("`(.*)`", str(told.value))
+    move = [*shlex.split(command), "-force-copy"]
+    subprocess.run(move, env=environment(), check=True, capture_output=True, timeout=60)
+    assert place.plan(on_s3(place, "acme-moved", 1)) == [], "moved"
 
 
 def test_paths_may_hold_what_shells_and_templates_would_read(tmp_path: Path) -> None:

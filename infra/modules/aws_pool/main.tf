@@ -8,6 +8,12 @@ locals {
   parameter_arn   = "${local.arn}:ssm:${data.aws_region.current.region}:${data.aws_caller_identity.current.account_id}:parameter${var.secret_parameter}"
   group_arn       = "${local.arn}:autoscaling:${data.aws_region.current.region}:${data.aws_caller_identity.current.account_id}:autoScalingGroup:*:autoScalingGroupName/${local.name}"
 
+  tags = merge(var.tags, {
+    Name              = local.name
+    "garnish:service" = var.service
+    "garnish:pool"    = var.pool
+  })
+
   user_data = templatefile("${path.module}/user_data.sh.tftpl", {
     region           = data.aws_region.current.region
     pool             = var.pool
@@ -188,20 +194,12 @@ resource "aws_launch_template" "node" {
 
   tag_specifications {
     resource_type = "instance"
-    tags = {
-      Name              = local.name
-      "garnish:service" = var.service
-      "garnish:pool"    = var.pool
-    }
+    tags          = local.tags
   }
 
   tag_specifications {
     resource_type = "volume"
-    tags = {
-      Name              = local.name
-      "garnish:service" = var.service
-      "garnish:pool"    = var.pool
-    }
+    tags          = local.tags
   }
 
   lifecycle {
@@ -239,15 +237,26 @@ resource "aws_autoscaling_group" "nodes" {
     default_result       = "CONTINUE"
   }
 
-  tag {
-    key                 = "garnish:service"
-    value               = var.service
-    propagate_at_launch = true
+  # The provider's default tags reach neither the group nor what it starts.
+  dynamic "tag" {
+    for_each = local.tags
+
+    content {
+      key                 = tag.key
+      value               = tag.value
+      propagate_at_launch = true
+    }
   }
 
-  tag {
-    key                 = "garnish:pool"
-    value               = var.pool
-    propagate_at_launch = true
+  # Destroyed, it waits until the last instance has drained.
+  timeouts {
+    delete = "${ceil(var.drain_seconds / 60) + 10}m"
   }
+
+  # What instances need is there before the first of them, and until the last one has drained.
+  depends_on = [
+    aws_iam_role_policy.node,
+    aws_vpc_security_group_ingress_rule.gateway,
+    aws_vpc_security_group_egress_rule.all,
+  ]
 }

@@ -236,3 +236,10 @@ variable "target_group_arns" {
   default     = []
   nullable    = false
 }
+
+variable "tags" {
+  description = "Tags of the group, its instances and their volumes, beside Garnish's own."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import boto3
 import pytest
 from botocore.stub import Stubber
 
@@ -48,6 +49,7 @@ def group(**changes: Any) -> dict[str, Any]:
     given = {
         "AutoScalingGroupName": "demo-l40s", "MinSize": 1, "MaxSize": 4, "DesiredCapacity": 1, "DefaultCooldown": 300,
         "AvailabilityZones": ["us-east-1a"], "HealthCheckType": "EC2", "CreatedTime": 0, "Instances": [],
+        "Tags": [{"Key": "garnish:service", "Value": "demo"}, {"Key": "garnish:pool", "Value": "l40s"}],
     }  # fmt: skip
     return {**given, **changes}
 
@@ -64,6 +66,8 @@ def answered() -> Iterator[tuple[AwsDriver, Stubber]]:
     ("code", "kind", "told"),
     [
         ("Throttling", Throttled, "DescribeAutoScalingGroups was throttled"),
+        ("RequestThrottled", Throttled, "DescribeAutoScalingGroups was throttled"),
+        ("ResourceContention", Throttled, "DescribeAutoScalingGroups must wait for another change"),
         ("AccessDenied", InfraError, "the permission autoscaling:DescribeAutoScalingGroups is missing"),
         ("ValidationError", InfraError, "DescribeAutoScalingGroups failed: ValidationError"),
     ],
@@ -85,7 +89,14 @@ def test_an_activity_in_progress_is_waited_for(answered: tuple[AwsDriver, Stubbe
 
 @pytest.mark.parametrize(
     ("groups", "told"),
-    [([group(), group()], "2 autoscaling groups"), ([group(Status="Delete in progress")], "is being deleted")],
+    [
+        ([group(), group()], "2 autoscaling groups"),
+        ([group(Status="Delete in progress")], "is being deleted"),
+        (
+            [group(Tags=[{"Key": "garnish:service", "Value": "de"}, {"Key": "garnish:pool", "Value": "mo-l40s"}])],
+            "demo-l40s is that of the pool mo-l40s of the service de",
+        ),
+    ],
 )
 def test_groups_that_can_not_be(answered: tuple[AwsDriver, Stubber], groups: list[dict[str, Any]], told: str) -> None:
     driver, stubber = answered
@@ -112,3 +123,26 @@ def test_nobody_answers(s3_endpoint: str) -> None:
     """With the credentials that the endpoint's fixture sets, and nobody at the address."""
     with pytest.raises(InfraError, match="describe_auto_scaling_groups failed"):
         AwsDriver("demo", REGION, "http://127.0.0.1:9").size("l40s")
+
+
+def test_a_profile_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(InfraError, match=r"AWS can't be asked .*\(nobody\)"):
+        AwsDriver("demo", REGION)
+
+
+def test_instances_that_are_protected_stay(service: str, s3_endpoint: str) -> None:
+    """The size is what is desired; AWS ends no protected instance for it, and the driver does not wait for that."""
+    driver = AwsDriver(service, REGION, s3_endpoint)
+    driver.set_desired("l40s", 3)
+    client = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
+    name = f"{service}-l40s"
+    (described,) = client.describe_auto_scaling_groups(AutoScalingGroupNames=[name])["AutoScalingGroups"]
+    client.set_instance_protection(
+        AutoScalingGroupName=name,
+        InstanceIds=[instance["InstanceId"] for instance in described["Instances"]],
+        ProtectedFromScaleIn=True,
+    )
+    driver.set_desired("l40s", 1)
+    assert driver.size("l40s") == PoolSize(min=1, desired=1, max=4, live=3)

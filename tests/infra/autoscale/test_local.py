@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.config import MAX_TIMEOUT
 from infra.autoscale.driver import Draining, PoolSize
 from infra.autoscale.local import DRAIN_SECONDS, LocalDriver
 from infra.autoscale.sizes import FILE, SetSize, forget_sizes, in_force, read_sizes, set_size
@@ -99,6 +100,10 @@ def test_after_long_enough_it_goes_with_open_requests(host: Host, driver: LocalD
     host.open = {"here-2": 1}
     with pytest.raises(Draining):
         driver.set_desired("here", 1)
+    host.now = MAX_TIMEOUT + 10.0
+    with pytest.raises(Draining):
+        driver.set_desired("here", 1)
+    assert "apply" not in host.told[1:], "no call is long enough to keep Terraform, and with it the autoscaler, waiting"
     host.now = DRAIN_SECONDS
     driver.set_desired("here", 1)
     assert driver.size("here").live == 1

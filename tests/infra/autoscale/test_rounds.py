@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -200,3 +201,51 @@ def test_a_group_in_aws_from_none_to_some_and_back(service: str, s3_endpoint: st
     assert [move for move in moves if move[0] == "set"] == [("set", 2, 1), ("set", 1, 0)]
     assert driver.size("a").desired == 0
     assert read_sizes(tmp_path) == {"a": SetSize(0, 1)}
+
+
+class Slow(Group):
+    """Takes long to change."""
+
+    def __init__(self, world_of: Callable[[], World]) -> None:
+        super().__init__()
+        self.world_of = world_of
+
+    def set_desired(self, pool: str, size: int) -> None:
+        super().set_desired(pool, size)
+        self.world_of().now += GAP_SECONDS + 1
+
+
+def test_while_a_pool_is_changed_nothing_is_seen_of_others() -> None:
+    """`b` was idle before and is idle after, and may have been anything meanwhile."""
+    made: list[World] = []
+    world = World(Slow(lambda: made[0]), Group(desired=2))
+    made.append(world)
+    assert [world.round()[1] for _ in range(4)] == [("none", 2, 2)] * 4
+    world.load = load(0.9)
+    assert world.round() == [("set", 1, 2), ("none", 2, 2)]
+    assert world.round() == [("none", 2, 2), ("none", 2, 2)]
+    assert world.round(11.0)[1] == ("set", 2, 1), "seen for long enough since"
+
+
+class Dying(AwsDriver):
+    """Whose process ends as soon as AWS has the size."""
+
+    def set_desired(self, pool: str, size: int) -> None:
+        super().set_desired(pool, size)
+        raise KeyboardInterrupt
+
+
+def test_a_size_that_was_set_and_not_noted_is_noted_by_the_next(service: str, s3_endpoint: str, tmp_path: Path) -> None:
+    """Else the next `garnish infra plan` would undo it."""
+    first, second = (
+        NotedDriver(kind(service, REGION, s3_endpoint), tmp_path, lambda _: 1) for kind in (Dying, AwsDriver)
+    )
+    second.set_desired("a", 1)
+    with pytest.raises(KeyboardInterrupt):
+        first.set_desired("a", 3)
+    assert second.size("a").desired == 3
+    assert read_sizes(tmp_path) == {"a": SetSize(3, 1)}
+    edited = NotedDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 2)
+    AwsDriver(service, REGION, s3_endpoint).set_desired("a", 2)
+    assert edited.size("a").desired == 2
+    assert read_sizes(tmp_path) == {"a": SetSize(3, 1)}, "who has edited the file meant it"

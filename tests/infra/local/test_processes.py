@@ -199,3 +199,17 @@ def test_names_of_processes_may_hold_anything(tmp_path: Path, start: Start) -> N
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+def test_a_stranger_that_takes_the_id_over_while_it_is_looked_at(
+    key: NodeKey, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = start(SLEEP)
+    before = iter([(key.state, key.tag)])
+
+    def told(pid: int) -> tuple[str, str] | None:
+        """The tags of the node that had the id a moment ago, once."""
+        return next(before, None) if pid == stranger.pid else tags(pid)
+
+    monkeypatch.setattr("infra.local.proc.tags", told)
+    assert processes_of(key) == []
