@@ -19,8 +19,7 @@ def add_pieces(ys: Sequence[torch.Tensor], x: torch.Tensor, begin: int, end: int
 
     A and B may lie in pieces, as rows of adapters do that lie in several pages. They are brought together here, and
     multiplied in fp32; outputs are rounded once. In bf16 products of these sizes are hardly faster, and oneDNN prepares
-    each anew for every number of tokens and ranks that it has not seen: with rows in many pages the first prompt of a
-    length took several times as long as the second.
+    each anew for every number of tokens and ranks that it has not seen, and rows in many pages make many products.
 
     ys      each [T, d_out], in place; rows outside begin..end are not touched
     x       [T, d_in]
