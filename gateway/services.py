@@ -128,7 +128,7 @@ class Services:
             case Called(tenant, digest):
                 self.called.note(tenant, digest)
             case Counted(tenant, function, counts):
-                self.last_hour.add_told(tenant, function, counts)
+                self.last_hour.add_told((tenant, function), counts)
             case Promised(tenant, kept):
                 self.attainment.add_told(tenant, kept)
             case Loaded(worker, loads):
