@@ -16,10 +16,9 @@ from types import FrameType
 
 from garnish.client import Client
 from garnish.config import ServiceFile, load_service_file
-from garnish.connection import find_connection
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import stack_of
-from garnish.operate import lease_call, pools_call
+from garnish.operate import admin_client, lease_call, pools_call
 from garnish.provision import told
 from garnish.this_host import ThisHost
 from gateway import pool_schema
@@ -68,7 +67,7 @@ class LeaseKeeper:
             self._thread.join(LEASE_SECONDS)
 
     def _keep(self) -> None:
-        with _client(self._state) as client:
+        with admin_client(self._state) as client:
             while not self._over.is_set():
                 self._ask(client, LEASE_SECONDS)
                 self._asked.set()
@@ -95,7 +94,7 @@ def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> boo
         raise FrontDoorError(f"{file}: there are no node_pools to scale")
     with told():
         check_stack(stack_of(service, state.absolute()))
-    with told(), _stopped() as stop, _client(state) as client, keeper.running():
+    with told(), _stopped() as stop, admin_client(state) as client, keeper.running():
         each = {name: _nodes_each(service, name) for name in service.node_pools}
         scaler = Autoscaler(
             _pools(service, file, state), lambda: picture_of(client, each), keeper.trouble, time.monotonic
@@ -176,10 +175,6 @@ def _nodes_each(service: ServiceFile, name: str) -> int:
     """Nodes that the pool's driver counts as one: an instance has a node per GPU."""
     pool = service.node_pools[name]
     return gpus_of(pool.instance_type or "", f"node_pools.{name}").count if pool.backend == "aws" else 1
-
-
-def _client(state: Path) -> Client:
-    return Client(connection=find_connection(None, None, os.environ, state=state, admin=True))
 
 
 @contextmanager

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from urllib.parse import quote
 
+from garnish.client import Client
+from garnish.connection import find_connection
 from garnish.protocol import Call
+
+
+def admin_client(state: Path) -> Client:
+    """With the admin key, for the service that the state directory belongs to."""
+    return Client(connection=find_connection(None, None, os.environ, state=state, admin=True))
 
 
 def nodes_call() -> Call:

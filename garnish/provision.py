@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -11,12 +10,11 @@ from typing import Any
 
 import msgspec
 
-from garnish.client import Client
 from garnish.config import ServiceFile, load_service_file
-from garnish.connection import find_connection
 from garnish.drain import drain, known_nodes, undrain
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import check_memory, infra_directory, stack_of
+from garnish.operate import admin_client
 from garnish.pool_node import STOP_SECONDS
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
@@ -184,7 +182,7 @@ class Provision:
 
     def _undrain(self, nodes: list[str]) -> None:
         if nodes:
-            with self._client() as client:
+            with admin_client(self.state) as client:
                 undrain(client, nodes)
 
     def _strays(self) -> list[NodeKey]:
@@ -202,7 +200,7 @@ class Provision:
         going = [change.resource for change in note.changes if change.action in ("destroy", "replace")]
         try:
             if going:
-                with self._client() as client:
+                with admin_client(self.state) as client:
                     return drain(client, going, DRAIN_SECONDS, tell)
         except GarnishError as error:
             tell(f"the gateway can't drain {', '.join(going)} ({error.type}); they drain at their own end")
@@ -215,7 +213,7 @@ class Provision:
         if not in_aws and not running:
             return []
         try:
-            with self._client() as client:
+            with admin_client(self.state) as client:
                 own = {node for node in known_nodes(client) if node in running or _is_of(node, in_aws)}
                 return drain(client, own, DRAIN_SECONDS, tell)
         except GarnishError as error:
@@ -237,13 +235,10 @@ class Provision:
     def _seen_nodes(self) -> dict[str, str]:
         """States by node; empty where the gateway can't be asked."""
         try:
-            with self._client() as client:
+            with admin_client(self.state) as client:
                 return {name: str(node.record["state"]) for name, node in known_nodes(client).items()}
         except GarnishError:
             return {}
-
-    def _client(self) -> Client:
-        return Client(connection=find_connection(None, None, os.environ, state=self.state, admin=True))
 
 
 def check_credentials(stack: Stack) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from garnish.client import Client
 from garnish.config import load_service_file
-from garnish.connection import find_connection
 from garnish.drain import GONE, known_nodes, open_requests
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import infra_directory, stack_of
-from garnish.operate import drain_call
+from garnish.operate import admin_client, drain_call
 from garnish.provision import Provision, unchanged
 from gateway.schema import NodeItem
 from infra.errors import InfraError
@@ -51,11 +48,11 @@ class ThisHost:
         return {key.node for key in running_nodes(self._state, stack.service, keys)}
 
     def open_requests(self) -> Mapping[str, int]:
-        with _told(), self._client() as client:
+        with _told(), admin_client(self._state) as client:
             return {name: open_requests(node) for name, node in known_nodes(client).items()}
 
     def drain(self, node: str, wanted: bool) -> None:
-        with _told(), self._client() as client:
+        with _told(), admin_client(self._state) as client:
             try:
                 client.ask(drain_call(node, wanted), NodeItem)
             except GarnishError as error:
@@ -66,9 +63,6 @@ class ThisHost:
         with unchanged():
             provision = Provision(self._file, self._state)
         provision.resize(lambda _text: None)
-
-    def _client(self) -> Client:
-        return Client(connection=find_connection(None, None, os.environ, state=self._state, admin=True))
 
 
 @contextmanager

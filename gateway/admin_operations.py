@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gateway import admin_schema as schema
-from gateway.operations import NAME_PATTERN, Operation
+from gateway.operations import NAME_TEXT, Operation, parameter
 
 _ERRORS = (401, 403, 404, 422, 429, 500, 503)
 _CHANGE = (401, 403, 404, 409, 422, 429, 500, 503)
 
-
-def _parameter(place: str, name: str, about: str, kind: dict[str, Any] | None = None) -> dict[str, Any]:
-    kind = kind or {"type": "string"}
-    return {"name": name, "in": place, "required": place == "path", "description": about, "schema": kind}
-
-
-_ID = _parameter("path", "tenant", "The tenant", {"type": "string", "pattern": NAME_PATTERN})
+_ID = parameter("path", "tenant", "The tenant", NAME_TEXT)
 _TIME = "Unix time, or ISO 8601 (UTC where it names no zone); widened to whole hours"
 
 ADMIN_OPERATIONS = (
@@ -62,7 +54,7 @@ ADMIN_OPERATIONS = (
         path="/tenants/{tenant}/keys/{key_id}",
         id="revokeKey",
         summary="End a key within a second on every gateway; admin key",
-        parameters=(_ID, _parameter("path", "key_id", "Its id")),
+        parameters=(_ID, parameter("path", "key_id", "Its id")),
         replies={204: None},
         errors=_ERRORS,
     ),
@@ -72,11 +64,11 @@ ADMIN_OPERATIONS = (
         id="getUsage",
         summary="Requests, tokens and cold starts of the caller's tenant; with an admin key of any, or of all",
         parameters=(
-            _parameter("query", "tenant", "With an admin key: whose (all tenants, when absent)"),
-            _parameter("query", "from", f"{_TIME}. Default: 24 hours before `to`"),
-            _parameter("query", "to", f"{_TIME}. Default: now"),
-            _parameter("query", "group_by", "Of tenant, function, version, hour; several by commas. Default: function"),
-            _parameter("header", "x-garnish-tenant", "As `tenant`"),
+            parameter("query", "tenant", "With an admin key: whose (all tenants, when absent)"),
+            parameter("query", "from", f"{_TIME}. Default: 24 hours before `to`"),
+            parameter("query", "to", f"{_TIME}. Default: now"),
+            parameter("query", "group_by", "Of tenant, function, version, hour; several by commas. Default: function"),
+            parameter("header", "x-garnish-tenant", "As `tenant`"),
         ),
         replies={200: schema.UsageReply},
         errors=_ERRORS,

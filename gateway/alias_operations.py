@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from adapters.functions import Policy
 from gateway import alias_schema, schema
-from gateway.operations import IF_MATCH, NAME, NAME_PATTERN, READ, TENANT, Operation, path_param
+from gateway.operations import IF_MATCH, NAME, NAME_TEXT, READ, TENANT, Operation, parameter
 
 CHANGE = (*READ, 409, 412)
 _SENT = (*CHANGE, 413, 415)
-_ALIAS = path_param("alias", "Not all digits", {"type": "string", "pattern": NAME_PATTERN})
+_ALIAS = parameter("path", "alias", "Not all digits", NAME_TEXT)
 
 ALIAS_OPERATIONS = (
     Operation(
@@ -29,7 +29,7 @@ ALIAS_OPERATIONS = (
         summary="Delete a version that no alias points to",
         parameters=(
             NAME,
-            path_param("version", "Its number", {"type": "integer", "minimum": 1}),
+            parameter("path", "version", "Its number", {"type": "integer", "minimum": 1}),
             TENANT,
             IF_MATCH,
         ),

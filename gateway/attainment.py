@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from gateway.sliding_sums import SlidingSums
 
 WINDOWS = (60, 600, 3600)
 """Seconds."""
@@ -66,54 +67,28 @@ Attained = tuple[str, list[Kept]]
 """A tenant, and what was kept of its promises in each window."""
 
 
-class Attainment:
-    """`clock` is monotonic seconds."""
+class Attainment(SlidingSums[str, Kept]):
+    """By tenant. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._slices: OrderedDict[str, dict[int, Kept]] = OrderedDict()
-        self._untold: dict[str, Kept] | None = None
-
-    def share(self) -> None:
-        """From now on keep what `note` counts for `take_untold`."""
-        self._untold = {}
-
-    def take_untold(self) -> dict[str, Kept]:
-        """What `note` has counted since this was last asked, by tenant."""
-        told, self._untold = self._untold or {}, {}
-        return told
+        super().__init__(clock, Kept, seconds=SLICE, slices=WINDOWS[-1] // SLICE, most=MAX_TENANTS)
 
     def note(self, tenant: str, outcome: dict[Promise, bool]) -> None:
         """One call of the tenant has ended. Nothing is kept of a tenant to which nothing is promised."""
-        if not outcome:
-            return
-        kept = Kept()
-        kept.note(outcome)
-        if self._untold is not None and (len(self._untold) < MAX_TENANTS or tenant in self._untold):
-            self._untold.setdefault(tenant, Kept()).add(kept)
-        self.add_told(tenant, kept)
-
-    def add_told(self, tenant: str, kept: Kept) -> None:
-        """What another worker has counted in the last second."""
-        now = int(self._clock() // SLICE)
-        slices = self._slices.setdefault(tenant, {})
-        self._slices.move_to_end(tenant)
-        if now not in slices:
-            for old in [at for at in slices if at <= now - WINDOWS[-1] // SLICE]:
-                del slices[old]
-        slices.setdefault(now, Kept()).add(kept)
-        if len(self._slices) > MAX_TENANTS:
-            self._slices.popitem(last=False)
+        if outcome:
+            kept = Kept()
+            kept.note(outcome)
+            self.add(tenant, kept)
 
     def of(self, tenant: str) -> list[Kept]:
         """One per window."""
-        now, sums = int(self._clock() // SLICE), [Kept(seconds) for seconds in WINDOWS]
-        for at, kept in self._slices.get(tenant, {}).items():
+        sums = [Kept(seconds) for seconds in WINDOWS]
+        for age, kept in self.within(tenant):
             for window in sums:
-                if at > now - window.seconds // SLICE:
+                if age < window.seconds // SLICE:
                     window.add(kept)
         return sums
 
     def all(self) -> Iterator[Attained]:
         """Of each tenant that is known."""
-        return ((tenant, self.of(tenant)) for tenant in list(self._slices))
+        return ((tenant, self.of(tenant)) for tenant in self.known())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.explain_schema import ExplainReply
-from gateway.operations import READ, TENANT, Operation, path_param
+from gateway.operations import READ, TENANT, Operation, parameter
 
 EXPLAIN_OPERATIONS = (
     Operation(
@@ -12,7 +12,12 @@ EXPLAIN_OPERATIONS = (
         id="explain",
         summary="How a call was placed: candidates, forecasts, choice; its tenant's key, or an admin key",
         parameters=(
-            path_param("id", "The call's id, or the x-request-id of its reply", {"type": "string", "maxLength": 200}),
+            parameter(
+                "path",
+                "id",
+                "The call's id, or the x-request-id of its reply",
+                {"type": "string", "maxLength": 200},
+            ),
             TENANT,
         ),
         replies={200: ExplainReply},

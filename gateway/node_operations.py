@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gateway import node_schema, schema
-from gateway.operations import NAME_PATTERN, Operation
+from gateway.operations import TENANT, Operation, parameter
 
 ASK = (401, 403, 404, 422, 429, 500, 502, 503, 504)
 ORDER = (400, 401, 403, 404, 409, 413, 415, 422, 429, 500, 502, 503, 504)
 
-_NODE: dict[str, Any] = {
-    "name": "id",
-    "in": "path",
-    "required": True,
-    "description": "The node, as GET /nodes names it",
-    "schema": {"type": "string"},
-}
-_TENANT: dict[str, Any] = {
-    "name": "x-garnish-tenant",
-    "in": "header",
-    "required": False,
-    "description": "Whose function is meant",
-    "schema": {"type": "string", "pattern": NAME_PATTERN},
-}
+_NODE = parameter("path", "id", "The node, as GET /nodes names it")
+_TENANT = {**TENANT, "description": "Whose function is meant"}
 
 NODE_OPERATIONS = (
     Operation(

@@ -11,6 +11,9 @@ from gateway import openai_schema as openai
 from gateway import schema
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
+TEXT = {"type": "string"}
+NAME_TEXT = {"type": "string", "pattern": NAME_PATTERN}
+ADMIN = (401, 403, 422, 429, 500, 503)
 READ = (400, 401, 403, 404, 422, 429, 500, 503)
 CALL = (400, 401, 403, 404, 413, 415, 422, 429, 499, 500, 502, 503, 504)
 OPENAI_CALL = tuple(status for status in CALL if status != 422)
@@ -37,36 +40,20 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a successful reply has one."""
 
 
-def query_param(name: str, about: str, kind: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "description": about, "schema": dict(kind)}
+def parameter(place: str, name: str, about: str, kind: Mapping[str, Any] = TEXT) -> dict[str, Any]:
+    """`place`: path, query or header; `kind`: its JSON schema."""
+    return {"name": name, "in": place, "required": place == "path", "description": about, "schema": dict(kind)}
 
 
-def path_param(name: str, about: str, kind: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "description": about, "schema": dict(kind)}
-
-
-NAME = path_param("name", "The function", {"type": "string", "pattern": NAME_PATTERN})
-TENANT = {
-    "name": "x-garnish-tenant",
-    "in": "header",
-    "required": False,
-    "description": "With an admin key: whose functions are meant",
-    "schema": {"type": "string", "pattern": NAME_PATTERN},
-}
-IF_MATCH = {
-    "name": "if-match",
-    "in": "header",
-    "required": False,
-    "description": "An ETag of the function: answered 412 when it has changed since",
-    "schema": {"type": "string"},
-}
-_SESSION = {
-    "name": "x-garnish-session",
-    "in": "header",
-    "required": False,
-    "description": "Calls with equal ones are on the same side of an alias that splits its calls",
-    "schema": {"type": "string", "maxLength": 256},
-}
+NAME = parameter("path", "name", "The function", NAME_TEXT)
+TENANT = parameter("header", "x-garnish-tenant", "With an admin key: whose functions are meant", NAME_TEXT)
+IF_MATCH = parameter("header", "if-match", "An ETag of the function: answered 412 when it has changed since")
+_SESSION = parameter(
+    "header",
+    "x-garnish-session",
+    "Calls with equal ones are on the same side of an alias that splits its calls",
+    {"type": "string", "maxLength": 256},
+)
 _BOOLEAN = {"type": "boolean", "default": False}
 
 OPERATIONS = (
@@ -75,7 +62,7 @@ OPERATIONS = (
         path="/deploy/{name}",
         id="deploy",
         summary="Make an adapter's files, sent or in an allowed place, a version of a function; point an alias to it",
-        parameters=(NAME, query_param("dry_run", "Only validate; nothing is stored", _BOOLEAN), TENANT),
+        parameters=(NAME, parameter("query", "dry_run", "Only validate; nothing is stored", _BOOLEAN), TENANT),
         body=schema.DeploySource,
         multipart=True,
         replies={201: schema.DeployReply, 200: schema.DeployReply},
@@ -87,10 +74,13 @@ OPERATIONS = (
         id="listFunctions",
         summary="The tenant's functions, a page at a time",
         parameters=(
-            query_param(
-                "limit", "Functions per page", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}
+            parameter(
+                "query",
+                "limit",
+                "Functions per page",
+                {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100},
             ),
-            query_param("after", "`next` of the page before", {"type": "string", "pattern": NAME_PATTERN}),
+            parameter("query", "after", "`next` of the page before", NAME_TEXT),
             TENANT,
         ),
         replies={200: schema.FunctionList},
@@ -109,7 +99,7 @@ OPERATIONS = (
         path="/functions/{name}",
         id="deleteFunction",
         summary="Delete a function: new calls answer 404 at once, running ones finish",
-        parameters=(NAME, query_param("force", "Cancel the running ones, too", _BOOLEAN), TENANT, IF_MATCH),
+        parameters=(NAME, parameter("query", "force", "Cancel the running ones, too", _BOOLEAN), TENANT, IF_MATCH),
         replies={204: None},
         errors=(*READ, 412),
     ),
@@ -126,7 +116,7 @@ OPERATIONS = (
         path="/functions/{name}/versions/{version}",
         id="getVersion",
         summary="The manifest of one version",
-        parameters=(NAME, path_param("version", "Its number", {"type": "integer", "minimum": 1}), TENANT),
+        parameters=(NAME, parameter("path", "version", "Its number", {"type": "integer", "minimum": 1}), TENANT),
         replies={200: schema.VersionReply},
     ),
     Operation(
@@ -135,8 +125,8 @@ OPERATIONS = (
         id="invoke",
         summary="Generate text with a function",
         parameters=(
-            path_param("target", "`name`, `name:alias`, `name:version`, or the base model's id", {"type": "string"}),
-            query_param("qualifier", "Alias or version, if the path names none", {"type": "string"}),
+            parameter("path", "target", "`name`, `name:alias`, `name:version`, or the base model's id"),
+            parameter("query", "qualifier", "Alias or version, if the path names none"),
             TENANT,
             _SESSION,
         ),
@@ -159,7 +149,7 @@ OPERATIONS = (
         path="/v1/models/{id}",
         id="getModel",
         summary="One of them",
-        parameters=(path_param("id", "As `model` in a completion", {"type": "string"}), TENANT),
+        parameters=(parameter("path", "id", "As `model` in a completion"), TENANT),
         replies={200: openai.Model},
         errors=OPENAI_READ,
     ),
@@ -209,7 +199,7 @@ OPERATIONS = (
         id="metrics",
         summary="Prometheus text; admin key",
         replies={200: str},
-        errors=(401, 403, 422, 429, 500, 503),
+        errors=ADMIN,
     ),
     Operation(
         method="get",
@@ -217,6 +207,6 @@ OPERATIONS = (
         id="listNodes",
         summary="The nodes as the scheduler sees them; admin key",
         replies={200: schema.NodeList},
-        errors=(401, 403, 422, 429, 500, 503),
+        errors=ADMIN,
     ),
 )

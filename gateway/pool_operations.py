@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway import pool_schema as schema
-from gateway.operations import Operation
+from gateway.operations import ADMIN, Operation
 
 POOL_OPERATIONS = (
     Operation(
@@ -12,7 +12,7 @@ POOL_OPERATIONS = (
         id="listPools",
         summary="What calls ask of the node pools now; admin key",
         replies={200: schema.PoolList},
-        errors=(401, 403, 422, 429, 500, 503),
+        errors=ADMIN,
     ),
     Operation(
         method="put",
@@ -21,6 +21,6 @@ POOL_OPERATIONS = (
         summary="Take, prolong or give back the lease by which one autoscaler decides the pools' sizes; admin key",
         body=schema.LeaseRequest,
         replies={200: schema.LeaseReply},
-        errors=(400, 401, 403, 413, 415, 422, 429, 500, 503),
+        errors=(400, 413, 415, *ADMIN),
     ),
 )

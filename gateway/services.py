@@ -128,7 +128,7 @@ class Services:
             case Called(tenant, digest):
                 self.called.note(tenant, digest)
             case Counted(tenant, function, counts):
-                self.last_hour.add_told(tenant, function, counts)
+                self.last_hour.add_told((tenant, function), counts)
             case Promised(tenant, kept):
                 self.attainment.add_told(tenant, kept)
             case Loaded(worker, loads):
@@ -170,68 +170,99 @@ def services_of(request: Request) -> Services:
     return services
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """What of the services is not made here, but lies in files, in the store, or with other processes."""
+
+    base: BaseModel
+    store: ObjectStore
+    secret: str
+    usage: UsageLedger
+    session: aiohttp.ClientSession
+    shared: Shared
+
+
 @asynccontextmanager
 async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterator[Services]:
-    """Raises what the parts raise when a file is missing or a setting is wrong: the gateway does not start then."""
+    """Opens the ledger, the connections to the nodes and what the workers share, and closes them in the reverse order
+    when the context ends. All else is this process's memory and needs no closing: threads that hang are left.
+
+    Raises what the parts raise when a file is missing or a setting is wrong: the gateway does not start then.
+    """
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
     await asyncio.to_thread(_compare_clocks, store)
-    registry, tenants = Registry(store, base), Tenants(store)
-    # Deploys take long: however many there are, a rollback finds a thread.
-    threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     secret = read_secret(Path(config.secret_file))
-    running, last_hour, attainment = Running(), LastHour(monotonic), Attainment(monotonic)
-    callers = Callers(config, tenants, threads, monotonic)
     async with (
         open_ledger(usage_directory(config), store) as usage,
         _session() as session,
         open_shared(config, secret) as shared,
     ):
-        peers = shared.peers
-        called = CalledDigests(lambda tenant, digest: peers.tell(Called(tenant, digest)))
-        breakers = Breakers(monotonic, metrics.count_opened_circuit)
-        client = _node_client(config, session, shared, secret, breakers)
-        explanations, loads = MemoryExplanations(), PoolLoads(monotonic)
-        hold = Hold(shared.cluster, shared.leases, base.fingerprint, config.hold_seconds, monotonic)
-        placer = Placer(shared.cluster, config.policy, base.fingerprint, metrics, explanations, gateways=config.workers)
-        dispatcher = Dispatcher(
-            shared.cluster, placer, client, running, metrics, last_hour, attainment, called, shared.limits, loads, hold
-        )
-        services = Services(
-            config=config,
-            base=base,
-            text=BaseText(Path(config.model_dir)),
-            text_threads=LeavableThreads(TEXT_THREADS),
-            registry=registry,
-            threads=threads,
-            probe=_store_probe(config, threads, store),
-            tenants=tenants,
-            callers=callers,
-            usage=usage,
-            functions=Functions(config, registry, threads, monotonic, lambda *name: peers.tell(Changed(*name))),
-            cluster=shared.cluster,
-            leases=shared.leases,
-            loads=loads,
-            hold=hold,
-            peers=peers,
-            record_rates=RecordRates(monotonic),
-            secret=secret,
-            dispatcher=dispatcher,
-            breakers=breakers,
-            node_calls=NodeCalls(session, secret, connect=config.connect_seconds),
-            running=running,
-            metrics=metrics,
-            last_hour=last_hour,
-            attainment=attainment,
-            called=called,
-            explanations=explanations,
-            deploys=_deploy_slots(config),
-            sources=Sources(config.allowed_sources),
-            source_threads=LeavableThreads(SOURCE_THREADS),
-        )
+        services = _make_services(config, metrics, _Opened(base, store, secret, usage, session, shared))
         if config.redis is not None:
             services.join_peers()
         yield services
+
+
+def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:
+    shared, store, tell = opened.shared, opened.store, opened.shared.peers.tell
+    registry, tenants = Registry(store, opened.base), Tenants(store)
+    # Deploys take long: however many there are, a rollback finds a thread.
+    threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
+    explanations = MemoryExplanations()
+    dispatcher = _make_dispatcher(config, metrics, opened, explanations)
+    return Services(
+        config=config,
+        base=opened.base,
+        text=BaseText(Path(config.model_dir)),
+        text_threads=LeavableThreads(TEXT_THREADS),
+        registry=registry,
+        threads=threads,
+        probe=_store_probe(config, threads, store),
+        tenants=tenants,
+        callers=Callers(config, tenants, threads, monotonic),
+        usage=opened.usage,
+        functions=Functions(config, registry, threads, monotonic, lambda *name: tell(Changed(*name))),
+        cluster=shared.cluster,
+        leases=shared.leases,
+        loads=dispatcher.loads,
+        hold=dispatcher.hold,
+        peers=shared.peers,
+        record_rates=RecordRates(monotonic),
+        secret=opened.secret,
+        dispatcher=dispatcher,
+        breakers=dispatcher.client.breakers,
+        node_calls=NodeCalls(opened.session, opened.secret, connect=config.connect_seconds),
+        running=dispatcher.running,
+        metrics=metrics,
+        last_hour=dispatcher.last_hour,
+        attainment=dispatcher.attainment,
+        called=dispatcher.called,
+        explanations=explanations,
+        deploys=_deploy_slots(config),
+        sources=Sources(config.allowed_sources),
+        source_threads=LeavableThreads(SOURCE_THREADS),
+    )
+
+
+def _make_dispatcher(
+    config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: MemoryExplanations
+) -> Dispatcher:
+    """With what calls are counted in, which the routes and the other workers ask for, too."""
+    shared, fingerprint = opened.shared, opened.base.fingerprint
+    return Dispatcher(
+        shared.cluster,
+        Placer(shared.cluster, config.policy, fingerprint, metrics, explanations, gateways=config.workers),
+        _node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
+        Running(),
+        metrics,
+        LastHour(monotonic),
+        Attainment(monotonic),
+        CalledDigests(lambda tenant, digest: shared.peers.tell(Called(tenant, digest))),
+        shared.limits,
+        PoolLoads(monotonic),
+        Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
+    )
 
 
 def _session() -> aiohttp.ClientSession:
@@ -240,13 +271,11 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 
-def _node_client(
-    config: GatewayConfig, session: aiohttp.ClientSession, shared: Shared, secret: str, breakers: Breakers
-) -> NodeClient:
+def _node_client(config: GatewayConfig, opened: _Opened, breakers: Breakers) -> NodeClient:
     return NodeClient(
-        session,
-        shared.cluster,
-        secret,
+        opened.session,
+        opened.shared.cluster,
+        opened.secret,
         connect=config.connect_seconds,
         silence=config.node_silence,
         first_silence=config.record_expiry,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,8 +33,6 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show how a call was placed: the nodes that could have served it, what was forecast of each, the choice."""
-    from garnish.client import Client
-    from garnish.connection import find_connection
     from garnish.operate import explain_call
     from garnish.screen import Screen
     from gateway.explain_schema import ExplainReply
@@ -43,8 +40,7 @@ def explain(
     if admin and tenant is not None:
         raise typer.BadParameter("expected --tenant or --admin, not both")
     screen = Screen(as_json)
-    found = find_connection(url, None, os.environ, state=state, admin=True) if admin else None
-    with Client(connection=found) if found else open_client(url, state, tenant) as client:
+    with open_client(url, state, tenant, admin=admin) as client:
         told = client.ask(explain_call(request_id), ExplainReply)
     screen.line(f"{told.id} ({told.tenant}/{told.function}), request {told.request_id}")
     for placement in told.placements:

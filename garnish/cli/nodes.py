@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url
-
-if TYPE_CHECKING:
-    from garnish.client import Client
+from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
 
 Node = Annotated[str, typer.Argument(help="The node's id.")]
 Function = Annotated[
@@ -50,7 +47,7 @@ def list_nodes(url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = 
     from gateway.schema import NodeList
 
     screen = Screen(as_json)
-    with _client(url, state) as client:
+    with open_client(url, state, admin=True) as client:
         found = client.ask(nodes_call(), NodeList)
     shown = ("id", "state", "running", "queued", "kv_blocks_free", "url", "error")
     rows = [[str(node.record.get(field, "")) for field in shown] for node in found.nodes]
@@ -75,7 +72,7 @@ def adapters(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json:
     from gateway.node_schema import NodeAdapters
 
     screen = Screen(as_json)
-    with _client(url, state) as client:
+    with open_client(url, state, admin=True) as client:
         found = client.ask(node_adapters_call(node), NodeAdapters)
     rows = [
         [
@@ -145,7 +142,7 @@ def _move(
     if (function is None) == (digest is None):
         raise typer.BadParameter("expected a function, or --digest")
     screen = Screen(as_json)
-    with _client(url, state, tenant or _first_tenant(function, url, state)) as client:
+    with open_client(url, state, tenant or _first_tenant(function, url, state), admin=True) as client:
         moved = client.ask(move_call(node, action, function, digest), MovedReply)
     where = f"now {moved.tier}" if moved.tier is not None else "still loading"
     screen.line(f"{moved.digest} on {moved.node}: {where}")
@@ -178,15 +175,8 @@ def _set_draining(node: str, wanted: bool, url: str | None, state: Path, as_json
     from gateway.schema import NodeItem
 
     screen = Screen(as_json)
-    with _client(url, state) as client:
+    with open_client(url, state, admin=True) as client:
         found = client.ask(drain_call(node, wanted), NodeItem)
     open_requests = found.record["running"] + found.record["queued"]
     screen.line(f"{node}: {found.record['state']}, {open_requests} requests open")
     screen.result(found)
-
-
-def _client(url: str | None, state: Path, tenant: str | None = None) -> Client:
-    from garnish.client import Client
-    from garnish.connection import find_connection
-
-    return Client(connection=find_connection(url, None, os.environ, state=state, tenant=tenant, admin=True))

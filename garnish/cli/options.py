@@ -24,9 +24,10 @@ DEFAULT_FILE = Path("serverless.yml")
 DEFAULT_STATE = Path(".garnish")
 
 
-def open_client(url: str | None, state: Path, tenant: str | None) -> Client:
-    """A client with the key that belongs to the service. No option takes a key: it would show in the process list."""
+def open_client(url: str | None, state: Path, tenant: str | None = None, *, admin: bool = False) -> Client:
+    """A client with the key that belongs to the service, or with its admin key. No option takes a key: it would show in
+    the process list."""
     from garnish.client import Client
     from garnish.connection import find_connection
 
-    return Client(connection=find_connection(url, None, os.environ, state=state, tenant=tenant))
+    return Client(connection=find_connection(url, None, os.environ, state=state, tenant=tenant, admin=admin))

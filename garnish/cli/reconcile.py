@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from garnish.cli.options import open_client
+
 if TYPE_CHECKING:
     from garnish.client import Client
     from garnish.reconcile import Plan
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
 def deploy_file(file: Path, url: str | None, state: Path, screen: Screen, *, dry_run: bool, yes: bool) -> None:
     """Raises FrontDoorError."""
-    from garnish.client import Client
     from garnish.config import load_service_file
     from garnish.connection import find_connection
     from garnish.reconcile import carry_out, make_plan
@@ -26,8 +27,7 @@ def deploy_file(file: Path, url: str | None, state: Path, screen: Screen, *, dry
     administers = find_connection(url, None, os.environ, state=state, admin=True).key.startswith("gak_")
 
     def connect(tenant: str | None, *, admin: bool = False) -> Client:
-        found = find_connection(url, None, os.environ, state=state, tenant=tenant, admin=admin)
-        return Client(connection=found)
+        return open_client(url, state, tenant, admin=admin)
 
     screen.progress("comparing the file with the service")
     plan = make_plan(service, connect, administers=administers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -33,8 +32,6 @@ def usage(
     as_json: AsJson = False,
 ) -> None:
     """Show what was used, in whole hours."""
-    from garnish.client import Client
-    from garnish.connection import find_connection
     from garnish.screen import Screen
 
     if all_tenants and tenant is not None:
@@ -43,8 +40,7 @@ def usage(
     if unknown := set(filter(None, group_by.split(","))) - set(GROUPS):
         raise typer.BadParameter(f"--group-by: {min(unknown)!r} is none of {', '.join(GROUPS)}")
     screen = Screen(as_json)
-    found = find_connection(url, None, os.environ, state=state, admin=True) if all_tenants else None
-    with Client(connection=found) if found else open_client(url, state, tenant) as client:
+    with open_client(url, state, tenant, admin=all_tenants) as client:
         told = client.usage(start=start, end=end, group_by=groups)
     rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in told.rows]
     screen.table([name.upper() for name in (*groups, *SUMS)], rows)

@@ -1,6 +1,6 @@
 """One load from host memory to the device: each layer goes on as soon as it is there.
 
-A worker holds one layer at a time, and only one that lies in host memory: no slow store holds up a copy. With a stream,
+A thread holds one layer at a time, and only one that lies in host memory: no slow store holds up a copy. With a stream,
 a few layers are enqueued ahead of the one that it waits for, so that the link does not stand still in between.
 """
 
@@ -17,10 +17,10 @@ import torch
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.adapter_memory.link import Link
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import view_layer
-from node_agent.adapter_memory.workers import Workers
 from node_agent.device import record_event
 from node_agent.types import LayerState
 
@@ -30,7 +30,7 @@ those before it too, of every load: so they are few."""
 
 
 class DeviceCopy:
-    """A Job of the copying workers."""
+    """A Job of the copying threads."""
 
     def __init__(
         self,
@@ -41,22 +41,22 @@ class DeviceCopy:
         states: CopyStates,
         base: BaseModel,
         link: Link,
-        workers: Workers,
+        threads: LoaderThreads,
         on_change: Callable[[], None],
     ) -> None:
         assert host.layout is not None and host.pages is not None  # measured, has room
         self.host, self.layout, self.host_pages = host, host.layout, host.pages
         self.source, self.target, self.pages, self.base = source, target, pages, base
-        self.states, self.link, self.workers, self.on_change = states, link, workers, on_change
+        self.states, self.link, self.threads, self.on_change = states, link, threads, on_change
         self.positions = host.layout.positions(pages)
         self.over = False
         self._running = False
         self._crossing: deque[int] = deque()
-        """layers that are enqueued; touched by the worker that runs"""
+        """layers that are enqueued; touched by the thread that runs"""
         if target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
             states.stream = torch.cuda.Stream(target.data.device)  # type: ignore[no-untyped-call]
 
-    # --- a Job: under the workers' lock
+    # --- a Job: under the threads' lock
 
     def take(self, now: float) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
         if self._running or self.over:
@@ -82,7 +82,7 @@ class DeviceCopy:
         self.states.failed = self.states.failed or self.host.failed
         self.states.ended.set()
 
-    # --- in a worker
+    # --- in a loader thread
 
     def _work(self, layer: int | None) -> None:
         """Enqueue the layer; wait for the oldest that crosses where there is no other to enqueue, or enough are."""
@@ -95,13 +95,13 @@ class DeviceCopy:
                 assert event is not None
                 event.synchronize()
             self._note_arrivals()
-        except Exception as error:  # the border of a worker: whatever failed becomes the load's state
+        except Exception as error:  # the border of a thread: whatever failed becomes the load's state
             states.failed = str(error) or type(error).__name__
             if states.stream is not None:
                 with suppress(RuntimeError):  # of a copy that failed, and has said so already
                     states.stream.synchronize()
             self._crossing.clear()
-        with self.workers.changed:
+        with self.threads.changed:
             self._running = False
             whole = all(state == LayerState.DEVICE for state in states.layers)
             if not self._crossing and (states.failed or whole):

@@ -60,7 +60,7 @@ class CachedFile:
 
 
 class CacheWriter:
-    """One artifact on its way to the disk. Workers write its layers in any order; the last one makes it a file."""
+    """One artifact on its way to the disk. Threads write its layers in any order; the last one makes it a file."""
 
     def __init__(self, cache: DiskCache, header: ArtifactHeader, size: int) -> None:
         self.cache, self.digest, self.size = cache, header.digest, size

@@ -21,10 +21,10 @@ from adapters.store import ObjectStore
 from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
 from node_agent.adapter_memory.link import Flow, Transfer
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
-from node_agent.adapter_memory.workers import Workers
 from node_agent.device import DTYPES
 
 RANGES_IN_FLIGHT = 3
@@ -36,7 +36,7 @@ RETRIED = (StoreUnavailable, CorruptArtifact, OSError)
 
 
 class Fetch:
-    """A Job of the fetching workers. Sets `complete` or `failed` of `host` when none touches its pages any more."""
+    """A Job of the fetching threads. Sets `complete` or `failed` of `host` when none touches its pages any more."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class Fetch:
         flow: Flow,
         staging: Staging,
         cache: DiskCache | None,
-        workers: Workers,
+        threads: LoaderThreads,
         on_change: Callable[[], None],
     ) -> None:
         """`flow`: this load's share of the simulated link; `cache`: where to keep what was verified, if anywhere.
 
-        `on_change` is called when a layer has arrived, and when the load has ended (then under the workers' lock).
+        `on_change` is called when a layer has arrived, and when the load has ended (then under the threads' lock).
         """
         assert host.header is not None and host.layout is not None and host.pages is not None  # measured, has room
         self.host, self.header, self.layout = host, host.header, host.layout
-        self.store, self.base, self.pool, self.workers = store, base, pool, workers
+        self.store, self.base, self.pool, self.threads = store, base, pool, threads
         self.flow, self.staging, self.cache, self.on_change = flow, staging, cache, on_change
         self.positions = host.layout.positions(host.pages)
         self.over = False
@@ -69,7 +69,7 @@ class Fetch:
         host.here = bytearray(not block.size for block in host.header.layers)
         self._settle()
 
-    # --- a Job: under the workers' lock
+    # --- a Job: under the threads' lock
 
     def take(self, now: float) -> Callable[[], None] | None:
         if self.over:
@@ -107,7 +107,7 @@ class Fetch:
             self.host.failed = self._error or "nobody waits for it any more"
         self.on_change()
 
-    # --- in a worker
+    # --- in a loader thread
 
     def _bring(self, wanted: Range, source: CachedFile | None, transfers: list[Transfer]) -> None:
         at = wanted.first
@@ -123,9 +123,9 @@ class Fetch:
                 if block.size:
                     offset = block.offset - wanted.start
                     self._land(at, data[offset : offset + block.size], keep=source is None)
-        except Exception as error:  # the border of a worker: whatever failed becomes the load's state
+        except Exception as error:  # the border of a thread: whatever failed becomes the load's state
             self._note(error, wanted, at, source)
-        with self.workers.changed:
+        with self.threads.changed:
             self._running -= 1
             self._settle()
 
@@ -153,7 +153,7 @@ class Fetch:
             d_in, d_out = self.base.widths[pair.projection]
             self._place(self.positions[pair.a : pair.a + pair.rank], block, pair.a_source, d_in)
             self._place(self.positions[pair.b : pair.b + pair.rank], block, pair.b_source, d_out)
-        with self.workers.changed:
+        with self.threads.changed:
             self.host.here[layer] = 1
             self.host.arrived = time.monotonic()
             self.host.complete = all(self.host.here)
@@ -178,7 +178,7 @@ class Fetch:
     def _note(self, error: Exception, wanted: Range, at: int, source: CachedFile | None) -> None:
         """Try again from layer `at`, or end the load."""
         again = self._rest(wanted, at)
-        with self.workers.changed:
+        with self.threads.changed:
             if source is not None and isinstance(error, RETRIED):
                 source.drop(str(error))  # the cache is no authority: the store has it
                 self.host.cached = None
@@ -193,7 +193,7 @@ class Fetch:
     def _put_back(self, wanted: Range, at: int) -> None:
         rest = self._rest(wanted, at)
         rest.tries = wanted.tries
-        with self.workers.changed:
+        with self.threads.changed:
             self._ranges.insert(0, rest)
 
     def _rest(self, wanted: Range, at: int) -> Range:

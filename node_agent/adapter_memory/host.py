@@ -1,8 +1,8 @@
 """The host tier: adapters that are being read from the object store, or lie in host memory.
 
-Called by the engine's thread alone; workers fill `pages` and say which layers are `here`. A load goes on while somebody
-waits for it (`announce` counts one in, `retract` out), the device is to copy from it, or CPU workers may read it. While
-one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load.
+Called by the engine's thread alone; loader threads fill `pages` and say which layers are `here`. A load goes on while
+somebody waits for it (`announce` counts one in, `retract` out), the device is to copy from it, or CPU workers may read
+it. While one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HostTier:
         if not self._waiters[digest]:
             del self._waiters[digest]
         if host is not None and host.unwanted and not host.complete and host not in self._fetching:
-            self.forget(host)  # a worker that fetches it sees for itself
+            self.forget(host)  # a thread that fetches it sees for itself
 
     def load(self, adapter: Adapter) -> HostAdapter:
         """The adapter, whose load starts unless it runs, is done, or has just failed."""
@@ -78,7 +78,7 @@ class HostTier:
         return host
 
     def poll(self) -> None:
-        """Take note of what workers have done, and start fetches that now have room, oldest first."""
+        """Take note of what loader threads have done, and start fetches that now have room, oldest first."""
         self._measuring = [host for host in self._measuring if not self._measured(host)]
         waiting: list[HostAdapter] = []
         for host in self._unfetched:
@@ -217,7 +217,7 @@ class HostTier:
         host.pages, host.slot, host.run = None, -1, -1
 
     def _note_failure(self, host: HostAdapter) -> None:
-        self._free(host)  # its worker has ended
+        self._free(host)  # its thread has ended
         if not host.abandoned:
             self._failed.append((time.monotonic() + self.failure_memory, host))
         elif host.waiters and self._all.get(host.digest) is host:

@@ -1,4 +1,4 @@
-"""Moves adapters: object store or disk -> host pages, and host pages -> device pages, by layer, in bounded workers."""
+"""Moves adapters: object store or disk -> host pages, and host pages -> device pages, by layer, by bounded threads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from node_agent.adapter_memory.disk_cache import DiskCache
 from node_agent.adapter_memory.fetch import Fetch
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.link import Link
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import FirstBytes, Staging
-from node_agent.adapter_memory.workers import Workers
 
-MEASURE_WORKERS = 4
+MEASURE_THREADS = 4
 """Headers, and the first layers with them, must not wait behind the bytes of large adapters."""
-STORE_WORKERS = 8
-COPY_WORKERS = 4
+STORE_THREADS = 8
+COPY_THREADS = 4
 
 
 class Loader:
-    """Three pools of worker threads. Failures end in `failed` of what was being loaded, never in a log alone."""
+    """Three pools of threads. Failures end in `failed` of what was being loaded, never in a log alone."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Loader:
         on_change: Callable[[], None],
         cache: DiskCache | None = None,
     ) -> None:
-        """`on_change` is called from a worker when something that the engine may wait for has changed."""
+        """`on_change` is called from a loader thread when something that the engine may wait for has changed."""
         self.store, self.base, self.host, self.device, self.on_change = store, base, host, device, on_change
         self.dtype = host.data.dtype
         self.store_link, self.device_link, self.cache = store_link, device_link, cache
         self._links = store_link, device_link
-        self._measuring = ThreadPoolExecutor(MEASURE_WORKERS, "measure")
-        self._fetching = Workers("fetch", STORE_WORKERS)
-        self._copying = Workers("copy", COPY_WORKERS)
+        self._measuring = ThreadPoolExecutor(MEASURE_THREADS, "measure")
+        self._fetching = LoaderThreads("fetch", STORE_THREADS)
+        self._copying = LoaderThreads("copy", COPY_THREADS)
         self._staging = Staging()
 
     def measure(self, host: HostAdapter) -> None:
@@ -113,7 +113,7 @@ class Loader:
             layout = lay_out(header, self.base, self.dtype.itemsize, self.host.page_units)
             host.here = bytearray(len(header.layers))
             host.header, host.layout = header, layout
-        except Exception as error:  # the border of a worker: whatever failed becomes the adapter's state
+        except Exception as error:  # the border of a thread: whatever failed becomes the adapter's state
             host.failed = f"{type(error).__name__}: {error}"
         self.on_change()
 

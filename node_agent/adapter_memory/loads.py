@@ -25,8 +25,8 @@ NEARLY_DONE = 0.25
 class HostAdapter:
     """One adapter in host memory, in the pool's dtype and row order.
 
-    The engine's thread writes `waiters`, `placed`, `holds` and what it took (`pages`, which a worker fills, `slot` and
-    `run`); workers write the rest.
+    The engine's thread writes `waiters`, `placed`, `holds` and what it took (`pages`, which loader threads fill,
+    `slot` and `run`); loader threads write the rest.
     """
 
     digest: str
@@ -57,7 +57,7 @@ class HostAdapter:
     arrived: float = 0.0
     """when the last one did; monotonic seconds"""
     failed: str = ""
-    """set when no worker touches its pages any more"""
+    """set when no thread touches its pages any more"""
     abandoned: bool = False
     """`failed` because nobody wanted it any more"""
 
@@ -87,7 +87,7 @@ class HostAdapter:
 
     @property
     def in_use(self) -> bool:
-        """Somebody may still read its pages, or a worker write them."""
+        """Somebody may still read its pages, or a thread write them."""
         return self.placed or self.holds > 0 or not (self.complete or self.failed)
 
     @property
@@ -97,7 +97,7 @@ class HostAdapter:
 
 @dataclass(eq=False)
 class CopyStates:
-    """How far one copy to the device is. Written by workers, read by the engine."""
+    """How far one copy to the device is. Written by loader threads, read by the engine."""
 
     layers: list[int]
     """a LayerState each: NO until the layer is enqueued"""
@@ -112,7 +112,7 @@ class CopyStates:
     arrived: float = 0.0
     """when no layer was left; monotonic seconds"""
     ended: threading.Event = field(default_factory=threading.Event)
-    """No worker touches the target any more."""
+    """No thread touches the target any more."""
     stream: torch.cuda.Stream | None = None
 
     @classmethod

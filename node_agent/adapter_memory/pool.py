@@ -17,7 +17,7 @@ MADV_HUGEPAGE = 14
 class Pool:
     """`data` is flat, of the pool's dtype; positions in it are counted in ROW_ALIGN units.
 
-    Only the engine's thread takes and gives pages; workers touch the bytes of pages that were handed to them.
+    Only the engine's thread takes and gives pages; loader threads touch the bytes of pages that were handed to them.
     """
 
     def __init__(self, data: torch.Tensor, page_size: int) -> None:

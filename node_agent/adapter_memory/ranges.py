@@ -65,7 +65,7 @@ def plan_ranges(layers: Sequence[LayerBlock], have: int = 0) -> list[Range]:
 
 
 class Staging:
-    """A buffer per worker thread, used again and again. It grows to the largest layer there is, and only for it."""
+    """A buffer per loader thread, used again and again. It grows to the largest layer there is, and only for it."""
 
     def __init__(self) -> None:
         self._own = threading.local()

@@ -1,22 +1,21 @@
 """AdapterStore: who may read which adapter on the device, and what is loaded or evicted for it.
 
-Every method is called by the engine's thread alone and none of them blocks; workers only fill pages that were handed
-to them. An adapter that someone leases, that is pinned, or that a worker still writes, is never evicted.
+Every method is called by the engine's thread alone and none of them blocks; loader threads only fill pages that were
+handed to them. Which adapters have room on the device, and lose it, is up to `device_room`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 
 from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
 from cluster.messages import Adapter, Resident
+from node_agent.adapter_memory.device_room import DeviceRoom
 from node_agent.adapter_memory.disk_cache import open_cache
 from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.host_map import HostMap, SharedTable, export
@@ -37,10 +36,6 @@ MOST_ON_DISK = 256
 """Adapters on the disk that a report names."""
 
 
-def least_recently_used(candidates: Sequence[str]) -> str:
-    return candidates[0]
-
-
 class AdapterStore:
     """Two tiers of pages, `host_memory` bytes of host memory and `adapter_memory` bytes on the device, and perhaps a
     cache on the disk below them."""
@@ -53,9 +48,7 @@ class AdapterStore:
         device: torch.device,
         dtype: torch.dtype,
         on_change: Callable[[], None],
-        choose_victim: Callable[[Sequence[str]], str] = least_recently_used,
     ) -> None:
-        """`choose_victim` gets the digests that may be evicted, least recently used first, and returns one of them."""
         self.base = base
         page_size = choose_page_size(base, dtype.itemsize)
         self.pool = device_pool(config.adapter_memory, page_size, device, dtype)
@@ -69,12 +62,10 @@ class AdapterStore:
         self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change, self.cache)
         self.hosts = HostTier(self.loader, self.host_memory.pool, self.host_table.table, config.host_memory)
         self.adapter_memory = config.adapter_memory
-        self.choose_victim = choose_victim
-        self.pinned: set[str] = set()
-        self.device: OrderedDict[str, DeviceAdapter] = OrderedDict()
+        self.room = DeviceRoom(self.pool, self.table)
+        self.device = self.room.adapters
         self._loading: list[DeviceAdapter] = []
-        """Those of `_device` that are not switched in yet."""
-        self._free_slots = list(range(config.adapter_slots - 1, -1, -1))
+        """Those of `device` that are not switched in yet."""
         self._releasing: list[tuple[str, Sequence[Event]]] = []
 
     # --- what the engine calls for a request
@@ -131,14 +122,7 @@ class AdapterStore:
     def fits_without(self, adapter: Adapter, others: Collection[str]) -> bool:
         """There would be room on the device for the adapter, which is in host memory, if nobody used the others."""
         layout = self.hosts.load(adapter).layout
-        may_go = [
-            entry
-            for digest, entry in self.device.items()
-            if (entry.idle or (digest in others and entry.settled)) and digest not in self.pinned
-        ]
-        if layout is None or not (may_go or self._free_slots):
-            return False
-        return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
+        return layout is not None and self.room.fits_without(layout, others)
 
     def ready(self, digest: str) -> bool:
         """The whole adapter is on the device."""
@@ -254,17 +238,17 @@ class AdapterStore:
 
     def pin(self, digest: str) -> None:
         """Once on the device, the adapter stays there until it is unpinned."""
-        self.pinned.add(digest)
+        self.room.pinned.add(digest)
 
     def unpin(self, digest: str) -> None:
-        self.pinned.discard(digest)
+        self.room.pinned.discard(digest)
 
     def discard(self, digest: str) -> bool:
         """Take an adapter off the device that nobody uses, pinned or not; False when somebody does."""
         entry = self.device.get(digest)
         if entry is None or not entry.idle:
             return False
-        self._evict(digest)
+        self.room.evict(digest)
         return True
 
     # --- for measurements
@@ -272,19 +256,15 @@ class AdapterStore:
     def lend(self, digest: str, layout: AdapterLayout) -> Lease | None:
         """Room on the device for an adapter that nobody deployed; its weights are whatever lies there. None: there is
         too little that is free. It goes with `release` and `discard`."""
-        room = self._make_room(digest, layout)
-        if room is None:
+        place = self.room.take(digest, layout)
+        if place is None:
             return None
         host = HostAdapter(digest, "", layout=layout, complete=True)
         copy = CopyStates.of(len(layout.layers))
         copy.layers = [LayerState.DEVICE] * len(layout.layers)
-        entry = DeviceAdapter(
-            host, layout, self._free_slots.pop(), *room, time.monotonic(), copy, leases=1, settled=True
-        )
-        positions = layout.positions(entry.pages)
-        entry.weights = view_weights(self.pool, positions, layout, self.base)
-        self.table.set(entry.slot, entry.run, layout, positions)
-        self.device[digest] = entry
+        entry = DeviceAdapter(host, layout, *place, time.monotonic(), copy, leases=1, settled=True)
+        entry.weights = view_weights(self.pool, layout.positions(entry.pages), layout, self.base)
+        self.room.move_in(entry)
         return Lease(digest, entry.slot, layout.ranks)
 
     # --- what the engine calls once per iteration
@@ -343,59 +323,21 @@ class AdapterStore:
             return TooLarge(host.size, limit)
         if host.pages is None:
             return Pending()  # host memory is full of loads; this one is next in line
-        room = self._make_room(adapter.digest, host.layout)
-        if room is None:
+        place = self.room.take(adapter.digest, host.layout)
+        if place is None:
             return NoRoom()
         if not self.loader.claim(host):  # it ended a moment ago
-            self.pool.pages.give(room[0], adapter.digest)
-            self.table.give(room[1], max(1, host.layout.rows))
+            self.room.give(adapter.digest, host.layout, place)
             return Pending()  # the next call says how
         began = time.monotonic() if host.complete else host.began
         copy = CopyStates.of(len(host.layout.layers))
         if order is not None:
             self.loader.set_order(copy, order)
-        entry = DeviceAdapter(host, host.layout, self._free_slots.pop(), *room, began, copy)
-        self.table.set(entry.slot, entry.run, entry.layout, entry.layout.positions(entry.pages))
-        self.device[adapter.digest] = entry
+        entry = DeviceAdapter(host, host.layout, *place, began, copy)
+        self.room.move_in(entry)
         self._loading.append(entry)
         self.loader.copy(host, entry.pages, copy)
         return entry
-
-    def _make_room(self, digest: str, layout: AdapterLayout) -> tuple[list[int], int] | None:
-        """(pages, table entry), evicting idle adapters only where that makes enough room."""
-        victims = self._victims(layout.pages)
-        if victims is None:
-            return None
-        for victim in chain([None], victims):
-            if victim is not None:
-                self._evict(victim)
-            if not self._free_slots or layout.pages > self.pool.pages.free:
-                continue
-            run = self.table.reserve(max(1, layout.rows))
-            if run is not None:
-                pages = self.pool.pages.take(layout.pages, digest)
-                assert pages is not None  # so many were free
-                return pages, run
-        return None
-
-    def _victims(self, pages: int) -> Iterator[str] | None:
-        """What may be evicted, in the order of `choose_victim`; None if all of it does not make `pages` free."""
-        may_go = [digest for digest, entry in self.device.items() if entry.idle and digest not in self.pinned]
-        if pages > self.pool.pages.free + sum(len(self.device[digest].pages) for digest in may_go):
-            return None
-        return self._in_order(may_go) if may_go or self._free_slots else None
-
-    def _in_order(self, digests: list[str]) -> Iterator[str]:
-        while digests:
-            chosen = self.choose_victim(digests)
-            digests.remove(chosen)
-            yield chosen
-
-    def _evict(self, digest: str) -> None:
-        entry = self.device.pop(digest)
-        self.table.clear(entry.slot, entry.run, max(1, entry.layout.rows))
-        self.pool.pages.give(entry.pages, digest)
-        self._free_slots.append(entry.slot)
 
     def _drop_lease(self, digest: str) -> None:
         entry = self.device[digest]
@@ -403,14 +345,14 @@ class AdapterStore:
             raise RuntimeError(f"a lease on {digest} was released twice")
         entry.leases -= 1
         if entry.copy.failed and entry.idle:
-            self._evict(digest)
+            self.room.evict(digest)
         elif not (entry.leases or entry.settled) and self._may_give_up(entry):
             self.loader.abandon(entry.copy)
 
     def _may_give_up(self, entry: DeviceAdapter) -> bool:
         """Nobody wants the adapter that is on its way, and much of it has still to come from the store."""
         digest = entry.host.digest
-        return not (entry.served or digest in self.pinned or self.hosts.waiting(digest) or entry.host.nearly_done)
+        return not (entry.served or digest in self.room.pinned or self.hosts.waiting(digest) or entry.host.nearly_done)
 
     def _advance_load(self, entry: DeviceAdapter) -> bool:
         """Take note of a copy that has ended, one way or the other; False while it goes on."""
@@ -425,5 +367,5 @@ class AdapterStore:
         if not (host.failed or copy.abandoned):
             self.hosts.forget(host)  # the copy failed: the next request reads the store again
         if entry.leases == 0:
-            self._evict(host.digest)
+            self.room.evict(host.digest)
         return True

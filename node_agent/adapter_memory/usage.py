@@ -46,7 +46,7 @@ def device_usage(store: AdapterStore) -> Usage:
             state = "arriving"
         elif entry.leases:
             state = "in_use"
-        elif digest in store.pinned:
+        elif digest in store.room.pinned:
             state = "pinned"
         pages[state] += len(entry.pages)
     live = sum(entry.layout.live for entry in store.device.values())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from node_agent.device import Event
+
 
 class BlockPool:
     """Blocks 1..n-1; block 0 is never handed out: it stays zero, and padding reads it.
@@ -16,6 +20,7 @@ class BlockPool:
         self.block_tokens = block_tokens
         self.total = num_blocks - 1
         self._free = list(range(num_blocks - 1, 0, -1))
+        self._releasing: list[tuple[list[int], Sequence[Event]]] = []
 
     @property
     def free(self) -> int:
@@ -32,7 +37,18 @@ class BlockPool:
         del self._free[len(self._free) - blocks :]
         return taken
 
-    def release(self, blocks: list[int]) -> None:
-        self._free.extend(blocks)
+    def release(self, blocks: list[int], after: Sequence[Event] = ()) -> None:
+        """They are free as soon as every event in `after` has ended and `poll` has seen that."""
+        self._releasing.append((blocks, after))
+        self.poll()
+
+    def poll(self) -> None:
+        """Raises RuntimeError when a block was released twice."""
+        releasing, self._releasing = self._releasing, []
+        for blocks, after in releasing:
+            if all(event.query() for event in after):
+                self._free.extend(blocks)
+            else:
+                self._releasing.append((blocks, after))
         if len(self._free) > self.total:
             raise RuntimeError("a KV block was released twice")

@@ -11,7 +11,6 @@ from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.cores import move_threads
-from node_agent.device import Event
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.endings import finished
@@ -68,7 +67,6 @@ class Engine:
         self.assist: Assist | None = None
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
-        self._freeing: list[tuple[Event, list[int]]] = []
         self._events: list[EngineEvent] = []
 
     def plan_cold_starts(self, cold_start: ColdStarts, assist: Assist | None) -> None:
@@ -115,7 +113,7 @@ class Engine:
         self.store.poll()
         if self.assist is not None:
             self.assist.poll()
-        self._free_blocks()
+        self.blocks.poll()
         self._expire()
         self._admit()
         self.orders.poll(may_place=not self.queue)
@@ -376,12 +374,8 @@ class Engine:
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))
             request.lease = None
-        for event in after:
-            self._freeing.append((event, request.blocks))
-            request.blocks = []
-        if request.blocks:
-            self.blocks.release(request.blocks)
-            request.blocks = []
+        self.blocks.release(request.blocks, after)
+        request.blocks = []
         if self.running.get(request.id) is request:
             del self.running[request.id]
         elif self.queue.get(request.id) is request:
@@ -389,16 +383,4 @@ class Engine:
             self._retract(request)
         if not self.busy:
             self.queue.shares.reset()
-        self._free_blocks()
         self._events.append(finished(request, reason, error_type, error))
-
-    def _free_blocks(self) -> None:
-        if not self._freeing:
-            return
-        still: list[tuple[Event, list[int]]] = []
-        for event, blocks in self._freeing:
-            if event.query():
-                self.blocks.release(blocks)
-            else:
-                still.append((event, blocks))
-        self._freeing = still

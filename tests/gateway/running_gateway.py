@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,3 +48,16 @@ class Running:
 
 def upload(folder: Path) -> dict[str, Any]:
     return {name: (name, (folder / name).read_bytes()) for name in ("adapter_config.json", "adapter_model.safetensors")}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """A test's own time limit bounds it."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def until_received(node: StubNode, count: int, calls: Iterable[Future[Any]]) -> None:
+    """Fails when one of the calls ends before the node has received so many."""
+    while len(node.received) < count:
+        assert not any(call.done() for call in calls)
+        time.sleep(0.01)

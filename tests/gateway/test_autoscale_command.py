@@ -6,12 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running_gateway import Running
+from running_gateway import Running, until
 
 from garnish import autoscaling
 from garnish.autoscaling import LeaseKeeper, picture_of
@@ -29,12 +27,6 @@ def state(gateway: Running, tmp_path: Path) -> Path:
     )
     write_credentials(tmp_path / FILE_NAME, known)
     return tmp_path
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """A test's own time limit bounds it."""
-    while not condition():
-        time.sleep(0.01)
 
 
 def test_one_leads_and_the_next_one_takes_over(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from running_gateway import Running
+from running_gateway import Running, until_received
 from stub_node import hang_before_first
 
 CALL = {"prompt": "x", "max_tokens": 1}
@@ -72,9 +71,7 @@ def test_a_function_runs_no_more_at_once_than_its_policy_says(gateway: Running, 
 
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(stream) for _ in range(2)]
-        while len(node.received) < 2:
-            assert not any(future.done() for future in running)
-            time.sleep(0.01)
+        until_received(node, 2, running)
         for path, body in [("/invoke/f", CALL), ("/v1/completions", CALL | {"model": "f"})]:
             refused = client.post(path, json=body)
             assert refused.status_code == 429

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running_gateway import Running
+from running_gateway import Running, until
 from stub_node import echo, hang_before_first, refuse
 
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
@@ -25,12 +25,6 @@ MODEL = PerformanceModel(
     to_device=Transfer(latency=0.0, bandwidth=1e9),
     from_store=Transfer(latency=0.0, bandwidth=1e9),
 )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """A test's own time limit bounds it."""
-    while not condition():
-        time.sleep(0.01)
 
 
 def loads(admin: httpx.Client) -> tuple[dict[str | None, dict[str, Any]], dict[str, Any]]:

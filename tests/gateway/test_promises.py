@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from running_gateway import Running
+from running_gateway import Running, until_received
 from stub_node import StubNode, done, echo, token
 
 from cluster.messages import Event, Failed, GenerateRequest, Started
@@ -96,15 +95,11 @@ def test_a_strict_call_is_sent_to_a_node_whose_queue_is_full_of_its_own_jobs(sta
     admin, acme, base = gateway.client("admin"), gateway.client("acme"), gateway.base.id
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(acme.post, f"/invoke/{base}", json=CALL) for _ in range(2)]
-        while len(node.received) < 2:
-            assert not any(call.done() for call in waiting)
-            time.sleep(0.01)
+        until_received(node, 2, waiting)
         assert acme.post(f"/invoke/{base}", json=CALL).status_code == 429
         assert admin.put("/tenants/acme", json={"slo": SLO}).status_code == 200
         waiting.append(pool.submit(acme.post, f"/invoke/{base}", json=CALL))
-        while len(node.received) < 3:
-            assert not any(call.done() for call in waiting)
-            time.sleep(0.01)
+        until_received(node, 3, waiting)
         node.go_on.set()
         assert [call.result().status_code for call in waiting] == [200] * 3
 
@@ -116,15 +111,11 @@ def test_a_full_node_still_takes_who_has_less_waiting(start: Callable[..., Runni
     acme, other, base = gateway.client("acme"), gateway.client("other"), gateway.base.id
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(acme.post, f"/invoke/{base}", json=CALL) for _ in range(2)]
-        while len(node.received) < 2:
-            assert not any(call.done() for call in waiting)
-            time.sleep(0.01)
+        until_received(node, 2, waiting)
         refused = acme.post(f"/invoke/{base}", json=CALL)
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "overloaded")
         waiting.append(pool.submit(other.post, f"/invoke/{base}", json=CALL))
-        while len(node.received) < 3:
-            assert not any(call.done() for call in waiting)
-            time.sleep(0.01)
+        until_received(node, 3, waiting)
         second = other.post(f"/invoke/{base}", json=CALL)
         assert second.status_code == 429, "both have their share"
         node.go_on.set()

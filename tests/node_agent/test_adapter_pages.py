@@ -262,7 +262,7 @@ def test_usage_and_pins(world: World, make_store: Callable[..., AdapterStore]) -
 
 def test_the_victim_can_be_chosen(world: World, make_store: Callable[..., AdapterStore]) -> None:
     store = make_store(adapter_slots=2)
-    store.choose_victim = lambda digests: digests[-1]
+    store.room.choose_victim = lambda digests: digests[-1]
     for adapter in world.adapters[:3]:
         store.release(loaded_lease(store, adapter), [])
     assert set(store.device) == {world.adapters[0].digest, world.adapters[2].digest}

@@ -59,7 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.poll()
             assert time.monotonic() < deadline
         for digest in list(self.store.device):
-            self.store._evict(digest)
+            self.store.room.evict(digest)
         assert self.store.pool.free_bytes == self.store.pool.size
         while self.store.hosts._fetching or self.store.hosts._unfetched or self.store.hosts._measuring:
             self.store.poll()
@@ -126,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 5), pinned=st.booleans())
     def pin(self, i: int, pinned: bool) -> None:
         digest = self.world.adapters[i].digest
-        if pinned and len(self.store.pinned) < 2:  # all of a slot's adapters pinned would stop every load
+        if pinned and len(self.store.room.pinned) < 2:  # all of a slot's adapters pinned would stop every load
             self.store.pin(digest)
         elif not pinned:
             self.store.unpin(digest)
@@ -179,8 +179,8 @@ class StoreMachine(RuleBasedStateMachine):
         for event, digest, pages in self.reading:
             if not event.ended:
                 assert self.store.device[digest].pages == pages
-        here = {d for d in self.store.pinned if d in self.store.device}
-        assert self.pinned_here & self.store.pinned <= here
+        here = {d for d in self.store.room.pinned if d in self.store.device}
+        assert self.pinned_here & self.store.room.pinned <= here
         self.pinned_here = here
 
 

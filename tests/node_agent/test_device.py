@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from node_agent.cores import usable_cores
-from node_agent.device import free_memory, pick_device
+from node_agent.device import ENDED, EndedEvent, free_memory, pick_device
 from node_agent.engine.kv_blocks import BlockPool
 
 
@@ -67,3 +67,28 @@ def test_block_zero_is_never_handed_out() -> None:
     assert pool.blocks_for(17) == 2
     with pytest.raises(ValueError, match="at least 2"):
         BlockPool(1, 16)
+
+
+class Ends(EndedEvent):
+    """When it is told to."""
+
+    ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+
+def test_blocks_that_something_still_writes_are_not_handed_out() -> None:
+    pool, first, second = BlockPool(4, 16), Ends(), Ends()
+    taken = pool.allocate(3)
+    assert taken is not None
+    pool.release(taken[:1], [ENDED])
+    assert pool.free == 1
+    pool.release(taken[1:], [first, second])
+    first.ended = True
+    pool.poll()
+    assert (pool.free, pool.allocate(2)) == (1, None)
+    second.ended = True
+    assert pool.free == 1, "nobody has looked"
+    pool.poll()
+    assert sorted(pool.allocate(3) or []) == [1, 2, 3]

@@ -60,7 +60,7 @@ def shared_engine(make_engine: MakeEngine, drawn_adapters: list[Path]) -> Iterat
         evicted.append(digests[0])
         return digests[0]
 
-    engine.engine.store.choose_victim = choose_victim
+    engine.engine.store.room.choose_victim = choose_victim
     yield engine, [Case(None, None, [], 0), *cases]
     assert evicted, "every adapter fits: the pool is too large for this test"
 

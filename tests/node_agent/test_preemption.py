@@ -157,7 +157,7 @@ def test_a_preempted_request_waits_for_its_adapter_again(
     call = strict(engine, 10)
     engine.step()
     assert engine.outcomes[call].admitted
-    engine.engine.store._evict(adapter.digest)
+    engine.engine.store.room.evict(adapter.digest)
     engine.run()
     assert ended(engine, request).preemptions == 1
     assert not check(engine, reference, Case(path, adapter, STORY, 20), engine.outcomes[request].tokens, Tally())

@@ -17,7 +17,7 @@ from node_agent.api_request import Limits
 from node_agent.config import NodeConfig
 from node_agent.publisher import Publisher
 from tests.node_agent.scripted_engine import admitted, finished
-from tests.node_agent.served_node import Gateway, node_config, request_of, run_scenario, served_node
+from tests.node_agent.served_node import Gateway, gateway_server, node_config, request_of, run_scenario, served_node
 
 LIMITS = Limits(vocab_size=512, max_position_embeddings=512)
 
@@ -118,20 +118,13 @@ def test_a_change_is_told_at_once(tmp_path: Path, stories_dir: Path) -> None:
     gateway = Gateway()
 
     async def scenario() -> None:
-        app = web.Application()
-        app.router.add_post("/cluster/record", gateway.receive)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
         desk = Desk(node_config(tmp_path, stories_dir, "unused"), LIMITS)
-        publishing = asyncio.create_task(Publisher(desk, f"http://{host}:{port}", "secret", interval=3600.0).run())
-        assert (await gateway.records.get()).state == "warming"
-        desk.set_draining(True)
-        assert (await gateway.records.get()).state == "draining"
-        publishing.cancel()
-        await asyncio.wait({publishing})
-        await runner.cleanup()
+        async with gateway_server(gateway) as url:
+            publishing = asyncio.create_task(Publisher(desk, url, "secret", interval=3600.0).run())
+            assert (await gateway.records.get()).state == "warming"
+            desk.set_draining(True)
+            assert (await gateway.records.get()).state == "draining"
+            publishing.cancel()
+            await asyncio.wait({publishing})
 
     run_scenario(scenario())

@@ -108,7 +108,7 @@ def test_slow_stores_hold_up_no_copy(make_engine: MakeEngine, by_size: list[Path
     hosted, *slow = [engine.deploy(path) for path in by_size[:4]]
     engine.submit(STORY, 1, hosted)
     engine.run()
-    engine.engine.store._evict(hosted.digest)  # it stays in host memory
+    engine.engine.store.room.evict(hosted.digest)  # it stays in host memory
     valve = Valve(engine)
     valve.hold(*slow)
     waiting = [engine.submit(STORY, 1, adapter) for adapter in slow]
@@ -152,7 +152,7 @@ def test_small_adapters_do_not_pass_a_large_one_that_waits_for_room(
         engine.submit(STORY, 1, adapter)
         engine.run()
     for adapter in (large, small):
-        store._evict(adapter.digest)  # both stay in host memory
+        store.room.evict(adapter.digest)  # both stay in host memory
     small_pages = -(-(128 << 10) // store.pool.page_size)
     taken = store.pool.pages.take(store.pool.pages.free - small_pages, "test")  # the large one does not fit beside it
     assert taken is not None
@@ -265,7 +265,7 @@ def test_nothing_is_evicted_in_vain(make_engine: MakeEngine, by_size: list[Path]
     for adapter in small:
         engine.submit(STORY, 2, adapter, ignore_eos=True)  # the second token waits for the whole adapter
         engine.run()
-    assert store._victims(store.pool.pages.count + 1) is None
+    assert store.room._victims(store.pool.pages.count + 1) is None
     assert not store.hosts._make_room(store.hosts.memory + 1)
     assert all(store.ready(adapter.digest) and store.hosts.get(adapter.digest) for adapter in small)
 
@@ -285,7 +285,7 @@ def test_cold_start_figures_are_what_happened(make_engine: MakeEngine, by_size: 
         assert (cold.state, cold.plan) == ("absent", "wait")
         assert cold.load > 0
         assert cold.exposed > 0
-    engine.engine.store._evict(adapter.digest)
+    engine.engine.store.room.evict(adapter.digest)
     hosted = engine.submit(STORY, 2, adapter)
     engine.run()
     assert (ended(engine, hosted).cold_start.state, ended(engine, hosted).cold_start.plan) == ("host", "wait")

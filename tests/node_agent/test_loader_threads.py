@@ -1,4 +1,4 @@
-"""Workers serve jobs in turn; and a long drawn run of loads over a store that fails, by threads as they come."""
+"""Loader threads serve jobs in turn; and a long drawn run of loads over a store that fails, by threads as they come."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import HostHold
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.adapter_memory.workers import Workers
 from node_agent.config import DiskCacheConfig, LinkConfig
 from node_agent.types import LayerState, Lease
 from tests.node_agent.adapter_world import Turnstile, World, assert_layer
@@ -46,30 +46,30 @@ class Steps:
 
 
 def test_jobs_are_served_in_turn() -> None:
-    """One worker, held by a first piece until all jobs are there: then one piece of each, over and over."""
-    workers, done, held = Workers("test", 1), [], threading.Event()
+    """One thread, held by a first piece until all jobs are there: then one piece of each, over and over."""
+    threads, done, held = LoaderThreads("test", 1), [], threading.Event()
     ends = [threading.Event() for _ in range(4)]
     first = Steps("first", 1, done, ends[0])
     first._work = lambda: held.wait(30)  # type: ignore[assignment, method-assign, return-value]
-    workers.add(first)
+    threads.add(first)
     for name, left, end in zip("abc", (3, 1, 2), ends[1:], strict=True):
-        workers.add(Steps(name, left, done, end))
+        threads.add(Steps(name, left, done, end))
     held.set()
     assert all(end.wait(30) for end in ends[1:])
     assert "".join(done) == "abcaca"
-    workers.close(wait=True)
+    threads.close(wait=True)
 
 
 def test_a_job_that_is_due_later_needs_no_wake() -> None:
-    workers, done, end = Workers("test", 2), [], threading.Event()
+    threads, done, end = LoaderThreads("test", 2), [], threading.Event()
     due = time.monotonic() + 0.02
-    workers.add(Steps("late", 1, done, end, not_before=due))
+    threads.add(Steps("late", 1, done, end, not_before=due))
     assert end.wait(30) and time.monotonic() >= due
-    workers.close(wait=True)
+    threads.close(wait=True)
 
 
 def test_many_jobs_use_many_threads_and_no_more() -> None:
-    workers, together = Workers("test", 3), threading.Barrier(3)
+    threads, together = LoaderThreads("test", 3), threading.Barrier(3)
 
     def meet() -> None:
         together.wait(30)
@@ -79,10 +79,10 @@ def test_many_jobs_use_many_threads_and_no_more() -> None:
     for job in jobs:
         own = job._work
         job._work = lambda own=own: (meet(), own())  # type: ignore[assignment, method-assign, misc]
-        workers.add(job)
+        threads.add(job)
     assert all(end.wait(30) for end in ends)
-    assert len(workers._threads) == 3
-    workers.close(wait=True)
+    assert len(threads._threads) == 3
+    threads.close(wait=True)
 
 
 class Flaky:

@@ -1,4 +1,4 @@
-"""Worker threads that serve jobs in turn: a piece of work from each, so that no job keeps the others out."""
+"""Threads that serve the jobs of loads in turn: a piece of work from each, so that no job keeps the others out."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Protocol
 import torch
 
 LONGEST_WAIT = 60.0
-"""Seconds after which an idle worker looks again, whatever happens."""
+"""Seconds after which an idle thread looks again, whatever happens."""
 CLOSE_SECONDS = 30.0
 """Longest wait for a piece of work that still runs at the end."""
 
 
 class Job(Protocol):
-    """What a load does in one tier. Its methods are called under the workers' lock, and never block."""
+    """What a load does in one tier. Its methods are called under the threads' lock, and never block."""
 
     @property
     def over(self) -> bool:
-        """No work is left and none runs: the workers forget it."""
+        """No work is left and none runs: the threads forget it."""
 
     def take(self, now: float) -> Callable[[], None] | None:
         """The next piece of work, or None when there is none yet. Must not raise, nor must the work."""
@@ -30,7 +30,7 @@ class Job(Protocol):
         """When `take` should be asked again without a `wake` (monotonic seconds), or None."""
 
 
-class Workers:
+class LoaderThreads:
     """At most `count` threads, started as they are needed. A job's own state is changed under `changed` alone."""
 
     def __init__(self, name: str, count: int) -> None:
