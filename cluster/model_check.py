@@ -23,6 +23,7 @@ def problem_of(model: PerformanceModel, base: str = "") -> str | None:
         "decode.per_row": model.decode.per_row,
         "decode.per_context": model.decode.per_context,
         "decode.per_rank": model.decode.per_rank,
+        "decode.flat_rows": model.decode.flat_rows,
         "prefill.base": model.prefill.base,
         "prefill.per_token": model.prefill.per_token,
         "prefill.per_token2": model.prefill.per_token2,
@@ -38,8 +39,8 @@ def problem_of(model: PerformanceModel, base: str = "") -> str | None:
             return f"{name}.bandwidth is {bandwidth}, not a finite number of {MIN_BANDWIDTH:g} byte/s or more"
     if not 0.0 <= model.exposed_share <= 1.0:
         return f"exposed_share is {model.exposed_share}, not between 0 and 1"
-    if model.decode.base + model.decode.per_row <= 0.0:
-        return "decode.base and decode.per_row are 0: a step would take no time"
+    if model.decode.seconds(1, 0, 0) <= 0.0:
+        return "decode.base and decode.per_row, or its flat_rows, leave a step no time"
     if base and model.key.base not in ("", base):
         return f"key.base is {model.key.base[:16]}, and the node serves {base[:16]}"
     return None

@@ -73,6 +73,7 @@ COLUMNS: dict[str, type] = {
     "modelled": np.bool_,  # whether the columns below are its own; else they are ASSUMED
     "decode_base": np.float64,
     "decode_per_row": np.float64,
+    "decode_flat_rows": np.float64,
     "decode_per_context": np.float64,
     "decode_per_rank": np.float64,
     "rank_term": np.int64,  # index into RANK_TERMS
@@ -90,12 +91,14 @@ COLUMNS: dict[str, type] = {
     "capacity": np.float64,  # rows; infinite where the node does not tell
     "kv_room": np.float64,  # tokens free beyond what reserved places will hold; infinite where it does not tell
     "decode_there": np.float64,  # a step of all its requests, whatever their number
+    "decode_next_row": np.float64,  # what one more adds to it by being a row
     "prompt_wait": np.float64,  # for the prompts that are not computed yet
     # The same as strict requests find it: they come before others, and best effort gives its places up to them.
     "strict_ahead": np.float64,  # requests that get a row before one that comes now
     "strict_rows": np.float64,
     "strict_kv_room": np.float64,
     "strict_prompt_wait": np.float64,
+    "rows_free": np.float64,  # negative where requests wait for a row
     "device_wait": np.float64,  # until another load's first byte
     "device_per_byte": np.float64,
     "store_per_byte": np.float64,
@@ -108,10 +111,17 @@ COUNTS = (
 )  # fmt: skip
 """Columns that lie side by side, so that one operation writes a node's: each would take as long alone."""
 DERIVED = (
-    "tightest_tpot", "requests", "capacity", "kv_room", "decode_there", "prompt_wait", "device_wait", "strict_ahead",
+    "tightest_tpot", "requests", "capacity", "rows_free", "kv_room", "decode_there", "prompt_wait", "strict_ahead",
     "strict_rows", "strict_kv_room", "strict_prompt_wait",
 )  # fmt: skip
 """The same of seconds and sums."""
+LINEAR = (
+    "prefill_per_token", "prefill_per_token2", "prefill_per_token_rank",
+    "decode_next_row", "decode_per_context", "decode_per_rank",
+    "device_wait", "device_per_byte",
+    "store_latency", "store_per_byte",
+)  # fmt: skip
+"""What a request's own numbers are multiplied with, so that one product of matrices does it."""
 
 ASSUMED = PerformanceModel(
     key=ModelKey(hardware="assumed", base="", dtype="", kernel="", garnish=""),
@@ -135,10 +145,17 @@ class NodeTable:
         """Rises with every reservation on the node, by whomever."""
         self._counts = np.zeros((len(COUNTS), capacity), np.int64)
         self._derived = np.zeros((len(DERIVED), capacity), np.float64)
-        together = {**dict(zip(COUNTS, self._counts, strict=True)), **dict(zip(DERIVED, self._derived, strict=True))}
+        self.linear = np.zeros((len(LINEAR), capacity), np.float64)
+        """f64[LINEAR, capacity]"""
+        blocks = ((COUNTS, self._counts), (DERIVED, self._derived), (LINEAR, self.linear))
+        together = {name: column for names, block in blocks for name, column in zip(names, block, strict=True)}
         self._data: dict[str, np.ndarray] = {
             name: together[name] if name in together else np.zeros(capacity, kind) for name, kind in COLUMNS.items()
         }
+        self.height = 0
+        """Rows from here on never had a node."""
+        self.padding: set[int] = set()
+        """Rows of nodes whose kernel pads to the largest rank (the rank term `max_rank`)."""
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._residents = ResidentIndex(capacity)
@@ -200,6 +217,7 @@ class NodeTable:
         if row is None:
             row = self._rows[record.id] = self._free.pop()
             self.ids[row] = record.id
+            self.height = max(self.height, row + 1)
         before = self._records[row]
         if before is not None and before.epoch != record.epoch:
             self._demands[row].clear()
@@ -226,6 +244,9 @@ class NodeTable:
         self._problems.pop(row, None)
         for column in self._data.values():
             column[row] = 0
+        for name in ("rows_free", "kv_room", "strict_rows", "strict_kv_room"):  # nobody waits there
+            self._data[name][row] = math.inf
+        self.padding.discard(row)
         self.ids[row], self._records[row], self._loads[row], self.generation[row] = None, None, None, 0
         self._demands[row].clear()
         self._free.append(row)
@@ -263,21 +284,26 @@ class NodeTable:
             load.kv_tokens, held.tokens, load.contexts, largest, request_ranks, adapter_ranks, decode_ranks, prompts,
             held.token_ranks, load.adapter_bytes_free, load.adapter_bytes, load.loading_bytes,
         )  # fmt: skip
+        capacity = load.max_rows or math.inf
         found = (
             requests,
-            load.max_rows or math.inf,
+            capacity,
             load.kv_tokens_free - held.tokens if load.kv_tokens else math.inf,
             model.prefill.seconds(prompts, 0, held.token_ranks) if prompts else 0.0,
         )
         promised = [load.tightest_tpot, *(demand.tpot for demand in demands if demand.tpot is not None)]
         self._derived[:, row] = (  # in the order of DERIVED
             tightest_tpot(promised, model),
-            *found[:3],
+            requests,
+            capacity,
+            capacity - requests,
+            found[2],
             model.decode.seconds(requests, load.contexts + prompts, decode_ranks),
             found[3],
-            model.to_device.seconds(load.loading_bytes),
             *(found if load.strict is None else found_by_strict(load, load.strict, demands, model)),
         )
+        self.decode_next_row[row] = model.decode.next_row(requests)
+        self.device_wait[row] = model.to_device.seconds(load.loading_bytes)
         self.ready[row] = load.ready
         self.full[row], self.crammed[row] = waiting >= limit, waiting >= limit + room_for_others(limit)
 
@@ -290,9 +316,10 @@ class NodeTable:
             log.warning("the performance model of node %s is not used: %s", self.ids[row], problem)
         model = self._models[row] = measured if measured is not None and problem is None else ASSUMED
         self.modelled[row] = model is not ASSUMED
-        for field in ("base", "per_row", "per_context", "per_rank"):
+        for field in ("base", "per_row", "flat_rows", "per_context", "per_rank"):
             self._data[f"decode_{field}"][row] = getattr(model.decode, field)
         self._terms[row] = self.rank_term[row] = RANK_TERMS.index(model.decode.rank_term)
+        (self.padding.add if model.decode.rank_term == "max_rank" else self.padding.discard)(row)
         for field in ("base", "per_token", "per_token2", "per_token_rank"):
             self._data[f"prefill_{field}"][row] = getattr(model.prefill, field)
         for link, transfer in (("device", model.to_device), ("store", model.from_store)):

@@ -6,8 +6,8 @@ ones; repeats of a configuration count as their median, and what lies far off al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,7 +35,12 @@ LEAST_ERROR = 1e-9
 DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
 AGAIN = "Measure again while the host does nothing else."
 LARGEST_ERROR = 0.5
-"""A held-out error counts as no more, so that one disturbed pass does not choose the rank term."""
+"""A held-out error counts as no more, so that one disturbed pass chooses neither rank term nor flat rows."""
+FLAT_ROWS = (0, 2, 4, 8, 16, 32, 64)
+"""Tried, as far as more rows than that were measured."""
+
+
+Form = TypeVar("Form")
 
 
 class BadSample(ValueError):
@@ -122,17 +127,18 @@ class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def fit_decode(samples: Sequence[DecodeSample], most_error: float = MOST_ERROR) -> DecodeFit:
     """Raises BadSample, or BadFit when no rank term describes the steps."""
     rows, seconds = _checked(samples, DECODE_FIELDS)
-    columns = {
-        term: np.column_stack([np.ones(len(rows)), rows[:, 0], rows[:, 1], rows[:, 2 + i]])
-        for i, term in enumerate(RANK_TERMS)
-    }
-    heldout = {term: _heldout(columns[term], seconds) for term in RANK_TERMS}
-    means = {term: float(np.minimum(errors, LARGEST_ERROR).mean()) for term, errors in heldout.items()}
-    best = min(RANK_TERMS, key=means.__getitem__)
-    costs, quality = _fit("decode", columns[best], seconds, heldout[best], most_error)
+
+    def columns(term: RankTerm, flat: int) -> np.ndarray:
+        beyond = np.maximum(rows[:, 0] - flat, 0)
+        return np.column_stack([np.ones(len(rows)), beyond, rows[:, 1], rows[:, 2 + RANK_TERMS.index(term)]])
+
+    flat_tried = [flat for flat in FLAT_ROWS if flat < rows[:, 0].max()]
+    flat, _ = _least_error({flat: columns("request_ranks", flat) for flat in flat_tried}, seconds)
+    term, heldout = _least_error({term: columns(term, flat) for term in RANK_TERMS}, seconds)
+    means = {term: _mean_error(errors) for term, errors in heldout.items()}
+    costs, quality = _fit("decode", columns(term, flat), seconds, heldout[term], most_error)
     base, per_row, per_context, per_rank = costs
-    model = DecodeModel(base, per_row, per_context, per_rank, best)
-    return DecodeFit(model, quality, means)
+    return DecodeFit(DecodeModel(base, per_row, per_context, per_rank, term, flat), quality, means)
 
 
 def fit_prefill(samples: Sequence[PrefillSample], most_error: float = MOST_ERROR) -> PrefillFit:
@@ -195,6 +201,16 @@ def _fit(
 def describes(r2: float, heldout_median_error: float, most_error: float = MOST_ERROR) -> bool:
     """Whether a model with such a fit may be used."""
     return r2 >= LEAST_R2 or heldout_median_error <= most_error
+
+
+def _least_error(forms: Mapping[Form, np.ndarray], seconds: np.ndarray) -> tuple[Form, dict[Form, np.ndarray]]:
+    """The form, by its columns, that forecasts held-out steps best, of equals the first; all forms' errors."""
+    errors = {form: _heldout(columns, seconds) for form, columns in forms.items()}
+    return min(errors, key=lambda form: _mean_error(errors[form])), errors
+
+
+def _mean_error(errors: np.ndarray) -> float:
+    return float(np.minimum(errors, LARGEST_ERROR).mean())
 
 
 def _robust(columns: np.ndarray, seconds: np.ndarray) -> list[float]:

@@ -1,11 +1,12 @@
 """How long a node's work takes: fitted by `garnish profile`, published in records, read by scheduler and simulator.
 
-decode(S)  = base + per_row |S| + per_context (sum of contexts) + per_rank R(S)
+decode(S)  = base + per_row max(0, |S| - flat_rows) + per_context (sum of contexts) + per_rank R(S)
 prefill(Q) = base + per_token T + per_token2 (sum of squares) + per_token_rank (sum of tokens * rank)
 load(n)    = latency + n / bandwidth, shared by the transfers in flight
 
 R(S) is |S| times the largest rank of the batch (BGMV, Toppings 5), or the sum of the ranks of its requests or of its
-distinct adapters (MBGMV): whichever predicts held-out steps better. All times are in seconds.
+distinct adapters (MBGMV): whichever predicts held-out steps better. A few rows take no longer than one, while reading
+the base's weights takes longer than computing with them. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -43,10 +44,17 @@ class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """per token of context, over all rows"""
     per_rank: float
     rank_term: RankTerm
+    flat_rows: int = 0
+    """rows up to which more of them cost nothing"""
 
     def seconds(self, rows: int, contexts: int, ranks: int) -> float:
         """`ranks` is R(S): the caller keeps it by `rank_term`."""
-        return self.base + self.per_row * rows + self.per_context * contexts + self.per_rank * ranks
+        row = self.per_row * max(0, rows - self.flat_rows)
+        return self.base + row + self.per_context * contexts + self.per_rank * ranks
+
+    def next_row(self, rows: int) -> float:
+        """What one more row adds, by its number alone."""
+        return self.per_row * min(1, max(0, rows + 1 - self.flat_rows))
 
 
 class PrefillModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -83,6 +83,7 @@ class Placer:
 
     def _wanted(self, call: PlacedCall, request: GenerateRequest, elapsed: float) -> PlacementRequest:
         adapter, lengths = request.adapter, self.lengths
+        expected = lengths.expected(call.tenant, call.function, request.max_tokens)
         return PlacementRequest(
             id=request.id,
             prompt_tokens=len(request.token_ids),
@@ -90,7 +91,8 @@ class Placer:
             digest=adapter.digest if adapter else None,
             adapter_bytes=adapter.bytes if adapter else 0,
             rank=max(adapter.ranks, default=0) if adapter else 0,
-            expected_tokens=lengths.expected(call.tenant, call.function, request.max_tokens),
+            expected_tokens=expected,
+            expected_inverse=lengths.inverse(expected),
             typical_tokens=lengths.typical(),
             ttft=None if request.ttft is None else max(request.ttft - elapsed, LEAST_TTFT),
             tpot=request.tpot,

@@ -75,7 +75,7 @@ def _show_performance(found: dict[str, Any], screen: Any) -> None:
         "adapter_ranks": "ranks of adapters",
     }
     screen.line(
-        f"a decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.1f} us a row "
+        f"a decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.1f} us a row{_beyond(decode)} "
         f"+ {decode['per_context'] * 1e9:.1f} ns a token of context "
         f"+ {decode['per_rank'] * 1e6:.2f} us of the {terms[decode['rank_term']]}{_quality(found['decode'])}"
     )
@@ -87,6 +87,11 @@ def _show_performance(found: dict[str, Any], screen: Any) -> None:
     forms = ", ".join(f"{form['r2']:.3f} ({form['kernel']})" for form in found["paper"])
     if forms:
         screen.line(f"a decode step by the rank term alone, batches of 4 to 32: R^2 {forms}")
+
+
+def _beyond(decode: dict[str, Any]) -> str:
+    flat = decode.get("flat_rows", 0)
+    return f" from row {flat + 1} on" if flat else ""
 
 
 def _quality(fit: dict[str, Any]) -> str:

@@ -2,12 +2,12 @@
 
 Toppings' Algorithm 1 weighs what a request adds to prefill and decode:
 
-    cost = d_prefill / response length + d_decode
+    d_prefill = prefill(waiting + request) - prefill(waiting)
+    d_decode = decode(there + request) - decode(there)
 
-with d_prefill = prefill(waiting + request) - prefill(waiting) and d_decode = decode(there + request) - decode(there)
 by the node's own performance model. Added here: what the request would wait for its adapter, for the prompts before it,
-for a row and for KV memory, so that its first token can be forecast. Every term is a column over the candidates; the
-only loop is over the nodes that hold the adapter.
+for a row and for KV memory, so that its first token and its steps can be forecast. Every term is a column over the
+candidates; the only loop is over the nodes that hold the adapter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from cluster.node_table import ABSENT, DEVICE, DISK, HOST, NodeTable
+from cluster.node_table import ABSENT, DEVICE, DISK, HOST, LINEAR, NodeTable
 from cluster.performance_model import RankTerm
 from gateway.scheduling.request import PlacementRequest
 
@@ -55,10 +55,8 @@ class Terms(msgspec.Struct, dict=True):
     answer: float
     """tokens that its answer will have, as expected"""
 
-    @cached_property
-    def cost(self) -> np.ndarray:
-        cost: np.ndarray = (self.prefill + self.exposed) / self.answer + self.decode
-        return cost
+    inverse: float
+    """the mean of 1 / tokens"""
 
     @cached_property
     def strain(self) -> np.ndarray:
@@ -69,10 +67,9 @@ class Terms(msgspec.Struct, dict=True):
 
 def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
     """`candidates` i64[C], ascending, C >= 1. Odd numbers in `nodes` make odd terms, and numpy's warnings."""
-    # Slices cost nothing and picking rows does: everything is computed for all rows up to the last candidate.
-    n = int(candidates[-1]) + 1
-    made = _terms(nodes, candidates, n, request)
-    if n == candidates.size:
+    # Slices cost nothing and picking rows does: everything is computed for all rows.
+    made = _terms(nodes, candidates, request)
+    if nodes.height == candidates.size:
         return made
     for name in Terms.__struct_fields__[1:]:
         column = getattr(made, name)
@@ -88,7 +85,7 @@ def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.n
     context = request.prompt_tokens + request.answer_tokens / 2
     step = (
         nodes.decode_base[rows]
-        + nodes.decode_per_row[rows]
+        + nodes.decode_per_row[rows] * np.clip(1.0 - nodes.decode_flat_rows[rows], 0.0, 1.0)
         + context * nodes.decode_per_context[rows]
         + rank * nodes.decode_per_rank[rows]
     )
@@ -99,20 +96,12 @@ def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.n
     return kept
 
 
-def _terms(nodes: NodeTable, candidates: np.ndarray, n: int, request: PlacementRequest) -> Terms:
-    tokens, answer, after = float(request.prompt_tokens), request.answer_tokens, nodes.requests[:n] + 1.0
-    tier, transfer, exposed = _load(nodes, n, request)
-    prefill = (
-        tokens * nodes.prefill_per_token[:n]
-        + tokens * tokens * nodes.prefill_per_token2[:n]
-        + tokens * request.rank * nodes.prefill_per_token_rank[:n]
-    )
-    context = tokens + answer / 2  # on average over its answer
-    decode = (
-        nodes.decode_per_row[:n]
-        + context * nodes.decode_per_context[:n]
-        + _ranks_added(nodes, n, request, after) * nodes.decode_per_rank[:n]
-    )
+def _terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
+    n = nodes.height
+    after = nodes.requests[:n] + 1.0
+    prefill, decode, transfer, fetch = _weights(request) @ nodes.linear[:, :n]
+    _correct_ranks(nodes, request, after, decode)
+    tier, exposed = _load(nodes, request, transfer, fetch)
     step, wait = _step_and_wait(nodes, n, request, after, decode)
     promised = nodes.tightest_tpot[:n]
     return Terms(
@@ -128,38 +117,53 @@ def _terms(nodes: NodeTable, candidates: np.ndarray, n: int, request: PlacementR
         ttft=wait + nodes.prefill_base[:n] + prefill + exposed,
         tpot_limit=promised if request.tpot is None else np.minimum(promised, request.tpot),
         ttft_limit=np.inf if request.ttft is None else request.ttft,
-        answer=answer,
+        answer=request.answer_tokens,
+        inverse=request.inverse_tokens,
     )
 
 
-def _ranks_added(nodes: NodeTable, n: int, request: PlacementRequest, after: np.ndarray) -> np.ndarray:
-    """R(there + request) - R(there), by each node's rank term (cluster.performance_model)."""
-    kind, rank = nodes.rank_term[:n], float(request.rank)
-    padded = after * np.maximum(nodes.max_rank[:n], rank) - nodes.decode_ranks[:n]
-    added = np.where(kind == MAX_RANK, padded, rank)
+def _weights(request: PlacementRequest) -> np.ndarray:
+    """f64[4, LINEAR]: d_prefill, d_decode (as if its rank were simply added), the transfer from host memory to the
+    device, and the way to host memory are these times a node's linear costs."""
+    tokens, rank, size = float(request.prompt_tokens), float(request.rank), float(request.adapter_bytes)
+    context = tokens + request.answer_tokens / 2  # on average over its answer
+    weights = np.zeros((4, len(LINEAR)))
+    weights[0, :3] = tokens, tokens * tokens, tokens * rank
+    weights[1, 3:6] = 1.0, context, rank
+    weights[2, 6:8] = 1.0, size
+    weights[3, 8:] = 1.0, size
+    return weights
+
+
+def _correct_ranks(nodes: NodeTable, request: PlacementRequest, after: np.ndarray, decode: np.ndarray) -> None:
+    """Changes `decode` where R(there + request) - R(there) is not the request's rank (cluster.performance_model)."""
+    n, rank = decode.size, float(request.rank)
+    if nodes.padding:
+        padded = after * np.maximum(nodes.max_rank[:n], rank) - nodes.decode_ranks[:n] - rank
+        decode += np.where(nodes.rank_term[:n] == MAX_RANK, padded, 0.0) * nodes.decode_per_rank[:n]
     users = nodes.users(request.digest) if request.digest else ()
     if users:  # their batches have the adapter's rank already
-        there = np.zeros(nodes.live.size, np.bool_)
-        there[np.fromiter(users, np.int64, len(users))] = True
-        added[there[:n] & (kind == ADAPTER_RANKS)] = 0.0
-    return added
+        rows = np.fromiter(users, np.int64, len(users))
+        rows = rows[nodes.rank_term[rows] == ADAPTER_RANKS]
+        decode[rows] -= rank * nodes.decode_per_rank[rows]
 
 
-def _load(nodes: NodeTable, n: int, request: PlacementRequest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tiers i64[n]; f64[n] seconds of the transfer to the device; f64[n] what the first token waits for it, and for
-    what must come before it."""
+def _load(
+    nodes: NodeTable, request: PlacementRequest, transfer: np.ndarray, fetch: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tiers i64[n]; f64[n] seconds that the first token waits for the adapter, and for what must come before it."""
+    n = transfer.size
     if request.digest is None:
-        return np.full(n, DEVICE), np.zeros(n), np.zeros(n)
-    size, held = float(request.adapter_bytes), nodes.tiers(request.digest)
-    transfer = nodes.device_wait[:n] + size * nodes.device_per_byte[:n]
-    load = transfer + nodes.store_latency[:n] + size * nodes.store_per_byte[:n]
-    tiers = np.full(nodes.live.size, ABSENT)
+        transfer[:] = 0.0
+        return np.full(n, DEVICE), np.zeros(n)
+    tiers, load, held = np.full(n, ABSENT), transfer + fetch, nodes.tiers(request.digest)
     if held:
         rows, levels = (np.fromiter(values, np.int64, len(held)) for values in (held.keys(), held.values()))
         tiers[rows] = levels
-        # Chosen, not multiplied by 0: that would make NaN of an infinite load.
-        load = np.where(tiers[:n] >= DISK, load, np.where(tiers[:n] == HOST, transfer, 0.0))
-    return tiers[:n], transfer, load * nodes.exposed_share[:n]
+        near = np.where(levels == HOST, transfer[rows], 0.0)
+        load[rows] = np.where(levels == DISK, load[rows], near)
+    load *= nodes.exposed_share[:n]
+    return tiers, load
 
 
 def _step_and_wait(
@@ -167,19 +171,18 @@ def _step_and_wait(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A step with the request, and the time until its prompt is begun: the prompts before it, and then whichever takes
     longer, a row or KV memory."""
-    step, capacity = nodes.decode_there[:n] + decode, nodes.capacity[:n]
-    beyond = after - capacity
-    if beyond.max() > 0:  # rows beyond what the node computes at once wait: a step has no more than that
+    step, capacity, rows_free = nodes.decode_there[:n] + decode, nodes.capacity[:n], nodes.rows_free[:n]
+    if not rows_free.min() >= 1.0:  # rows beyond what the node computes at once wait: a step has no more than that
         base = nodes.decode_base[:n]
         step = base + np.minimum(1.0, capacity / after) * (step - base)
+    room, wait = nodes.kv_room[:n], nodes.prompt_wait[:n]
     if request.slo_class == "strict":
-        over, room = nodes.strict_ahead[:n] + 1.0 - nodes.strict_rows[:n], nodes.strict_kv_room[:n]
-        wait = nodes.strict_prompt_wait[:n]
-    else:
-        over, room, wait = beyond, nodes.kv_room[:n], nodes.prompt_wait[:n]
-    short = request.prompt_tokens + request.max_tokens - room
-    if over.max() > 0 or short.max() > 0:
+        rows_free = nodes.strict_rows[:n] - nodes.strict_ahead[:n]
+        room, wait = nodes.strict_kv_room[:n], nodes.strict_prompt_wait[:n]
+    need = request.prompt_tokens + request.max_tokens
+    if not (rows_free.min() >= 1.0 and room.min() >= need):
         # A row, and its memory, come free whenever one of those that run has its answer.
+        over, short = 1.0 - rows_free, need - room
         answer = (request.typical_tokens or request.answer_tokens) * step
         row = np.where(over > 0, over * answer / capacity, 0.0)
         held = np.maximum(nodes.kv_tokens[:n] - nodes.kv_tokens_free[:n], 1)

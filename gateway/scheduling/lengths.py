@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 
 MEMORY = 20
 """Answers that a mean looks back on: the first ones count equally, later ones with 1/MEMORY each."""
+SPREAD_MEMORY = 1000
+"""The same for how unlike answers are: very short ones are rare, and weigh much."""
 MAX_FUNCTIONS = 65_536
 MAX_TENANTS = 8_192
 
@@ -14,13 +16,13 @@ K = TypeVar("K")
 
 
 class _Mean:
-    __slots__ = ("count", "value")
+    __slots__ = ("count", "memory", "value")
 
-    def __init__(self) -> None:
-        self.value, self.count = 0.0, 0
+    def __init__(self, memory: int = MEMORY) -> None:
+        self.value, self.count, self.memory = 0.0, 0, memory
 
     def add(self, value: float) -> None:
-        self.count = min(self.count + 1, MEMORY)
+        self.count = min(self.count + 1, self.memory)
         self.value += (value - self.value) / self.count
 
 
@@ -50,12 +52,15 @@ class ResponseLengths:
         self._functions: _Means[tuple[str, str]] = _Means(max_functions)
         self._tenants: _Means[str] = _Means(max_tenants)
         self._all = _Mean()
+        self._tokens, self._inverses = _Mean(SPREAD_MEMORY), _Mean(SPREAD_MEMORY)
 
     def note(self, tenant: str, function: str, tokens: int) -> None:
         """An answer ended by itself, or at its `max_tokens`."""
         self._functions.add((tenant, function), tokens)
         self._tenants.add(tenant, tokens)
         self._all.add(tokens)
+        self._tokens.add(max(1, tokens))
+        self._inverses.add(1 / max(1, tokens))
 
     def expected(self, tenant: str, function: str, max_tokens: int) -> float:
         """Tokens: as the function's answers, else its tenant's, else everybody's; while there are none, half of
@@ -66,6 +71,12 @@ class ResponseLengths:
         if known is None:
             known = self._all.value if self._all.count else max_tokens / 2
         return max(1.0, min(known, float(max_tokens)))
+
+    def inverse(self, expected: float) -> float:
+        """The mean of 1 / tokens where so many tokens are expected: more than 1 / expected, for short answers weigh
+        more in it than long ones. Answers of a function are taken to be as unlike as everybody's. At most 1."""
+        spread = self._tokens.value * self._inverses.value
+        return min(1.0, max(1.0, spread) / expected)
 
     def typical(self) -> float:
         """Of everybody's answers; 0 while there are none."""

@@ -1,11 +1,11 @@
 """The default policy: the node on which the request costs least, among those on which it breaks no promise.
 
-    total = cost * (running + waiting + reserved + 1) + wait / expected tokens
+    total = own + OTHERS * (running + waiting + reserved) * (d_prefill / expected tokens + d_decode)
+    own   = ttft * mean of 1 / tokens + step, the request's own time per token as forecast
 
-What a request adds is felt by all who are there, its wait by itself alone. Without the wait, requests of like ranks
-would pile up where their rank fits, behind nodes whose rows are all taken. The 1 is the request itself. Algorithm 1
-leaves it out, so that every idle node is free, whether it has the adapter or not, and an idle node that breaks a
-promise costs infinity * 0, which is NaN (gateway.scheduling.toppings).
+the sum of what time per token becomes for the request and of what it adds to that of all who are there. Algorithm 1 of
+Toppings has d_prefill and d_decode alone, so that every idle node is free, whether it has the adapter or not, and an
+idle node that breaks a promise costs infinity * 0, which is NaN (gateway.scheduling.toppings).
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cluster.node_table import NodeTable
+from cluster.node_table import DEVICE, NodeTable
 from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.scores import Scores, ScoringPolicy
 from gateway.scheduling.spreading import Spreading
 
+OTHERS = 0.6
+"""Of what a request adds to a step, what those who are there and those who come meanwhile have of it: it runs beside a
+part of each one's answer. Where answers are distributed exponentially 1 - ln 2 of each answer that runs, and as much of
+those that come."""
 EQUAL = 1e-9
 """Totals that differ by less than this part are the same but for rounding."""
 RETRY_BOUNDS = (1.0, 30.0)
@@ -48,7 +52,7 @@ class RankAware(ScoringPolicy):
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
         made = terms(nodes, candidates, request)
-        plain = made.cost * made.requests + made.wait / made.answer
+        plain = _plain(made)
         # Comparisons with NaN are false: what can't be forecast never wins.
         totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
         spreading = self._charge(nodes, made, request, totals)
@@ -63,24 +67,27 @@ class RankAware(ScoringPolicy):
         if request.digest is None:
             return None
         inside = self._at_home(nodes, made.candidates, request.digest)
-        if not any(totals[index] < np.inf for index in inside):  # nobody at home, or no room there
+        if not (inside.size and totals[inside].min() < np.inf):  # nobody at home, or no room there
             return None
         charge = made.transfer.copy()
         charge[inside] = 0.0
         return charge
 
-    def _at_home(self, nodes: NodeTable, candidates: np.ndarray, digest: str) -> list[int]:
-        """Indices of candidates."""
+    def _at_home(self, nodes: NodeTable, candidates: np.ndarray, digest: str) -> np.ndarray:
+        """i64: indices of candidates."""
         found = []
         for node_id in list(self._spreading.homes(digest)):
             row = nodes.row(node_id)
             if row is None:
                 self._spreading.forget(digest, node_id)
-                continue
-            index = int(candidates.searchsorted(row))
-            if index < candidates.size and candidates[index] == row:
-                found.append(index)
-        return found
+            else:
+                found.append(row)
+        rows = np.array(found, np.int64)
+        if not found or candidates.size == nodes.height:  # candidates are all rows
+            return rows
+        indices = np.minimum(candidates.searchsorted(rows), candidates.size - 1)
+        inside: np.ndarray = indices[candidates[indices] == rows]
+        return inside
 
     def _note(self, nodes: NodeTable, row: int, best: int, request: PlacementRequest, made: Terms) -> None:
         node_id = nodes.ids[row]
@@ -88,6 +95,15 @@ class RankAware(ScoringPolicy):
             return
         seconds = float(made.prefill[best] + made.exposed[best] + made.answer * made.step[best])
         self._spreading.note(request.digest, node_id, request.id, seconds, int(nodes.max_rows[row]))
+
+
+def _plain(made: Terms) -> np.ndarray:
+    """f64[C]: the total, without what another copy displaces."""
+    # A prompt whose adapter is still to come misses the pass that begins next.
+    first = made.ttft + (made.tier != DEVICE) * made.step
+    others = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
+    plain: np.ndarray = first * made.inverse + made.step + OTHERS * others
+    return plain
 
 
 def _best(nodes: NodeTable, scores: Scores) -> int | None:
@@ -109,8 +125,7 @@ def _best(nodes: NodeTable, scores: Scores) -> int | None:
 def _least_bad(scores: Scores) -> int:
     """The index of the node where promises are broken by the smallest part."""
     made = scores.terms
-    cost = made.cost * made.requests + made.wait / made.answer
-    finite = [np.where(values >= 0.0, values, np.inf) for values in (cost, made.strain)]
+    finite = [np.where(values >= 0.0, values, np.inf) for values in (_plain(made), made.strain)]
     return int(np.lexsort(finite)[0])
 
 

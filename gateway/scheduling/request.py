@@ -20,6 +20,9 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     """the adapter's largest; 0 for the base alone"""
     expected_tokens: float = 0.0
     """that the answer will have, as learnt of its function; 0: not known, then half of `max_tokens` counts"""
+    expected_inverse: float = 0.0
+    """the mean of 1 / tokens of such answers: what a second before the first token adds to the time per token; 0: not
+    known, then 1 / `answer_tokens`"""
     typical_tokens: float = 0.0
     """of the answers that others get here; 0: not known, then as this one's"""
     ttft: float | None = None
@@ -33,3 +36,8 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     def answer_tokens(self) -> float:
         """What is counted with: at least 1."""
         return max(1.0, self.expected_tokens or self.max_tokens / 2)
+
+    @property
+    def inverse_tokens(self) -> float:
+        """The same of `expected_inverse`."""
+        return self.expected_inverse or 1.0 / self.answer_tokens

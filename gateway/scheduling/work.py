@@ -26,9 +26,10 @@ def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
         + tokens * tokens * float(nodes.prefill_per_token2[row])
         + tokens * rank * float(nodes.prefill_per_token_rank[row])
     )
+    together = rows_together(nodes, row, tokens + answer)
     step = (
-        float(nodes.decode_base[row]) / rows_together(nodes, row, tokens + answer)
-        + float(nodes.decode_per_row[row])
+        float(nodes.decode_base[row]) / together
+        + float(nodes.decode_per_row[row]) * max(0.0, 1.0 - float(nodes.decode_flat_rows[row]) / together)
         + (tokens + answer / 2) * float(nodes.decode_per_context[row])
         + rank * float(nodes.decode_per_rank[row])
     )

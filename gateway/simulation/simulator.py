@@ -169,6 +169,7 @@ class Simulator:
 
     def _request(self, job: Job) -> PlacementRequest:
         """What the gateway knows of it."""
+        expected = self.lengths.expected(job.tenant, job.digest or "", job.max_tokens)
         return PlacementRequest(
             id=str(job.number),
             prompt_tokens=job.prompt,
@@ -176,7 +177,8 @@ class Simulator:
             digest=job.digest,
             adapter_bytes=job.bytes,
             rank=job.rank,
-            expected_tokens=self.lengths.expected(job.tenant, job.digest or "", job.max_tokens),
+            expected_tokens=expected,
+            expected_inverse=self.lengths.inverse(expected),
             typical_tokens=self.lengths.typical(),
             ttft=job.ttft_slo,
             tpot=job.tpot_slo,

@@ -44,6 +44,7 @@ def test_a_model_of_something_else_is_refused(tmp_path: Path, field: str) -> Non
         ("decode.model.per_rank", 1e300, "decode.per_rank"),
         ("decode.model.per_row", None, "per_row"),
         ("decode.model.rank_term", "ranks", "rank_term"),
+        ("decode.model.flat_rows", -1, "decode.flat_rows"),
         ("prefill.model.per_token", -1, "prefill.per_token"),
         ("prefill.quality.r2", 1.5, r"R\^2 of prefill"),
         ("to_device.bandwidth", 0, "to_device"),

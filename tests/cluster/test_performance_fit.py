@@ -85,8 +85,9 @@ def errors(model: DecodeModel, found: DecodeModel, seed: int) -> list[float]:
 
 
 decode_models = st.builds(
-    lambda base, row, context, rank, term: DecodeModel(base, row * base, context * base, rank * base, term),
+    lambda base, row, context, rank, term, flat: DecodeModel(base, row * base, context * base, rank * base, term, flat),
     st.floats(1e-4, 1.0), st.floats(0.01, 0.2), st.floats(0, 1e-4), st.floats(2e-4, 3e-3), st.sampled_from(RANK_TERMS),
+    st.sampled_from([0, 1, 2, 4, 8]),
 )  # fmt: skip
 """Costs in proportion to each other as on real devices, and sizes over four orders."""
 
@@ -113,6 +114,15 @@ def test_the_term_that_made_the_times_is_chosen(term: RankTerm) -> None:
     assert min(fit.heldout_by_term, key=fit.heldout_by_term.__getitem__) == term
     assert fit.model.per_rank == pytest.approx(1e-5, rel=0.1)
     assert fit.model.base == pytest.approx(0.03, rel=0.1)
+
+
+@pytest.mark.parametrize("flat", [0, 2, 4, 8])
+def test_rows_that_cost_nothing_are_found(flat: int) -> None:
+    model = DecodeModel(0.02, 1.3e-3, 1e-7, 1e-5, "request_ranks", flat)
+    fit = fit_decode(measured(model, 4, 0.02))
+    assert (fit.model.flat_rows, fit.model.rank_term) == (flat, "request_ranks")
+    assert fit.model.per_row == pytest.approx(1.3e-3, rel=0.1)
+    assert fit.quality.r2 > 0.99
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -13,7 +13,7 @@ from scheduling_world import MEASURED, RECORD, table_of
 from cluster.messages import NodeRecord, Resident, StrictRoom
 from cluster.node_table import ASSUMED, Demand
 from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel, Transfer
-from gateway.scheduling.rank_aware import RankAware
+from gateway.scheduling.rank_aware import OTHERS, RankAware
 from gateway.scheduling.request import PlacementRequest
 
 RANKS = st.integers(0, 512)
@@ -29,6 +29,7 @@ MODELS = st.builds(
         st.floats(0, 1e-5),
         st.floats(0, 1e-4),
         st.sampled_from(["max_rank", "request_ranks", "adapter_ranks"]),
+        st.integers(0, 6),
     ),
     st.builds(PrefillModel, SMALL, st.floats(0, 1e-3), st.floats(0, 1e-6), st.floats(0, 1e-6)),
     st.builds(Transfer, SMALL, st.floats(1e6, 1e11)),
@@ -85,6 +86,7 @@ REQUESTS = st.builds(
     adapter_bytes=st.integers(1, 10**9),
     rank=RANKS,
     expected_tokens=st.sampled_from([0.0, 1.0, 80.0]),
+    expected_inverse=st.sampled_from([0.0, 0.05, 1.0]),
     typical_tokens=st.sampled_from([0.0, 60.0]),
     ttft=st.none() | st.floats(0.01, 100),
     tpot=st.none() | st.floats(0.001, 1),
@@ -112,7 +114,7 @@ def reference(record: NodeRecord, demands: list[Demand], request: PlacementReque
     tokens = request.prompt_tokens
     d_prefill = model.prefill.seconds(waiting + tokens, tokens**2, tokens * request.rank)
     d_prefill -= model.prefill.seconds(waiting, 0, 0)
-    exposed = 0.0
+    exposed, tier = 0.0, "device"
     if request.digest is not None:
         tier = record.residents[0].tier if record.residents else "absent"
         if tier != "device":
@@ -120,17 +122,19 @@ def reference(record: NodeRecord, demands: list[Demand], request: PlacementReque
         if tier in ("disk", "absent"):
             exposed += model.from_store.seconds(request.adapter_bytes)
         exposed *= model.exposed_share
-    total = ((d_prefill + exposed) / answer + d_decode) * (len(ranks) + 1)
     if record.max_rows and len(ranks) + 1 > record.max_rows:
         step = model.decode.base + (step - model.decode.base) * record.max_rows / (len(ranks) + 1)
     queue = _queue(record, demands, request, model, step, answer)
-    total += queue / answer
+    first = queue + model.prefill.base + d_prefill + exposed
+    missed = 0.0 if tier == "device" else step
+    own = (first + missed) * (request.expected_inverse or 1 / answer) + step
+    total = own + OTHERS * len(ranks) * (d_prefill / answer + d_decode)
     least = model.decode.seconds(1, 0, 0)
     others = [record.tightest_tpot, *(demand.tpot for demand in demands)]
     promises = [request.tpot, *(promise for promise in others if promise is not None and promise >= least)]
     ratios = [step / promise for promise in promises if promise is not None]
     if request.ttft is not None:
-        ratios.append((queue + model.prefill.base + d_prefill + exposed) / request.ttft)
+        ratios.append(first / request.ttft)
     return total, max(ratios, default=0.0)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +32,17 @@ def test_it_stays_between_the_shortest_and_the_longest(answers: list[int], max_t
     expected = lengths.expected("t", "f", max_tokens)
     assert 1 <= expected <= max_tokens
     assert max(1, min(min(answers), max_tokens)) - 1e-6 <= expected <= max(1, max(answers)) + 1e-6
+
+
+@given(st.lists(st.integers(0, 1000), max_size=900), st.floats(1, 1000))
+def test_the_mean_of_inverses_is_everybodys_scaled_to_what_is_expected(answers: list[int], expected: float) -> None:
+    lengths = ResponseLengths()
+    for index, answer in enumerate(answers):
+        lengths.note("t", f"f{index % 7}", answer)
+    tokens = [max(1, answer) for answer in answers] or [1]
+    spread = mean(tokens) * mean(1 / count for count in tokens)
+    assert spread >= 1.0 - 1e-9
+    assert lengths.inverse(expected) == pytest.approx(min(1.0, max(1.0, spread) / expected))
 
 
 def test_it_follows_a_change() -> None:

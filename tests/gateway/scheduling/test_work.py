@@ -39,7 +39,7 @@ def request(prompt: int = 100, answer: int = 50, rank: int = 0) -> PlacementRequ
 
 @given(
     decode=st.builds(DecodeModel, base=small, per_row=small, per_context=small, per_rank=small,
-                     rank_term=st.just("request_ranks")),
+                     rank_term=st.just("request_ranks"), flat_rows=st.integers(0, 40)),
     prefill=st.builds(PrefillModel, base=small, per_token=small, per_token2=small, per_token_rank=small),
     prompt=st.integers(1, 500), answer=st.integers(1, 500), rank=st.integers(0, 64), rows=st.integers(1, 32),
 )  # fmt: skip
@@ -48,7 +48,7 @@ def test_a_full_batch_takes_what_its_passes_take(
 ) -> None:
     model = msgspec.structs.replace(MODEL, decode=decode, prefill=prefill)
     record = msgspec.structs.replace(RECORD, performance=model, max_rows=rows)
-    step = decode.base + rows * (decode.per_row + decode.per_context * (prompt + answer / 2) + decode.per_rank * rank)
+    step = decode.seconds(rows, 0, rows * rank) + rows * decode.per_context * (prompt + answer / 2)
     first = prefill.seconds(prompt, prompt * prompt, prompt * rank)
     found = taken(record, request(prompt, answer, rank))
     assert found is not None and rows * found == pytest.approx(rows * first + answer * step)

@@ -62,7 +62,8 @@ def _iterate(rows: list[Row], profile: NodeProfile) -> float:
             "request_ranks": sum(ranks),
             "adapter_ranks": sum({row.job.digest: row.job.rank for row in decoding if row.job.digest}.values()),
         }[model.decode.rank_term]
-        seconds += model.decode.base + model.decode.per_row * len(ranks) + model.decode.per_rank * term
+        seconds += model.decode.base + model.decode.per_row * max(0, len(ranks) - model.decode.flat_rows)
+        seconds += model.decode.per_rank * term
         seconds += model.decode.per_context * sum(row.computed for row in decoding)
     if chunks:
         seconds += model.prefill.base
