@@ -6,8 +6,8 @@ ones; repeats of a configuration count as their median, and what lies far off al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -36,11 +36,10 @@ DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
 AGAIN = "Measure again while the host does nothing else."
 LARGEST_ERROR = 0.5
 """A held-out error counts as no more, so that one disturbed pass chooses neither rank term nor flat rows."""
-FLAT_ROWS = (0, 2, 4, 8, 16, 32, 64)
+FLAT_ROWS = (2, 4, 8, 16, 32, 64)
 """Tried, as far as more rows than that were measured."""
-
-
-Form = TypeVar("Form")
+LEAST_GAIN = 0.05
+"""Share of the held-out error that flat rows must save, or chance chooses them."""
 
 
 class BadSample(ValueError):
@@ -132,10 +131,19 @@ def fit_decode(samples: Sequence[DecodeSample], most_error: float = MOST_ERROR) 
         beyond = np.maximum(rows[:, 0] - flat, 0)
         return np.column_stack([np.ones(len(rows)), beyond, rows[:, 1], rows[:, 2 + RANK_TERMS.index(term)]])
 
-    flat_tried = [flat for flat in FLAT_ROWS if flat < rows[:, 0].max()]
-    flat, _ = _least_error({flat: columns("request_ranks", flat) for flat in flat_tried}, seconds)
-    term, heldout = _least_error({term: columns(term, flat) for term in RANK_TERMS}, seconds)
+    def by_term(flat: int) -> dict[RankTerm, np.ndarray]:
+        return {term: _heldout(columns(term, flat), seconds) for term in RANK_TERMS}
+
+    heldout, flat = by_term(0), 0
+    term = min(RANK_TERMS, key=lambda each: _mean_error(heldout[each]))
+    least = (1 - LEAST_GAIN) * _mean_error(heldout[term])
+    for tried in FLAT_ROWS:
+        if tried < rows[:, 0].max() and (error := _mean_error(_heldout(columns(term, tried), seconds))) < least:
+            flat, least = tried, error
+    if flat:
+        heldout = by_term(flat)
     means = {term: _mean_error(errors) for term, errors in heldout.items()}
+    term = min(RANK_TERMS, key=means.__getitem__)
     costs, quality = _fit("decode", columns(term, flat), seconds, heldout[term], most_error)
     base, per_row, per_context, per_rank = costs
     return DecodeFit(DecodeModel(base, per_row, per_context, per_rank, term, flat), quality, means)
@@ -201,12 +209,6 @@ def _fit(
 def describes(r2: float, heldout_median_error: float, most_error: float = MOST_ERROR) -> bool:
     """Whether a model with such a fit may be used."""
     return r2 >= LEAST_R2 or heldout_median_error <= most_error
-
-
-def _least_error(forms: Mapping[Form, np.ndarray], seconds: np.ndarray) -> tuple[Form, dict[Form, np.ndarray]]:
-    """The form, by its columns, that forecasts held-out steps best, of equals the first; all forms' errors."""
-    errors = {form: _heldout(columns, seconds) for form, columns in forms.items()}
-    return min(errors, key=lambda form: _mean_error(errors[form])), errors
 
 
 def _mean_error(errors: np.ndarray) -> float:
