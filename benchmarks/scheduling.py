@@ -41,7 +41,7 @@ FULL = {
     "sim_nodes": SIM_NODES, "sim_loads": [1.0, 0.9, 0.75, 0.6], "sim_seconds": 600.0,
     "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": list(POLICIES), "bed_loads": [0.6, 0.8, 1.0],
-    "bed_seconds": 60.0, "bed_functions": 64, "bed_longest": 256,
+    "bed_seconds": 30.0, "bed_functions": 64, "bed_longest": 256,
 }  # fmt: skip
 QUICK = {
     "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 20.0,
