@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -80,7 +82,8 @@ class Provision:
         with told(), self.workspace.held():
             note = self.workspace.saved(self.made_for)
             confirm(note)
-            self._carry_out(self.workspace.apply, tell, self._drain_what_goes(note, tell))
+            with ended_by_signals():
+                self._carry_out(self.workspace.apply, tell, self._drain_what_goes(note, tell))
             return note
 
     def resize(self, tell: Tell) -> None:
@@ -115,11 +118,10 @@ class Provision:
             self.workspace.open(self.stack)
             note = self.workspace.plan(self.stack, self.made_for, destroy=True)
             note = msgspec.structs.replace(note, changes=(*note.changes, *map(_stray, self._strays())))
-            drained: list[str] = []
             if note.changes:
                 confirm(note)
-                drained = self._drain_all(tell, force)
-            self._carry_out(self.workspace.apply, tell, drained)
+            with ended_by_signals():
+                self._carry_out(self.workspace.apply, tell, self._drain_all(tell, force) if note.changes else [])
             forget_sizes(self.workspace.directory)
             return note
 
@@ -171,15 +173,21 @@ class Provision:
         return list(running_nodes(self.state, self.stack.service, keys))
 
     def _carry_out(self, apply: Apply, tell: Tell, drained: list[str]) -> None:
-        begun = True
+        begun, strays = set[str](), True
+
+        def follow(event: Event) -> None:
+            if event.get("type") == "provision_start":  # `apply_start` comes also where an interrupt lets nothing begin
+                begun.add(_name_in(event))
+            _progress(event, tell)
+
         try:
-            apply(lambda event: _progress(event, tell))
-        except (StateLocked, StalePlan):
-            begun = False  # and who holds the state may be making nodes that it will hold
-            self._undrain(drained)
+            apply(follow)
+        except BaseException as error:
+            strays = not isinstance(error, (StateLocked, StalePlan))  # whoever holds the state may be making nodes
+            self._undrain([node for node in drained if node not in begun])
             raise
         finally:
-            if begun:
+            if strays:
                 self._end_strays(tell)
 
     def _undrain(self, nodes: list[str]) -> None:
@@ -292,6 +300,20 @@ def unchanged() -> Iterator[None]:
         raise Unchanged(str(error)) from error
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """TERM and HUP are as Ctrl-C: nodes that were drained serve again. One that is ignored (by `nohup`) stays so."""
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:
     return [
         [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
@@ -301,9 +323,7 @@ def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:
 
 def _progress(event: dict[str, Any], tell: Tell) -> None:
     """One line per resource that begins, ends or fails; long ones say that they go on."""
-    hook = event.get("hook") or {}
-    resource = hook.get("resource") or {}
-    name = resource.get("resource_key") or resource.get("addr", "")
+    hook, name = event.get("hook") or {}, _name_in(event)
     action = hook.get("action", "").replace("delete", "destroy")  # one word for it everywhere
     seconds = hook.get("elapsed_seconds", 0)
     match event.get("type"):
@@ -315,6 +335,12 @@ def _progress(event: dict[str, Any], tell: Tell) -> None:
             tell(f"{name}: {action} done")
         case "apply_errored":
             tell(f"{name}: {action} failed")
+
+
+def _name_in(event: dict[str, Any]) -> str:
+    """Of the resource that an event of Terraform is about: a node's id, or its address."""
+    resource = (event.get("hook") or {}).get("resource") or {}
+    return str(resource.get("resource_key") or resource.get("addr", ""))
 
 
 def _drift(pool: Pool, applied: dict[str, Any] | None, nodes: dict[str, str]) -> list[str]:

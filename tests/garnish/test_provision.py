@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Pools:
         self.running: dict[str, subprocess.Popen[str]] = {}
 
     def declare(self, pools: dict[str, int]) -> None:
-        declared = {name: {"backend": "local", "desired": count, "max": 3} for name, count in pools.items()}
+        declared = {name: {"backend": "local", "desired": count, "max": max(3, count)} for name, count in pools.items()}
         text = json.dumps({"service": "demo", "base_model": "./model", "node_pools": declared})
         (self.folder / "serverless.yml").write_text(text)
 
@@ -353,3 +354,70 @@ def test_what_terraform_does_not_even_begin_leaves_nodes_as_they_are(pools: Pool
             pools.apply()
         assert gateway.orders == ["drain here-2", "undrain here-2"]
         assert pools.running["here-3"].poll() is None
+
+
+APPLYING = """
+import sys
+from pathlib import Path
+from garnish import node_pools
+from garnish.provision import Provision
+node_pools.PROGRAM = (sys.executable, "-c", "pass")
+Provision(Path(sys.argv[1]), Path(sys.argv[2])).apply(lambda note: None, lambda line: print(line, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_nodes_serve_again_when_a_signal_ends_their_drain(pools: Pools, number: signal.Signals) -> None:
+    with running_gateway() as gateway:
+        gateway.open, gateway.stuck = {"here-1": 0, "here-2": 1}, {"here-2"}
+        (pools.state / "credentials.toml").write_text(f'url = "{gateway.url}"\ntenant = "default"\n')
+        pools.made()
+        pools.declare({"here": 1})
+        pools.plan()
+        command = [sys.executable, "-c", APPLYING, str(pools.folder / "serverless.yml"), str(pools.state)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "draining: requests are open on here-2\n"
+            process.send_signal(number)
+            process.stdout.read()
+            assert process.wait(30) != 0
+        assert gateway.orders == ["drain here-2", "undrain here-2"]
+        assert pools.running["here-2"].poll() is None
+
+
+NOTING_STOP = """
+import json, sys, time
+from pathlib import Path
+if sys.argv[1] == "stop":
+    spec = json.loads(sys.argv[2])
+    (Path(spec["state"]) / f"stop.{spec['node']}").touch()
+    time.sleep(60)
+"""
+
+
+def test_nodes_that_terraform_did_not_come_to_serve_again(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends ten at a time; Ctrl-C comes while it does."""
+    monkeypatch.setattr(node_pools, "PROGRAM", (sys.executable, "-c", NOTING_STOP))
+    nodes = [f"here-{number + 1}" for number in range(12)]
+    pools.declare({"here": 12})
+    pools.plan()
+    pools.apply()
+
+    def ending() -> set[str]:
+        return {file.suffix[1:] for file in pools.state.glob("stop.*")}
+
+    def tell(_line: str) -> None:
+        deadline = time.monotonic() + 60
+        while len(ending()) < 10 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with running_gateway() as gateway:
+        gateway.open = dict.fromkeys(nodes, 0)
+        (pools.state / "credentials.toml").write_text(f'url = "{gateway.url}"\ntenant = "default"\n')
+        pools.declare({"here": 0})
+        pools.plan()
+        with pytest.raises(FrontDoorError, match="interrupted"):
+            pools.provision().apply(lambda note: None, tell)
+        assert len(ending()) == 10
+        assert set(gateway.drained) == ending(), "the others serve again"
