@@ -23,7 +23,7 @@ from garnish.pool_node import STOP_SECONDS
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
 from infra.errors import InfraError, StalePlan, StateLocked, Unchanged
-from infra.local.processes import NodeKey, running_nodes, stop
+from infra.local.processes import NodeKey, nodes_directory, running_nodes, stop
 from infra.stack import Pool, Stack
 from infra.terraform import Event, find_program, missing_credentials
 from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs
@@ -64,7 +64,8 @@ class Provision:
     def workspace(self) -> Workspace:
         """Raises InfraError without Terraform, or without credentials that it needs."""
         check_credentials(self.stack)
-        return Workspace(infra_directory(self.service, self.state), find_program())
+        home = nodes_directory(self.state, self.stack.service).parent
+        return Workspace(infra_directory(self.service, self.state), find_program(), home)
 
     def plan(self, tell: Tell) -> PlanNote:
         with told():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +14,19 @@ from typing import Any
 import msgspec
 
 from infra.changes import Change, changes_of
-from infra.errors import InfraError, StalePlan, StateLocked
-from infra.render import render, text_of, write_root
+from infra.errors import InfraError, StalePlan, StateElsewhere, StateLocked
+from infra.render import ROOT_FILE, render, text_of, write_root
 from infra.stack import Stack, module_name
 from infra.terraform import Event, Program, Terraform
+from infra.text import write_whole
 
 PLAN_FILE = "plan.tfplan"
 NOTE_FILE = "plan.json"
 SIZE_PLAN_FILE = "size.tfplan"
 """The autoscaler's plans: what somebody has planned and looked at stays saved beside them."""
 LOCK_FILE = "garnish.lock"
+PLACE_FILE = "place"
+"""In a service's own directory, where another one was used last: the path of that."""
 
 
 class PlanNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +40,11 @@ class PlanNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workspace:
-    """Use it inside `held()`: one command at a time works in a directory."""
+    """Use it inside `held()`: one command at a time works in a directory. `home`: that of a service file that names no
+    other; it is noted there which one was used."""
 
-    def __init__(self, directory: Path, program: Program) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, program: Program, home: Path | None = None) -> None:
+        self.directory, self._home = directory, home or directory
         self._terraform = Terraform(program, directory)
 
     @contextmanager
@@ -65,9 +70,30 @@ class Workspace:
             ) from None
 
     def open(self, stack: Stack) -> None:
-        """Write the root module and let terraform get ready for it."""
+        """Write the root module and let terraform get ready for it. Raises StateElsewhere."""
+        self._check_place()
         write_root(stack, self.directory)
         self._terraform.init()
+
+    def _check_place(self) -> None:
+        """Without its state, all that there is would be made a second time, and never ended."""
+        here, home = self.directory.resolve(), self._home.resolve()
+        note = home / PLACE_FILE
+        try:
+            before = Path(note.read_text()) if note.exists() else home
+            if before != here and (before / ROOT_FILE).exists():
+                old, new = shlex.quote(str(before)), shlex.quote(str(here))
+                raise StateElsewhere(
+                    "infra.state names another place than before, and the state still lies where it was. Set it back, "
+                    f"or move the state: `cp -a {old}/. {new} && rm -r {old}`"
+                )
+            if here != home:
+                home.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_whole(note, str(here))
+            else:
+                note.unlink(missing_ok=True)
+        except OSError as error:
+            raise InfraError(f"{note}: {error.strerror}") from error
 
     def plan(
         self, stack: Stack, made_for: str, dead: Mapping[str, str] | None = None, *, destroy: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -316,6 +317,26 @@ def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None
         pools.provision().destroy(confirm, pools.told.append, force=False)
         assert gateway.drained == ["here-1", "here-2"]
     assert [process.wait(30) for process in pools.running.values()] == [-signal.SIGTERM] * 2
+
+
+def test_a_state_in_another_directory_is_not_left_there(pools: Pools) -> None:
+    """Else what it knows of would be made a second time, and never ended."""
+    pools.made()
+    file = pools.folder / "serverless.yml"
+    text = file.read_text()
+    elsewhere = json.dumps({**json.loads(text), "infra": {"state": "./else where"}})
+    for other, before in ((elsewhere, text), (text, elsewhere)):
+        file.write_text(other)
+        for command in (pools.plan, pools.provision().show):
+            with pytest.raises(FrontDoorError, match="Set it back, or move the state: ") as told:
+                command()
+        file.write_text(before)
+        assert pools.plan() == [], "set back"
+        file.write_text(other)
+        (move,) = re.findall("`(.*)`", str(told.value))
+        subprocess.run(move, shell=True, check=True, timeout=60)
+        assert pools.plan() == [], "moved"
+    assert [process.poll() for process in pools.running.values()] == [None, None]
 
 
 def test_a_process_that_does_not_end_is_told(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
