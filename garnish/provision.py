@@ -11,8 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from garnish.client import Client
 from garnish.config import ServiceFile, load_service_file
 from garnish.connection import find_connection
@@ -20,34 +18,21 @@ from garnish.drain import drain, known_nodes, undrain
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import check_memory, infra_directory, stack_of
 from garnish.pool_node import STOP_SECONDS
+from garnish.pool_status import PoolStatus, Seen, is_instance, pool_statuses, size_told
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
 from infra.errors import InfraError, StalePlan, StateLocked, Unchanged
 from infra.local.processes import NodeKey, nodes_directory, running_nodes, stop
-from infra.stack import Pool, Stack
+from infra.stack import Stack
 from infra.terraform import Event, find_program, missing_credentials
 from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs
 
 DRAIN_SECONDS = 600.0
 """Calls that are still open then get the node's own time to end, at TERM."""
 DEAD = "its process has died"
+STRAY = "no state holds it"
 Tell = Callable[[str], None]
 Apply = Callable[[Callable[[Event], None]], None]
-
-
-class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
-    pool: str
-    backend: str
-    min: int
-    desired: int
-    """As serverless.yml says now, or as the autoscaler has set."""
-    max: int
-    applied: int | None
-    """As was last applied; None: the pool was never made."""
-    nodes: dict[str, str] = {}
-    """States as the gateway sees them. Of a local pool all its nodes: `alive` where that can't be asked, or `dead`. Of
-    one in AWS those that report to the gateway."""
-    drift: list[str] = []
 
 
 class Provision:
@@ -74,7 +59,7 @@ class Provision:
             tell("preparing terraform")
             self.workspace.open(self.stack)
             tell("planning")
-            return self.workspace.plan(self.stack, self.made_for, self.dead())
+            return self.workspace.plan(self.stack, self.made_for, self.dead(), strays=self._stray_changes())
 
     def apply(self, confirm: Callable[[PlanNote], None], tell: Tell) -> PlanNote:
         """The saved plan; `confirm` is shown it first, and raises to stop."""
@@ -117,8 +102,7 @@ class Provision:
         with told(), self.workspace.held():
             tell("preparing terraform")
             self.workspace.open(self.stack)
-            note = self.workspace.plan(self.stack, self.made_for, destroy=True)
-            note = msgspec.structs.replace(note, changes=(*note.changes, *map(_stray, self._strays())))
+            note = self.workspace.plan(self.stack, self.made_for, destroy=True, strays=self._stray_changes())
             if note.changes:
                 confirm(note)
             with ended_by_signals():
@@ -130,29 +114,8 @@ class Provision:
         with told(), self.workspace.held():
             self.workspace.open(self.stack)
             values = self.workspace.state()
-        seen = self._seen_nodes()
-        applied = outputs(values, "pools") or {}
         alive = {key.node for key in self._running(local_nodes(values))}
-        found = []
-        for pool in self.stack.pools:
-            known: dict[str, Any] | None = applied.get(pool.name)
-            names = known.get("nodes", []) if known else []
-            nodes = {name: seen.get(name, "alive") if name in alive else "dead" for name in names}
-            if pool.backend == "aws":
-                nodes = {name: state for name, state in seen.items() if _is_instance(name, pool.name)}
-            found.append(
-                PoolStatus(
-                    pool=pool.name,
-                    backend=pool.backend,
-                    min=pool.min,
-                    desired=pool.desired,
-                    max=pool.max,
-                    applied=known["desired"] if known else None,
-                    nodes=nodes,
-                    drift=_drift(pool, known, nodes),
-                )
-            )
-        return [*found, *_undeclared(applied, {pool.name for pool in self.stack.pools})]
+        return pool_statuses(self.stack, Seen(values, alive, self._seen_nodes()))
 
     def sizes_told(self) -> list[str]:
         """Where the plan holds to what the autoscaler has set: one line per pool."""
@@ -201,6 +164,12 @@ class Provision:
         lost."""
         kept = local_nodes(self.workspace.state())
         return sorted((key for key in self._running({}) if key.node not in kept), key=lambda key: key.node)
+
+    def _stray_changes(self) -> list[Change]:
+        return [
+            Change(action="destroy", pool=key.pool, resource=key.node, address="", reason=STRAY, cost=False)
+            for key in self._strays()
+        ]
 
     def _end_strays(self, tell: Tell) -> None:
         for key in self._strays():
@@ -344,26 +313,6 @@ def _name_in(event: dict[str, Any]) -> str:
     return str(resource.get("resource_key") or resource.get("addr", ""))
 
 
-def _drift(pool: Pool, applied: dict[str, Any] | None, nodes: dict[str, str]) -> list[str]:
-    found = [f"{name} has died" for name, state in nodes.items() if state == "dead"]
-    if applied is None:
-        found.append("not applied yet")
-    elif applied["desired"] != pool.desired:
-        found.append(f"desired is {pool.desired}, applied {applied['desired']}")
-    return found if pool.stated is None else [*found, size_told(pool)]
-
-
-def size_told(pool: Pool) -> str:
-    """Of a pool whose size is not the file's."""
-    return f"the autoscaler has set {pool.desired}, serverless.yml says {pool.stated}"
-
-
-def _stray(key: NodeKey) -> Change:
-    return Change(
-        action="destroy", pool=key.pool, resource=key.node, address="", reason="no state holds it", cost=False
-    )
-
-
 def _of_size(change: Change) -> bool:
     """Whether it only makes or ends nodes of local pools, by their number or because they have died."""
     if "terraform_data.node[" not in change.address:
@@ -371,19 +320,5 @@ def _of_size(change: Change) -> bool:
     return change.action == "create" or change.reason in (DEAD, REASONS["delete_because_each_key"])
 
 
-def _undeclared(applied: dict[str, Any], declared: set[str]) -> Iterator[PoolStatus]:
-    for name in sorted(set(applied) - declared):
-        known = applied[name]
-        yield PoolStatus(
-            pool=name, backend=known["backend"], min=0, desired=0, max=0, applied=known["desired"],
-            nodes=dict.fromkeys(known.get("nodes", []), "undeclared"), drift=["no longer declared"],
-        )  # fmt: skip
-
-
 def _is_of(node: str, pools: Iterable[str]) -> bool:
-    return any(_is_instance(node, pool) for pool in pools)
-
-
-def _is_instance(node: str, pool: str) -> bool:
-    """Whether a node of an aws pool calls itself so: POOL-INSTANCE-..."""
-    return node.startswith(f"{pool}-i-")
+    return any(is_instance(node, pool) for pool in pools)

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,20 @@ class Workspace:
             raise InfraError(f"{note}: {error.strerror}") from error
 
     def plan(
-        self, stack: Stack, made_for: str, dead: Mapping[str, str] | None = None, *, destroy: bool = False
+        self,
+        stack: Stack,
+        made_for: str,
+        dead: Mapping[str, str] | None = None,
+        *,
+        strays: Iterable[Change] = (),
+        destroy: bool = False,
     ) -> PlanNote:
-        """Make and save a plan; `dead` maps addresses to be replaced to what became of their process."""
+        """Make and save a plan; `dead` maps addresses to be replaced to what became of their process. `strays` go
+        beside what Terraform plans, if it does not make the same nodes anew."""
         self.forget_plan()
         changes = self._planned(PLAN_FILE, stack, dead or {}, destroy=destroy)
+        planned = {change.resource for change in changes}
+        changes += [change for change in strays if change.resource not in planned]
         note = PlanNote(made_for=made_for, plan_sha256=self._plan_digest(), changes=tuple(changes), destroy=destroy)
         (self.directory / NOTE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note)))
         return note
@@ -180,6 +189,12 @@ def local_nodes(values: Mapping[str, Any]) -> dict[str, str]:
         for entry in resources(values)
         if entry["type"] == "terraform_data" and entry["name"] == "node" and "index" in entry
     }
+
+
+def tainted_nodes(values: Mapping[str, Any]) -> set[str]:
+    """Ids of the local backend's nodes whose creation broke off."""
+    broken = {str(entry["address"]) for entry in resources(values) if entry.get("tainted")}
+    return {node for node, address in local_nodes(values).items() if address in broken}
 
 
 def declared_nodes(stack: Stack) -> Sequence[str]:

@@ -127,8 +127,10 @@ def test_nodes_of_a_pool_that_is_no_longer_declared_end(pools: Pools) -> None:
 def test_a_process_that_no_state_holds_ends(pools: Pools) -> None:
     pools.made()
     pools.start("here-3")
-    pools.declare({"here": 2})
-    pools.plan()
+    (shown,) = pools.provision().show()
+    assert shown.nodes == {"here-1": "alive", "here-2": "alive", "here-3": "alive"}
+    assert shown.drift == ["here-3 runs, and no state holds it"]
+    assert pools.plan() == [("destroy", "here-3", "no state holds it")], "nothing ends that the plan does not tell"
     pools.apply()
     assert pools.running["here-3"].wait(30) == -signal.SIGTERM
     assert [pools.running[node].poll() for node in ("here-1", "here-2")] == [None, None]
@@ -319,6 +321,18 @@ def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None
     assert [process.wait(30) for process in pools.running.values()] == [-signal.SIGTERM] * 2
 
 
+def test_a_creation_that_broke_off_is_drift(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = "import sys; sys.exit('create' in sys.argv and '\"here-2\"' in sys.argv[2])"
+    monkeypatch.setattr(node_pools, "PROGRAM", (sys.executable, "-c", failing))
+    pools.plan()
+    with pytest.raises(FrontDoorError, match="terraform failed"):
+        pools.apply()
+    for node in ("here-1", "here-2"):
+        pools.start(node)
+    (shown,) = pools.provision().show()
+    assert shown.drift == ["here-2: its creation did not end well"]
+
+
 def test_a_state_in_another_directory_is_not_left_there(pools: Pools) -> None:
     """Else what it knows of would be made a second time, and never ended."""
     pools.made()
@@ -441,4 +455,7 @@ def test_nodes_that_terraform_did_not_come_to_serve_again(pools: Pools, monkeypa
         with pytest.raises(FrontDoorError, match="interrupted"):
             pools.provision().apply(lambda note: None, tell)
         assert len(ending()) == 10
+        (shown,) = pools.provision().show()
+        assert (list(shown.nodes), shown.desired, shown.applied) == (nodes, 0, 0), "what the state still holds"
+        assert "here-12 was to go, and its end broke off" in shown.drift
         assert set(gateway.drained) == ending(), "the others serve again"
