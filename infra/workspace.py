@@ -104,12 +104,11 @@ class Workspace:
         strays: Iterable[Change] = (),
         destroy: bool = False,
     ) -> PlanNote:
-        """Make and save a plan; `dead` maps addresses to be replaced to what became of their process. `strays` go
-        beside what Terraform plans, if it does not make the same nodes anew."""
+        """Make and save a plan; `dead` maps addresses to be replaced to what became of their process. `strays`, of
+        which Terraform does not know, end, too: beside what it plans, or because it makes them anew."""
         self.forget_plan()
         changes = self._planned(PLAN_FILE, stack, dead or {}, destroy=destroy)
-        planned = {change.resource for change in changes}
-        changes += [change for change in strays if change.resource not in planned]
+        changes = _with(changes, {change.resource: change for change in strays})
         note = PlanNote(made_for=made_for, plan_sha256=self._plan_digest(), changes=tuple(changes), destroy=destroy)
         (self.directory / NOTE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note)))
         return note
@@ -160,6 +159,16 @@ class Workspace:
 
     def _plan_digest(self) -> str:
         return hashlib.sha256((self.directory / PLAN_FILE).read_bytes()).hexdigest()
+
+
+def _with(changes: Iterable[Change], strays: Mapping[str, Change]) -> list[Change]:
+    found, anew = [], set[str]()
+    for change in changes:
+        if change.action == "create" and (stray := strays.get(change.resource)):
+            anew.add(change.resource)
+            change = msgspec.structs.replace(change, action="replace", reason=stray.reason)
+        found.append(change)
+    return [*found, *(change for node, change in strays.items() if node not in anew)]
 
 
 def digest_of(stack: Stack, file: bytes) -> str:

@@ -304,6 +304,7 @@ def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None
     pools.made()
     for file in (pools.state / "infra" / "demo").glob("terraform.tfstate*"):
         file.unlink()
+    assert pools.plan() == [("replace", node, "no state holds it") for node in ("here-1", "here-2")]
     shown: list[tuple[str, str]] = []
 
     def confirm(note: PlanNote) -> None:
