@@ -23,18 +23,19 @@ def known_nodes(client: Client) -> dict[str, NodeItem]:
 def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[str], None]) -> list[str]:
     """Drain those nodes that the gateway knows, and wait until none has a request open, or for so long.
 
-    Returns those that served before, for `undrain`. Raises GarnishError; after that, or Ctrl-C, they serve again:
-    whoever gives up ends none of them.
+    Returns those that served before, for `undrain`. Raises GarnishError; after that, and whatever else ends it (Ctrl-C,
+    a listener that has gone), they serve again: whoever gives up ends none of them.
     """
     known, waiting, drained = known_nodes(client), list[str](), list[str]()
     try:
         for node in sorted(set(nodes) & set(known)):
+            if known[node].record["state"] != "draining":
+                drained.append(node)  # before the answer, which may not come
             if _told(client, node, True):
                 waiting.append(node)
-                if known[node].record["state"] != "draining":
-                    drained.append(node)
+        drained = [node for node in drained if node in waiting]
         _wait(client, waiting, seconds, tell)
-    except (GarnishError, KeyboardInterrupt):
+    except BaseException:
         undrain(client, drained)
         raise
     return drained

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from garnish.config import ServiceFile, load_service_file
 from garnish.drain import drain, known_nodes, undrain
@@ -16,34 +16,21 @@ from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import check_memory, infra_directory, stack_of
 from garnish.operate import admin_client
 from garnish.pool_node import STOP_SECONDS
+from garnish.pool_status import PoolStatus, Seen, is_instance, pool_statuses, size_told
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
 from infra.errors import InfraError, StalePlan, StateLocked, Unchanged
-from infra.local.processes import NodeKey, running_nodes, stop
-from infra.stack import Pool, Stack
+from infra.local.processes import NodeKey, nodes_directory, running_nodes, stop
+from infra.stack import Stack
 from infra.terraform import Event, find_program, missing_credentials
 from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs
 
 DRAIN_SECONDS = 600.0
 """Calls that are still open then get the node's own time to end, at TERM."""
 DEAD = "its process has died"
+STRAY = "no state holds it"
 Tell = Callable[[str], None]
 Apply = Callable[[Callable[[Event], None]], None]
-
-
-class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
-    pool: str
-    backend: str
-    min: int
-    desired: int
-    """As serverless.yml says now, or as the autoscaler has set."""
-    max: int
-    applied: int | None
-    """As was last applied; None: the pool was never made."""
-    nodes: dict[str, str] = {}
-    """States as the gateway sees them. Of a local pool all its nodes: `alive` where that can't be asked, or `dead`. Of
-    one in AWS those that report to the gateway."""
-    drift: list[str] = []
 
 
 class Provision:
@@ -60,7 +47,8 @@ class Provision:
     def workspace(self) -> Workspace:
         """Raises InfraError without Terraform, or without credentials that it needs."""
         check_credentials(self.stack)
-        return Workspace(infra_directory(self.service, self.state), find_program())
+        home = nodes_directory(self.state, self.stack.service).parent
+        return Workspace(infra_directory(self.service, self.state), find_program(), home)
 
     def plan(self, tell: Tell) -> PlanNote:
         with told():
@@ -69,7 +57,7 @@ class Provision:
             tell("preparing terraform")
             self.workspace.open(self.stack)
             tell("planning")
-            return self.workspace.plan(self.stack, self.made_for, self.dead())
+            return self.workspace.plan(self.stack, self.made_for, self.dead(), strays=self._stray_changes())
 
     def apply(self, confirm: Callable[[PlanNote], None], tell: Tell) -> PlanNote:
         """The saved plan; `confirm` is shown it first, and raises to stop."""
@@ -78,7 +66,8 @@ class Provision:
         with told(), self.workspace.held():
             note = self.workspace.saved(self.made_for)
             confirm(note)
-            self._carry_out(self.workspace.apply, tell, self._drain_what_goes(note, tell))
+            with ended_by_signals():
+                self._carry_out(self.workspace.apply, tell, self._drain_what_goes(note, tell))
             return note
 
     def resize(self, tell: Tell) -> None:
@@ -111,13 +100,11 @@ class Provision:
         with told(), self.workspace.held():
             tell("preparing terraform")
             self.workspace.open(self.stack)
-            note = self.workspace.plan(self.stack, self.made_for, destroy=True)
-            note = msgspec.structs.replace(note, changes=(*note.changes, *map(_stray, self._strays())))
-            drained: list[str] = []
+            note = self.workspace.plan(self.stack, self.made_for, destroy=True, strays=self._stray_changes())
             if note.changes:
                 confirm(note)
-                drained = self._drain_all(tell, force)
-            self._carry_out(self.workspace.apply, tell, drained)
+            with ended_by_signals():
+                self._carry_out(self.workspace.apply, tell, self._drain_all(tell, force) if note.changes else [])
             forget_sizes(self.workspace.directory)
             return note
 
@@ -125,29 +112,8 @@ class Provision:
         with told(), self.workspace.held():
             self.workspace.open(self.stack)
             values = self.workspace.state()
-        seen = self._seen_nodes()
-        applied = outputs(values, "pools") or {}
         alive = {key.node for key in self._running(local_nodes(values))}
-        found = []
-        for pool in self.stack.pools:
-            known: dict[str, Any] | None = applied.get(pool.name)
-            names = known.get("nodes", []) if known else []
-            nodes = {name: seen.get(name, "alive") if name in alive else "dead" for name in names}
-            if pool.backend == "aws":
-                nodes = {name: state for name, state in seen.items() if _is_instance(name, pool.name)}
-            found.append(
-                PoolStatus(
-                    pool=pool.name,
-                    backend=pool.backend,
-                    min=pool.min,
-                    desired=pool.desired,
-                    max=pool.max,
-                    applied=known["desired"] if known else None,
-                    nodes=nodes,
-                    drift=_drift(pool, known, nodes),
-                )
-            )
-        return [*found, *_undeclared(applied, {pool.name for pool in self.stack.pools})]
+        return pool_statuses(self.stack, Seen(values, alive, self._seen_nodes()))
 
     def sizes_told(self) -> list[str]:
         """Where the plan holds to what the autoscaler has set: one line per pool."""
@@ -169,15 +135,21 @@ class Provision:
         return list(running_nodes(self.state, self.stack.service, keys))
 
     def _carry_out(self, apply: Apply, tell: Tell, drained: list[str]) -> None:
-        begun = True
+        begun, strays = set[str](), True
+
+        def follow(event: Event) -> None:
+            if event.get("type") == "provision_start":  # `apply_start` comes also where an interrupt lets nothing begin
+                begun.add(_name_in(event))
+            _progress(event, tell)
+
         try:
-            apply(lambda event: _progress(event, tell))
-        except (StateLocked, StalePlan):
-            begun = False  # and who holds the state may be making nodes that it will hold
-            self._undrain(drained)
+            apply(follow)
+        except BaseException as error:
+            strays = not isinstance(error, (StateLocked, StalePlan))  # whoever holds the state may be making nodes
+            self._undrain([node for node in drained if node not in begun])
             raise
         finally:
-            if begun:
+            if strays:
                 self._end_strays(tell)
 
     def _undrain(self, nodes: list[str]) -> None:
@@ -190,6 +162,12 @@ class Provision:
         lost."""
         kept = local_nodes(self.workspace.state())
         return sorted((key for key in self._running({}) if key.node not in kept), key=lambda key: key.node)
+
+    def _stray_changes(self) -> list[Change]:
+        return [
+            Change(action="destroy", pool=key.pool, resource=key.node, address="", reason=STRAY, cost=False)
+            for key in self._strays()
+        ]
 
     def _end_strays(self, tell: Tell) -> None:
         for key in self._strays():
@@ -287,6 +265,20 @@ def unchanged() -> Iterator[None]:
         raise Unchanged(str(error)) from error
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """TERM and HUP are as Ctrl-C: nodes that were drained serve again. One that is ignored (by `nohup`) stays so."""
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:
     return [
         [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
@@ -296,9 +288,7 @@ def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:
 
 def _progress(event: dict[str, Any], tell: Tell) -> None:
     """One line per resource that begins, ends or fails; long ones say that they go on."""
-    hook = event.get("hook") or {}
-    resource = hook.get("resource") or {}
-    name = resource.get("resource_key") or resource.get("addr", "")
+    hook, name = event.get("hook") or {}, _name_in(event)
     action = hook.get("action", "").replace("delete", "destroy")  # one word for it everywhere
     seconds = hook.get("elapsed_seconds", 0)
     match event.get("type"):
@@ -312,24 +302,10 @@ def _progress(event: dict[str, Any], tell: Tell) -> None:
             tell(f"{name}: {action} failed")
 
 
-def _drift(pool: Pool, applied: dict[str, Any] | None, nodes: dict[str, str]) -> list[str]:
-    found = [f"{name} has died" for name, state in nodes.items() if state == "dead"]
-    if applied is None:
-        found.append("not applied yet")
-    elif applied["desired"] != pool.desired:
-        found.append(f"desired is {pool.desired}, applied {applied['desired']}")
-    return found if pool.stated is None else [*found, size_told(pool)]
-
-
-def size_told(pool: Pool) -> str:
-    """Of a pool whose size is not the file's."""
-    return f"the autoscaler has set {pool.desired}, serverless.yml says {pool.stated}"
-
-
-def _stray(key: NodeKey) -> Change:
-    return Change(
-        action="destroy", pool=key.pool, resource=key.node, address="", reason="no state holds it", cost=False
-    )
+def _name_in(event: dict[str, Any]) -> str:
+    """Of the resource that an event of Terraform is about: a node's id, or its address."""
+    resource = (event.get("hook") or {}).get("resource") or {}
+    return str(resource.get("resource_key") or resource.get("addr", ""))
 
 
 def _of_size(change: Change) -> bool:
@@ -339,19 +315,5 @@ def _of_size(change: Change) -> bool:
     return change.action == "create" or change.reason in (DEAD, REASONS["delete_because_each_key"])
 
 
-def _undeclared(applied: dict[str, Any], declared: set[str]) -> Iterator[PoolStatus]:
-    for name in sorted(set(applied) - declared):
-        known = applied[name]
-        yield PoolStatus(
-            pool=name, backend=known["backend"], min=0, desired=0, max=0, applied=known["desired"],
-            nodes=dict.fromkeys(known.get("nodes", []), "undeclared"), drift=["no longer declared"],
-        )  # fmt: skip
-
-
 def _is_of(node: str, pools: Iterable[str]) -> bool:
-    return any(_is_instance(node, pool) for pool in pools)
-
-
-def _is_instance(node: str, pool: str) -> bool:
-    """Whether a node of an aws pool calls itself so: POOL-INSTANCE-..."""
-    return node.startswith(f"{pool}-i-")
+    return any(is_instance(node, pool) for pool in pools)

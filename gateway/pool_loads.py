@@ -77,11 +77,14 @@ class Stay:
         self.since = since
         self.work = 0.0
         self.pool: str | None = None
-        self._there = self._counted = False
+        self._there = self._counted = self._unplaced = False
 
     def wait(self, pool: str | None, work: float | None) -> None:
         """It waits for a node of the pool (None: for any node at all). May be said again of another pool."""
         self.end()
+        if self._unplaced and pool is not None:
+            self.since = self._loads.clock()  # that there was no node does not mean that the one that came is too few
+        self._unplaced = pool is None
         self.pool, self.work, self._there = pool, work or 0.0, True
         entry = self._loads.entry(pool)
         entry.open += 1
@@ -113,7 +116,7 @@ class PoolLoads:
     """`clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._pools: dict[str | None, _Pool] = {}
         self._told: dict[str, tuple[float, list[PoolLoad]]] = {}
         self.worker = secrets.token_hex(4)
@@ -128,18 +131,18 @@ class PoolLoads:
 
     def here(self) -> list[PoolLoad]:
         """What this worker sees."""
-        now = self._clock()
+        now = self.clock()
         summed = [self._summed(name, pool, now) for name, pool in self._pools.items()]
         self._pools = {name: pool for name, pool in self._pools.items() if pool.open or pool.slices}
         return summed
 
     def heard(self, worker: str, loads: list[PoolLoad]) -> None:
         """Another worker has told what it sees."""
-        self._told[worker] = self._clock(), loads
+        self._told[worker] = self.clock(), loads
 
     def everywhere(self) -> tuple[dict[str | None, PoolLoad], int]:
         """By pool, over all workers that were heard of lately; and how many these are, this one included."""
-        oldest = self._clock() - TOLD_SECONDS
+        oldest = self.clock() - TOLD_SECONDS
         self._told = {worker: told for worker, told in self._told.items() if told[0] > oldest}
         sums: dict[str | None, PoolLoad] = {}
         for loads in (self.here(), *(loads for _, loads in self._told.values())):
@@ -154,7 +157,7 @@ class PoolLoads:
 
     def slice(self, pool: str | None) -> PoolLoad:
         """The counts of the current second."""
-        return self.entry(pool).now(int(self._clock()))
+        return self.entry(pool).now(int(self.clock()))
 
     def _summed(self, name: str | None, pool: _Pool, now: float) -> PoolLoad:
         pool.forget(int(now))

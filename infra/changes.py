@@ -18,8 +18,9 @@ ACTIONS = {
 COST_BEARING = frozenset({"aws_autoscaling_group", "aws_s3_bucket", "aws_instance", "aws_ebs_volume"})
 """Resource types that are billed for themselves; the group's instances are what costs most."""
 
+BROKEN_OFF = "its creation did not end well"
 REASONS = {
-    "replace_because_tainted": "its creation did not end well",
+    "replace_because_tainted": BROKEN_OFF,
     "replace_because_cannot_update": "can't be changed in place",
     "replace_by_triggers": "the nodes' settings have changed",
     "replace_by_request": "asked for",

@@ -132,7 +132,7 @@ class Terraform:
                 "(infra.state) answer?"
             ) from None
         if done.returncode != 0:
-            raise _explained(done.stderr.splitlines(), [])
+            raise self._killed(done.returncode) or _explained(done.stderr.splitlines(), [])
         shown: dict[str, Any] = json.loads(done.stdout)
         return shown
 
@@ -145,10 +145,20 @@ class Terraform:
                 _heard_out(process, interrupts)
                 raise
             code = process.wait()
+        if killed := self._killed(code):
+            raise killed
         if code != 0 and interrupts:
             raise Interrupted("interrupted; Terraform has saved what was done, and the next plan shows what is left")
         if code != 0:
             raise _explained(text, problems)
+
+    def _killed(self, code: int) -> TerraformFailed | None:
+        if code >= 0:
+            return None
+        told = signal.strsignal(-code) or "unknown"
+        return TerraformFailed(
+            f"{self.program.name} was ended by signal {-code} ({told}); the next plan shows what is left to do"
+        )
 
     @contextmanager
     def _started(self, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:

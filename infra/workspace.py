@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ from typing import Any
 import msgspec
 
 from infra.changes import Change, changes_of
-from infra.errors import InfraError, StalePlan, StateLocked
-from infra.render import render, text_of, write_root
+from infra.errors import InfraError, StalePlan, StateElsewhere, StateLocked
+from infra.render import ROOT_FILE, render, text_of, write_root
 from infra.stack import Stack, module_name
 from infra.terraform import Event, Program, Terraform
+from infra.text import write_whole
 
 PLAN_FILE = "plan.tfplan"
 NOTE_FILE = "plan.json"
 SIZE_PLAN_FILE = "size.tfplan"
 """The autoscaler's plans: what somebody has planned and looked at stays saved beside them."""
 LOCK_FILE = "garnish.lock"
+PLACE_FILE = "place"
+"""In a service's own directory, where another one was used last: the path of that."""
 
 
 class PlanNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +40,11 @@ class PlanNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workspace:
-    """Use it inside `held()`: one command at a time works in a directory."""
+    """Use it inside `held()`: one command at a time works in a directory. `home`: that of a service file that names no
+    other; it is noted there which one was used."""
 
-    def __init__(self, directory: Path, program: Program) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, program: Program, home: Path | None = None) -> None:
+        self.directory, self._home = directory, home or directory
         self._terraform = Terraform(program, directory)
 
     @contextmanager
@@ -65,16 +70,45 @@ class Workspace:
             ) from None
 
     def open(self, stack: Stack) -> None:
-        """Write the root module and let terraform get ready for it."""
+        """Write the root module and let terraform get ready for it. Raises StateElsewhere."""
+        self._check_place()
         write_root(stack, self.directory)
         self._terraform.init()
 
+    def _check_place(self) -> None:
+        """Without its state, all that there is would be made a second time, and never ended."""
+        here, home = self.directory.resolve(), self._home.resolve()
+        note = home / PLACE_FILE
+        try:
+            before = Path(note.read_text()) if note.exists() else home
+            if before != here and (before / ROOT_FILE).exists():
+                old, new = shlex.quote(str(before)), shlex.quote(str(here))
+                raise StateElsewhere(
+                    "infra.state names another place than before, and the state still lies where it was. Set it back, "
+                    f"or move the state: `cp -a {old}/. {new} && rm -r {old}`"
+                )
+            if here != home:
+                home.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_whole(note, str(here))
+            else:
+                note.unlink(missing_ok=True)
+        except OSError as error:
+            raise InfraError(f"{note}: {error.strerror}") from error
+
     def plan(
-        self, stack: Stack, made_for: str, dead: Mapping[str, str] | None = None, *, destroy: bool = False
+        self,
+        stack: Stack,
+        made_for: str,
+        dead: Mapping[str, str] | None = None,
+        *,
+        strays: Iterable[Change] = (),
+        destroy: bool = False,
     ) -> PlanNote:
-        """Make and save a plan; `dead` maps addresses to be replaced to what became of their process."""
+        """Make and save a plan; `dead` maps addresses to be replaced to what became of their process. `strays`, of
+        which Terraform does not know, end, too: beside what it plans, or because it makes them anew."""
         self.forget_plan()
         changes = self._planned(PLAN_FILE, stack, dead or {}, destroy=destroy)
+        changes = _with(changes, {change.resource: change for change in strays})
         note = PlanNote(made_for=made_for, plan_sha256=self._plan_digest(), changes=tuple(changes), destroy=destroy)
         (self.directory / NOTE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note)))
         return note
@@ -127,6 +161,16 @@ class Workspace:
         return hashlib.sha256((self.directory / PLAN_FILE).read_bytes()).hexdigest()
 
 
+def _with(changes: Iterable[Change], strays: Mapping[str, Change]) -> list[Change]:
+    found, anew = [], set[str]()
+    for change in changes:
+        if change.action == "create" and (stray := strays.get(change.resource)):
+            anew.add(change.resource)
+            change = msgspec.structs.replace(change, action="replace", reason=stray.reason)
+        found.append(change)
+    return [*found, *(change for node, change in strays.items() if node not in anew)]
+
+
 def digest_of(stack: Stack, file: bytes) -> str:
     """What a plan is made for: the service file, and all that was made of it and of the environment."""
     return hashlib.sha256(file + b"\0" + text_of(render(stack)).encode()).hexdigest()
@@ -154,6 +198,12 @@ def local_nodes(values: Mapping[str, Any]) -> dict[str, str]:
         for entry in resources(values)
         if entry["type"] == "terraform_data" and entry["name"] == "node" and "index" in entry
     }
+
+
+def tainted_nodes(values: Mapping[str, Any]) -> set[str]:
+    """Ids of the local backend's nodes whose creation broke off."""
+    broken = {str(entry["address"]) for entry in resources(values) if entry.get("tainted")}
+    return {node for node, address in local_nodes(values).items() if address in broken}
 
 
 def declared_nodes(stack: Stack) -> Sequence[str]:

@@ -73,15 +73,16 @@ def test_a_gateway_that_is_away_is_told(gateway: Gateway) -> None:
         drain(client, ["here-1"], 60.0, ignore)
 
 
-def test_who_gives_up_leaves_no_node_drained(gateway: Gateway, client: Client) -> None:
-    """By Ctrl-C, or because a later node can't be drained."""
+@pytest.mark.parametrize("end", [KeyboardInterrupt, BrokenPipeError, SystemExit])
+def test_who_gives_up_leaves_no_node_drained(gateway: Gateway, client: Client, end: type[BaseException]) -> None:
+    """By Ctrl-C, because nobody listens any more, or because a later node can't be drained."""
     gateway.open, gateway.stuck = {"here-1": 1, "here-2": 1}, {"here-1"}
 
     def give_up(_line: str) -> None:
         assert gateway.drained == ["here-1", "here-2"]
-        raise KeyboardInterrupt
+        raise end
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(end):
         drain(client, ["here-1", "here-2"], 60.0, give_up)
     assert gateway.drained == []
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ class Pools:
         self.running: dict[str, subprocess.Popen[str]] = {}
 
     def declare(self, pools: dict[str, int]) -> None:
-        declared = {name: {"backend": "local", "desired": count, "max": 3} for name, count in pools.items()}
+        declared = {name: {"backend": "local", "desired": count, "max": max(3, count)} for name, count in pools.items()}
         text = json.dumps({"service": "demo", "base_model": "./model", "node_pools": declared})
         (self.folder / "serverless.yml").write_text(text)
 
@@ -125,8 +127,10 @@ def test_nodes_of_a_pool_that_is_no_longer_declared_end(pools: Pools) -> None:
 def test_a_process_that_no_state_holds_ends(pools: Pools) -> None:
     pools.made()
     pools.start("here-3")
-    pools.declare({"here": 2})
-    pools.plan()
+    (shown,) = pools.provision().show()
+    assert shown.nodes == {"here-1": "alive", "here-2": "alive", "here-3": "alive"}
+    assert shown.drift == ["here-3 runs, and no state holds it"]
+    assert pools.plan() == [("destroy", "here-3", "no state holds it")], "nothing ends that the plan does not tell"
     pools.apply()
     assert pools.running["here-3"].wait(30) == -signal.SIGTERM
     assert [pools.running[node].poll() for node in ("here-1", "here-2")] == [None, None]
@@ -300,6 +304,7 @@ def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None
     pools.made()
     for file in (pools.state / "infra" / "demo").glob("terraform.tfstate*"):
         file.unlink()
+    assert pools.plan() == [("replace", node, "no state holds it") for node in ("here-1", "here-2")]
     shown: list[tuple[str, str]] = []
 
     def confirm(note: PlanNote) -> None:
@@ -315,6 +320,38 @@ def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None
         pools.provision().destroy(confirm, pools.told.append, force=False)
         assert gateway.drained == ["here-1", "here-2"]
     assert [process.wait(30) for process in pools.running.values()] == [-signal.SIGTERM] * 2
+
+
+def test_a_creation_that_broke_off_is_drift(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = "import sys; sys.exit('create' in sys.argv and '\"here-2\"' in sys.argv[2])"
+    monkeypatch.setattr(node_pools, "PROGRAM", (sys.executable, "-c", failing))
+    pools.plan()
+    with pytest.raises(FrontDoorError, match="terraform failed"):
+        pools.apply()
+    for node in ("here-1", "here-2"):
+        pools.start(node)
+    (shown,) = pools.provision().show()
+    assert shown.drift == ["here-2: its creation did not end well"]
+
+
+def test_a_state_in_another_directory_is_not_left_there(pools: Pools) -> None:
+    """Else what it knows of would be made a second time, and never ended."""
+    pools.made()
+    file = pools.folder / "serverless.yml"
+    text = file.read_text()
+    elsewhere = json.dumps({**json.loads(text), "infra": {"state": "./else where"}})
+    for other, before in ((elsewhere, text), (text, elsewhere)):
+        file.write_text(other)
+        for command in (pools.plan, pools.provision().show):
+            with pytest.raises(FrontDoorError, match="Set it back, or move the state: ") as told:
+                command()
+        file.write_text(before)
+        assert pools.plan() == [], "set back"
+        file.write_text(other)
+        (move,) = re.findall("`(.*)`", str(told.value))
+        subprocess.run(move, shell=True, check=True, timeout=60)
+        assert pools.plan() == [], "moved"
+    assert [process.poll() for process in pools.running.values()] == [None, None]
 
 
 def test_a_process_that_does_not_end_is_told(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,3 +390,73 @@ def test_what_terraform_does_not_even_begin_leaves_nodes_as_they_are(pools: Pool
             pools.apply()
         assert gateway.orders == ["drain here-2", "undrain here-2"]
         assert pools.running["here-3"].poll() is None
+
+
+APPLYING = """
+import sys
+from pathlib import Path
+from garnish import node_pools
+from garnish.provision import Provision
+node_pools.PROGRAM = (sys.executable, "-c", "pass")
+Provision(Path(sys.argv[1]), Path(sys.argv[2])).apply(lambda note: None, lambda line: print(line, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_nodes_serve_again_when_a_signal_ends_their_drain(pools: Pools, number: signal.Signals) -> None:
+    with running_gateway() as gateway:
+        gateway.open, gateway.stuck = {"here-1": 0, "here-2": 1}, {"here-2"}
+        (pools.state / "credentials.toml").write_text(f'url = "{gateway.url}"\ntenant = "default"\n')
+        pools.made()
+        pools.declare({"here": 1})
+        pools.plan()
+        command = [sys.executable, "-c", APPLYING, str(pools.folder / "serverless.yml"), str(pools.state)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "draining: requests are open on here-2\n"
+            process.send_signal(number)
+            process.stdout.read()
+            assert process.wait(30) != 0
+        assert gateway.orders == ["drain here-2", "undrain here-2"]
+        assert pools.running["here-2"].poll() is None
+
+
+NOTING_STOP = """
+import json, sys, time
+from pathlib import Path
+if sys.argv[1] == "stop":
+    spec = json.loads(sys.argv[2])
+    (Path(spec["state"]) / f"stop.{spec['node']}").touch()
+    time.sleep(60)
+"""
+
+
+def test_nodes_that_terraform_did_not_come_to_serve_again(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends ten at a time; Ctrl-C comes while it does."""
+    monkeypatch.setattr(node_pools, "PROGRAM", (sys.executable, "-c", NOTING_STOP))
+    nodes = [f"here-{number + 1}" for number in range(12)]
+    pools.declare({"here": 12})
+    pools.plan()
+    pools.apply()
+
+    def ending() -> set[str]:
+        return {file.suffix[1:] for file in pools.state.glob("stop.*")}
+
+    def tell(_line: str) -> None:
+        deadline = time.monotonic() + 60
+        while len(ending()) < 10 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with running_gateway() as gateway:
+        gateway.open = dict.fromkeys(nodes, 0)
+        (pools.state / "credentials.toml").write_text(f'url = "{gateway.url}"\ntenant = "default"\n')
+        pools.declare({"here": 0})
+        pools.plan()
+        with pytest.raises(FrontDoorError, match="interrupted"):
+            pools.provision().apply(lambda note: None, tell)
+        assert len(ending()) == 10
+        (shown,) = pools.provision().show()
+        assert (list(shown.nodes), shown.desired, shown.applied) == (nodes, 0, 0), "what the state still holds"
+        assert "here-12 was to go, and its end broke off" in shown.drift
+        assert set(gateway.drained) == ending(), "the others serve again"

@@ -32,7 +32,9 @@ def test_a_request_counts_until_its_end() -> None:
     assert (of(loads)[None].open, of(loads)[None].queue_wait) == (1, 2.0)
     stay.wait("a", 0.5)
     found = of(loads)["a"]
-    assert (found.open, found.queue_wait, found.backlog, found.demand) == (1, 2.0, 0.5, 0.05)
+    assert (found.open, found.queue_wait, found.backlog, found.demand) == (1, 0.0, 0.5, 0.05), "it was held before"
+    clock.now = 102.5
+    assert of(loads)["a"].queue_wait == 1.5
     assert of(loads).get(None, PoolLoad(None)).open == 0
     stay.begin()
     assert (of(loads)["a"].open, of(loads)["a"].queue_wait, of(loads)["a"].backlog) == (1, 0.0, 0.0)

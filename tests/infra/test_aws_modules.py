@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -119,6 +120,34 @@ def test_user_data(tmp_path: Path) -> None:
         'pip install --quiet "/opt/$(basename' in wheel and "aws s3 cp --only-show-errors 's3://acme-packages/" in wheel
     )
     assert "garnish[node]==" in index and "/opt/$(basename" not in index
+
+
+STUB = """#!/bin/sh
+echo "$(basename "$0") $*" >>{calls}
+case "$0" in *blkid) echo 12-34 ;; *lsblk) echo '{disks}' ;; esac
+"""
+
+
+@needs_terraform
+@pytest.mark.parametrize(("count", "device"), [(0, None), (1, "/dev/nvme1n1"), (2, "/dev/md0")])
+def test_disks_of_an_instance_are_mounted_at_each_boot(tmp_path: Path, count: int, device: str | None) -> None:
+    """User data runs at the first one only."""
+    (part,) = re.findall(r"^data=.*?(?=^useradd)", user_data(tmp_path / "u"), re.DOTALL | re.MULTILINE)
+    data, fstab, calls = tmp_path / "data", tmp_path / "fstab", tmp_path / "calls"
+    disks = "\n".join(f"/dev/nvme{number + 1}n1 Amazon EC2 NVMe Instance Storage" for number in range(count))
+    (tmp_path / "bin").mkdir()
+    for name in ("lsblk", "mdadm", "mkfs.ext4", "blkid", "mount"):
+        (tmp_path / "bin" / name).write_text(STUB.format(calls=calls, disks=disks))
+        (tmp_path / "bin" / name).chmod(0o755)
+    text = part.replace("/var/lib/garnish-data", str(data)).replace("/etc/fstab", str(fstab))
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-eu"], input=text, env=env, text=True, check=True, timeout=60)
+    called = calls.read_text().splitlines()[1:]
+    if device is None:
+        assert (called, fstab.exists(), data.is_dir()) == ([], False, True)
+    else:
+        assert called[-3:] == [f"mkfs.ext4 -q {device}", f"blkid -s UUID -o value {device}", f"mount {data}"]
+        assert fstab.read_text() == f"UUID=12-34 {data} ext4 noatime,nofail 0 2\n"
 
 
 @needs_terraform

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,14 @@ def test_a_state_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(terraform, "ASK_SECONDS", 0.2)
     with pytest.raises(TerraformFailed, match=r"`terraform show` took more than 0\.2 s"):
         Terraform(Program(str(tmp_path / "terraform"), "terraform", "1.11.4"), tmp_path).show()
+
+
+@pytest.mark.parametrize("call", [Terraform.show, Terraform.init])
+def test_who_has_killed_it_is_told(tmp_path: Path, call: Callable[[Terraform], object]) -> None:
+    (tmp_path / "terraform").write_text("#!/bin/sh\nkill -9 $$\n")
+    (tmp_path / "terraform").chmod(0o755)
+    with pytest.raises(TerraformFailed, match=r"terraform was ended by signal 9 \(Killed\); the next plan"):
+        call(Terraform(Program(str(tmp_path / "terraform"), "terraform", "1.11.4"), tmp_path))
 
 
 def test_a_stale_plan_is_told() -> None:
