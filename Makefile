@@ -51,7 +51,10 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.gateway --json benchmarks/results/gateway.json
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
 	$(BIN)/python -m benchmarks.placement --json benchmarks/results/placement.json
-	$(BIN)/python -m benchmarks.scheduling --json benchmarks/results/scheduling.json
+	$(BIN)/python -m benchmarks.perfmodel --json benchmarks/results/perfmodel.json
+	$(BIN)/python -m benchmarks.scheduling --only sim60 --profiles papers --json benchmarks/results/scheduling.json
+	$(BIN)/python -m benchmarks.scheduling --only sim60 --profiles smollm2-cpu --json benchmarks/results/scheduling_measured.json
+	$(BIN)/python -m benchmarks.scheduling --only testbed8 --json benchmarks/results/testbed.json
 	$(BIN)/python -m benchmarks.fidelity --json benchmarks/results/fidelity.json
 	$(BIN)/python -m benchmarks.fairness --json benchmarks/results/fairness.json
 	$(BIN)/python -m benchmarks.autoscale --json benchmarks/results/autoscale.json

@@ -186,6 +186,7 @@ TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "fidelity": ("fidelity", fidelity_table),
         "scheduling": ("scheduling", scheduling_table),
         "scheduling-measured": ("scheduling_measured", scheduling_table),
+        "testbed": ("testbed", scheduling_table),
     },
     ROOT / "docs" / "autoscale.md": {"autoscale": ("autoscale", autoscale_text)},
     ROOT / "docs" / "performance-model.md": {"perfmodel": ("perfmodel", perfmodel_table)},
