@@ -66,7 +66,8 @@ class Workspace:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StateLocked(
-                f"another `garnish infra` command works in {self.directory}; wait until it has ended"
+                f"another `garnish infra` command, or `garnish autoscale`, works in {self.directory}; try again in a "
+                "moment"
             ) from None
 
     def open(self, stack: Stack) -> None:

@@ -133,15 +133,16 @@ class Autoscaler:
         state = self._states[pool.name]
         targets = msgspec.structs.replace(pool.targets, min=known.min, max=known.max)
         state.sizer.targets = targets
+        starting = view.ready < known.desired and now - state.grown < START_SECONDS
+        asked = wanted(view.load, known.desired, targets)
         if once:
-            decision = wanted(view.load, known.desired, targets)
+            decision = asked
             if decision.size < known.desired:
                 return Decision(known.desired, f"{decision.reason}; a single round makes no pool smaller")
         else:
-            decision = state.sizer.decide(now, view.load, known.desired)
-        starting = view.ready < known.desired and now - state.grown < START_SECONDS
-        if decision.size > known.desired and starting:
-            return Decision(known.desired, f"{decision.reason}; {view.ready:g} of {known.desired} are ready so far")
+            decision = state.sizer.decide(now, view.load, known.desired, starting=starting)
+        if asked.size > known.desired and starting:
+            return Decision(known.desired, f"{asked.reason}; {view.ready:g} of {known.desired} are ready so far")
         return decision
 
     def _act(self, pool: Scaled, known: PoolSize, told: Decided) -> Decided:

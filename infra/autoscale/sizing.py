@@ -82,27 +82,29 @@ class Sizer:
 
     def __init__(self, targets: Targets) -> None:
         self.targets = targets
-        self._asked: deque[tuple[float, int]] = deque()
-        """(when, size) of the decisions within the longer window."""
+        self._asked: deque[tuple[float, int, int]] = deque()
+        """(when, size, size that is a reason to grow) of the decisions within the longer window."""
         self._begun: float | None = None
         self._busy: float | None = None
         """When there was work for the last time."""
 
-    def decide(self, now: float, load: Load, current: int) -> Decision:
-        """`current` is the size that was last asked for. `now` never goes back."""
+    def decide(self, now: float, load: Load, current: int, *, starting: bool = False) -> Decision:
+        """`current` is the size that was last asked for; `starting`: not all of it is ready yet, and that calls wait
+        does not tell that it is too small. `now` never goes back."""
         decision = wanted(load, current, self.targets)
-        self._note(now, decision, load)
+        patient = msgspec.structs.replace(load, queue_wait=0.0, attainment=None) if starting else load
+        self._note(now, decision.size, wanted(patient, current, self.targets).size, load)
         if decision.size > current:
             return self._grown(now, decision, current)
         if decision.size < current:
             return self._shrunk(now, decision, current)
         return decision
 
-    def _note(self, now: float, decision: Decision, load: Load) -> None:
+    def _note(self, now: float, size: int, sure: int, load: Load) -> None:
         self._begun = now if self._begun is None else self._begun
         if load.open_requests or load.demand or self._busy is None:
             self._busy = now
-        self._asked.append((now, decision.size))
+        self._asked.append((now, size, sure))
         longest = max(self.targets.up_seconds, self.targets.down_seconds)
         while len(self._asked) > 1 and self._asked[1][0] <= now - longest:
             self._asked.popleft()
@@ -110,13 +112,13 @@ class Sizer:
     def _grown(self, now: float, decision: Decision, current: int) -> Decision:
         if current == 0:
             return decision  # someone waits for the first node: no window
-        least = min(size for when, size in self._asked if when >= now - self.targets.up_seconds)
+        least = min(sure for when, _, sure in self._asked if when >= now - self.targets.up_seconds)
         if not self._known_for(now, self.targets.up_seconds) or least <= current:
             return Decision(current, "more nodes have not been wanted for long enough")
         return Decision(min(least, decision.size), decision.reason)
 
     def _shrunk(self, now: float, decision: Decision, current: int) -> Decision:
-        most = max(size for when, size in self._asked if when >= now - self.targets.down_seconds)
+        most = max(size for when, size, _ in self._asked if when >= now - self.targets.down_seconds)
         if not self._known_for(now, self.targets.down_seconds):
             most = max(most, current)
         if most == 0 and not self._idle_for_long(now):

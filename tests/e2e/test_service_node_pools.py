@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Pools:
         self._written = json.loads((service.folder / "serverless.yml").read_text())
         self._written["service"] = "pools"
         self._written["gateway"] = {"port": service.port}
+        self.told = ""
         self.desire(1)
 
     def desire(self, count: int) -> None:
@@ -47,6 +49,7 @@ class Pools:
         done = subprocess.run(
             command, cwd=self.service.folder, env=OFFLINE, capture_output=True, text=True, timeout=150
         )
+        self.told += done.stdout + done.stderr
         assert done.returncode == code, done.stdout + done.stderr + self.service.logs()
         result: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"error": done.stderr}
         return result
@@ -54,6 +57,7 @@ class Pools:
     def apply(self, *expected: tuple[str, str]) -> None:
         """Plan, and carry out just what is expected."""
         planned = self.infra("plan", "--detailed-exitcode", code=2 if expected else 0)
+        told_no_secret(self)
         assert [(change["action"], change["resource"]) for change in planned["changes"]] == list(expected)
         if expected:
             assert self.infra("apply", "--yes")["changes"] == planned["changes"]
@@ -127,7 +131,7 @@ def test_the_life_of_a_pool(pools: Pools) -> None:
 
 
 def told_no_secret(pools: Pools) -> None:
-    """Neither state nor logs nor what is rendered holds the cluster secret or a key."""
+    """Neither output nor plan, state, logs or what is rendered holds the cluster secret or a key."""
     known = pools.service.credentials
     secrets = [
         (pools.service.state / "cluster.secret").read_text().strip(),
@@ -135,5 +139,13 @@ def told_no_secret(pools: Pools) -> None:
         *known["keys"].values(),
     ]
     files = [*(pools.service.state / "infra").rglob("*"), *(pools.service.state / "logs").rglob("*")]
-    texts = [file.read_bytes() for file in files if file.is_file()]
-    assert texts and not [secret for secret in secrets for text in texts if secret.encode() in text]
+    texts = [pools.told.encode(), *(text for file in files if file.is_file() for text in texts_of(file))]
+    assert pools.told and not [secret for secret in secrets for text in texts if secret.encode() in text]
+
+
+def texts_of(file: Path) -> list[bytes]:
+    """What it holds; a plan is a zip."""
+    if file.suffix != ".tfplan":
+        return [file.read_bytes()]
+    with zipfile.ZipFile(file) as plan:
+        return [plan.read(name) for name in plan.namelist()]

@@ -54,13 +54,13 @@ class Group:
 
 
 class World:
-    def __init__(self, *groups: Group) -> None:
+    def __init__(self, *groups: Group, targets: Targets = TARGETS) -> None:
         self.groups = groups or (Group(),)
         self.now, self.trouble = 100.0, list[str | None]()
         self.away: str | None = None
         self.load, self.unplaced, self.ready = IDLE, IDLE, 9.0
         names = ["a", "b"][: len(self.groups)]
-        pools = [Scaled(name, group, TARGETS) for name, group in zip(names, self.groups, strict=True)]
+        pools = [Scaled(name, group, targets) for name, group in zip(names, self.groups, strict=True)]
         self.scaler = Autoscaler(pools, self.picture, self.why, lambda: self.now)
 
     def picture(self) -> Picture:
@@ -127,6 +127,18 @@ def test_no_more_nodes_while_those_that_were_asked_for_start() -> None:
     assert world.round() == [("none", 2, 2)]
     assert "1 of 2 are ready so far" in world.decided[0].reason
     assert world.round(START_SECONDS) == [("set", 2, 3)], "not for ever"
+
+
+def test_who_waits_for_a_node_that_starts_does_not_ask_for_another() -> None:
+    """Nor does it that a promise was broken meanwhile; if later ones are, too, it does."""
+    world = World(Group(desired=0), targets=msgspec.structs.replace(TARGETS, up_seconds=15.0))
+    world.unplaced, world.ready = load(0.0, queue_wait=30.0), 0.0
+    assert world.round() == [("set", 0, 1)]
+    assert [world.round() for _ in range(30)] == [[("none", 1, 1)]] * 30
+    assert world.decided[0].reason == "a queue wait of 30.0 s; 0 of 1 are ready so far"
+    world.unplaced, world.ready, world.load = IDLE, 1.0, load(0.1, attainment=0.0)
+    moves = [world.round()[0] for _ in range(8)]
+    assert moves == [("none", 1, 1)] * 7 + [("set", 1, 2)]
 
 
 def test_a_throttled_or_draining_driver_is_asked_again_at_once() -> None:
