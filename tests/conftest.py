@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, and so would all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast a busy machine draws and runs an example says nothing about the code; pytest's own limit bounds each test.
 # Continuous integration draws the same examples each time; everyone else draws new ones.
