@@ -28,7 +28,7 @@ from node_agent.performance.cases import LONG, Effort
 from node_agent.performance.setup import GRID_CONTEXT, cold_costs, measure_grid, model_key
 from node_agent.performance.sweep import all_cases, bench
 
-QUICK = Effort((1, 2, 4, 8), (8, 16, 32, 64), 1, (16, 48, 96), 2, 1024)
+QUICK = Effort((1, 2, 4, 8), (8, 16, 32, 64), 1, (16, 48, 96), 3, 1024)
 WHATEVER = float("inf")
 """The study reports a bad fit; only a node refuses it."""
 EVALUATIONS = 2000
@@ -61,6 +61,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         "r2_paper_bgmv": paper["bgmv"].r2,
         "r2_paper_mbgmv": paper["mbgmv"].r2,
         "r2_grid_whole_model": _r2_on(decode.model, grid),
+        "r2_decode_repeats": _r2_of_repeats(sweep.decode),
         "heldout_median_error": max(quality.heldout_median_error for quality in qualities.values()),
         **{f"heldout_median_error_{name}": quality.heldout_median_error for name, quality in qualities.items()},
         **{f"set_aside_{name}": quality.set_aside for name, quality in qualities.items()},
@@ -85,16 +86,32 @@ def study(options: Any, root: Path) -> dict[str, Any]:
 
 def _medians(samples: list[DecodeSample]) -> list[DecodeSample]:
     """One sample a configuration."""
+    repeats = _repeats(samples)
+    return [msgspec.structs.replace(case, seconds=median(seconds)) for case, seconds in repeats.items()]
+
+
+def _repeats(samples: list[DecodeSample]) -> dict[DecodeSample, list[float]]:
+    """Seconds of each configuration, in the order of its rounds."""
     by_case: dict[DecodeSample, list[float]] = {}
     for sample in samples:
         by_case.setdefault(msgspec.structs.replace(sample, seconds=0.0), []).append(sample.seconds)
-    return [msgspec.structs.replace(case, seconds=median(seconds)) for case, seconds in by_case.items()]
+    return by_case
 
 
 def _r2_on(model: DecodeModel, samples: list[DecodeSample]) -> float:
     """Of samples that the model was not fitted to."""
     seconds = np.array([sample.seconds for sample in samples])
     forecast = np.array([model.seconds(s.rows, s.contexts, getattr(s, model.rank_term)) for s in samples])
+    return _r2(seconds, forecast)
+
+
+def _r2_of_repeats(samples: list[DecodeSample]) -> float:
+    """Every other round as the forecast of the rest: what noise leaves of the R^2 of a forecast without error."""
+    halves = [(median(seconds[::2]), median(seconds[1::2])) for seconds in _repeats(samples).values()]
+    return _r2(*np.array(halves).T)
+
+
+def _r2(seconds: np.ndarray, forecast: np.ndarray) -> float:
     return float(1 - ((seconds - forecast) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
 
 
@@ -114,7 +131,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--adapter-memory", type=int, default=1400, metavar="MIB")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:

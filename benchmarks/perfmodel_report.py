@@ -35,6 +35,8 @@ def perfmodel_table(document: dict[str, Any]) -> str:
             f"| {counts[kind]} ({figures[f'set_aside_{kind}']:.0f}) |"
             for kind in ("decode", "prefill")
         ),
+        f"| every other round of the decode steps as the forecast of the rest | {figures['r2_decode_repeats']:.4f} | "
+        f"| {counts['decode']} |",
         f"| the same decode model on the paper's grid, which it has not seen | {figures['r2_grid_whole_model']:.4f} | "
         f"| {counts['grid']} |",
         f"| paper's form, BGMV: batch x largest rank | {figures['r2_paper_bgmv']:.4f} | | {bgmv['samples']} |",

@@ -17,7 +17,7 @@ from tests.cluster.measured import PROFILE
 def document() -> dict[str, Any]:
     grid = [DecodeSample(b, 100, b * r, b * r, b * r, 0.02 + b * r * 1e-5) for b in (4, 8) for r in (8, 16, 32)]
     paper = [PaperForm(kernel, 1e-5, 0.02, 0.75, 6) for kernel in ("bgmv", "mbgmv")]
-    names = ("r2_decode", "r2_prefill", "r2_paper_bgmv", "r2_paper_mbgmv", "r2_grid_whole_model")
+    names = ("r2_decode", "r2_prefill", "r2_paper_bgmv", "r2_paper_mbgmv", "r2_grid_whole_model", "r2_decode_repeats")
     errors = {
         f"{name}_{kind}": 0.0321 for name in ("heldout_median_error", "set_aside") for kind in ("decode", "prefill")
     }
