@@ -145,8 +145,9 @@ class Engine:
             return True  # the caller has not taken it to its end
         if self._blocked():
             return False
-        most, model = self.limits.chunk_tokens, self.drift.published if self.drift else None
-        spare = spare_tokens(model, self.running.values(), most // LEAST_BESIDE_STRICT) - used
+        most = self.limits.chunk_tokens
+        model, slower = (self.drift.published, self.drift.both.value) if self.drift else (None, 1.0)
+        spare = spare_tokens(model, self.running.values(), most // LEAST_BESIDE_STRICT, slower) - used
         self.newcomers.begin_iteration(most)
         worked = spare == inf and self._compute_newcomers()
         left = max(most - used - self.newcomers.take_overtaken(), most // LEAST_HOT_SHARE)

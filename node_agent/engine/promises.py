@@ -15,11 +15,12 @@ MARGIN = 0.8
 """Of a promise, that is planned with: forecasts err, and passes vary."""
 
 
-def spare_tokens(model: PerformanceModel | None, running: Iterable[Request], least: int) -> float:
+def spare_tokens(model: PerformanceModel | None, running: Iterable[Request], least: int, slower: float = 1.0) -> float:
     """Prompt tokens for which an iteration has time; infinite where nobody strict decodes who was promised a time
     between tokens, or nothing is known of passes.
 
-    At least `least`: a promise that decode rows alone would break must not stop prompts.
+    At least `least`: a promise that decode rows alone would break must not stop prompts. `slower`: how much longer than
+    forecast passes over both take. That they take less is no reason to plan with more: they vary.
     """
     rows = [Row(request, 1) for request in running if request.decoding]
     strict = [row.request.tpot for row in rows if row.request.slo_class == "strict" and row.request.tpot is not None]
@@ -27,6 +28,6 @@ def spare_tokens(model: PerformanceModel | None, running: Iterable[Request], lea
         return inf
     sample = decode_sample(rows, 0.0)
     ranks: int = getattr(sample, model.decode.rank_term)
-    seconds = MARGIN * min(strict) - model.decode.seconds(sample.rows, sample.contexts, ranks)
+    seconds = MARGIN * min(strict) / max(1.0, slower) - model.decode.seconds(sample.rows, sample.contexts, ranks)
     per_token = model.prefill.per_token + model.prefill.per_token_rank * sample.max_rank / sample.rows
     return max(seconds / per_token if per_token > 0 else inf, least)

@@ -65,20 +65,24 @@ class Drift:
     def __init__(self, measured: PerformanceModel) -> None:
         self.measured = self.published = measured
         self.decode, self.prefill = Factor(), Factor()
+        self.both = Factor()
+        """Of passes over decode rows and prompts together, by the model as published; not part of it."""
 
     def observe(self, rows: Sequence[Row], n_decode: int, seconds: float) -> None:
-        """A pass is about to be booked. One of both kinds teaches nothing: the two share what each begins with."""
-        if n_decode == len(rows):
+        """A pass is about to be booked. One of both kinds teaches nothing of either: the two share what each begins
+        with."""
+        if 0 < n_decode < len(rows):
+            self.both.observe(_together(self.published, rows[:n_decode], rows[n_decode:]), seconds)
+            return
+        if n_decode:
             sample = decode_sample(rows, seconds)
             ranks: int = getattr(sample, self.measured.decode.rank_term)
             forecast = self.measured.decode.seconds(sample.rows, sample.contexts, ranks)
             changed = self.decode.observe(forecast, seconds)
-        elif not n_decode:
+        else:
             prompts = prefill_sample(rows, seconds)
             forecast = self.measured.prefill.seconds(prompts.tokens, prompts.squares, prompts.token_ranks)
             changed = self.prefill.observe(forecast, seconds)
-        else:
-            return
         if changed:
             self.published = corrected(self.measured, self.decode.value, self.prefill.value)
             log.info("forecasts corrected", extra={"decode": self.decode.value, "prefill": self.prefill.value})
@@ -88,6 +92,14 @@ class Drift:
         """Median of observed / forecast over the last passes, by the model as it is published; None: none were seen."""
         ratios = [*self.decode.ratios(), *self.prefill.ratios()]
         return round(median(ratios), 4) if ratios else None
+
+
+def _together(model: PerformanceModel, decoding: Sequence[Row], prompts: Sequence[Row]) -> float:
+    """Forecast seconds of a pass: what it begins with counts once."""
+    sample, prompt = decode_sample(decoding, 0.0), prefill_sample(prompts, 0.0)
+    ranks: int = getattr(sample, model.decode.rank_term)
+    decode = model.decode.seconds(sample.rows, sample.contexts, ranks)
+    return decode + model.prefill.seconds(prompt.tokens, prompt.squares, prompt.token_ranks) - model.prefill.base
 
 
 def corrected(model: PerformanceModel, decode: float, prefill: float) -> PerformanceModel:

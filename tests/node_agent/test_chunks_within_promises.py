@@ -36,14 +36,17 @@ def decoding(context: int, slo_class: SloClass = "standard", tpot: float | None 
     tpot=st.floats(0.001, 1.0),
     other=st.none() | st.floats(0.001, 1.0),
     least=st.integers(0, 64),
+    slower=st.floats(0.5, 2.0),
 )
-def test_what_is_left_fills_the_promise(contexts: list[int], tpot: float, other: float | None, least: int) -> None:
-    """By the model's own forecast; standard requests' promises don't count."""
+def test_what_is_left_fills_the_promise(
+    contexts: list[int], tpot: float, other: float | None, least: int, slower: float
+) -> None:
+    """By the model's own forecast, and no faster than it; standard requests' promises don't count."""
     rows = [decoding(contexts[0], "strict", tpot), *(decoding(c, tpot=other) for c in contexts[1:])]
-    spare = spare_tokens(MODEL, rows, least)
+    spare = spare_tokens(MODEL, rows, least, slower)
     forecast = MODEL.decode.seconds(len(rows), sum(contexts), 0) + MODEL.prefill.per_token * spare
     assert spare >= least
-    assert spare == least or forecast == pytest.approx(MARGIN * tpot)
+    assert spare == least or forecast * max(1.0, slower) == pytest.approx(MARGIN * tpot)
 
 
 def test_without_a_strict_promise_or_a_model_there_is_no_limit() -> None:
@@ -54,10 +57,15 @@ def test_without_a_strict_promise_or_a_model_there_is_no_limit() -> None:
     assert spare_tokens(MODEL, [prompt], 1) == inf
 
 
-def test_chunks_follow_a_strict_promise(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are cut while it decodes, are whole before and after, and all prompts are computed."""
+@pytest.mark.parametrize(("slower", "most"), [(1.0, 19), (1.25, 11)])
+def test_chunks_follow_a_strict_promise(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, slower: float, most: int
+) -> None:
+    """They are cut while it decodes, shorter where passes take longer than forecast, are whole before and after, and
+    all prompts are computed."""
     engine, chunks = make_engine(max_rows=8, chunk_tokens=64), list[tuple[bool, int]]()
     engine.engine.drift = Drift(MODEL)
+    engine.engine.drift.both.value = slower
     monkeypatch.setattr(engine.engine.drift, "observe", lambda *_: None)
     begin = engine.engine.hot.begin
 
@@ -74,6 +82,8 @@ def test_chunks_follow_a_strict_promise(make_engine: MakeEngine, monkeypatch: py
     others = [engine.submit([1] * 200, 2) for _ in range(2)]
     engine.run()
     assert chunks[0] == (False, 60)
-    assert {tokens for strict, tokens in chunks if strict and tokens > 4} <= {17, 18, 19}
+    beside = {tokens for strict, tokens in chunks if strict and tokens > 4}
+    assert beside
+    assert beside <= {most - 2, most - 1, most}
     assert max(tokens for strict, tokens in chunks if not strict) > 60
     assert all(engine.outcomes[request].tokens for request in (first, call, *others))

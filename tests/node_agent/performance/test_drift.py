@@ -113,11 +113,34 @@ def test_times_that_are_none_teach_nothing(seconds: float) -> None:
     assert (drift.published is MEASURED, drift.forecast_ratio) == (True, None)
 
 
-def test_a_pass_of_both_kinds_teaches_nothing() -> None:
+def test_a_pass_of_both_kinds_teaches_nothing_of_either() -> None:
     drift = Drift(MEASURED)
     for _ in range(2 * MEMORY):
         drift.observe([*BATCH, *PROMPTS], len(BATCH), 100.0)
     assert (drift.published is MEASURED, drift.forecast_ratio) == (True, None)
+
+
+@given(slower=st.floats(1 / BOUND, BOUND), seed=st.integers(0, 2**32 - 1))
+def test_how_long_passes_of_both_kinds_take_is_followed_apart(slower: float, seed: int) -> None:
+    """One in ten is disturbed. What a pass begins with counts once."""
+    draw, drift = random.Random(seed), Drift(MEASURED)
+    forecast = DECODE + PREFILL - MEASURED.prefill.base
+    for _ in range(20 * EVERY):
+        disturbed = 10 if draw.random() < 0.1 else 1
+        drift.observe([*BATCH, *PROMPTS], len(BATCH), forecast * slower * disturbed)
+    assert drift.both.value == pytest.approx(slower, rel=2 * WORTH)
+    assert drift.published is MEASURED
+
+
+def test_a_slower_host_that_single_kinds_have_told_of_counts_once() -> None:
+    drift = Drift(MEASURED)
+    both = 1.5 * (DECODE + PREFILL - MEASURED.prefill.base)
+    for _ in range(20 * EVERY):
+        drift.observe(BATCH, len(BATCH), 1.5 * DECODE)
+        drift.observe(PROMPTS, 0, 1.5 * PREFILL)
+        drift.observe([*BATCH, *PROMPTS], len(BATCH), both)
+    assert drift.published.decode.base == pytest.approx(1.5 * MEASURED.decode.base, rel=2 * WORTH)
+    assert drift.both.value == pytest.approx(1.0, rel=3 * WORTH)
 
 
 def test_an_engine_that_serves_says_what_it_forecasts(
