@@ -11,6 +11,7 @@ from typing import Any
 
 from garnish.provision import Provision
 from infra.local.processes import NodeKey, remember
+from infra.stack import pool_of
 from infra.workspace import PlanNote
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -46,7 +47,7 @@ class Pools:
 
     def start(self, node: str) -> None:
         """What looks like the node, which nothing else has started."""
-        key = NodeKey(state=str(self.state), service="demo", pool=node.rpartition("-")[0], node=node)
+        key = NodeKey(state=str(self.state), service="demo", pool=pool_of(node), node=node)
         self.running[node] = process = subprocess.Popen(
             [sys.executable, "-c", SLEEP],
             env={**os.environ, **key.environment()},
