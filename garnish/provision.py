@@ -103,12 +103,14 @@ class Provision:
         with told(), self.workspace.held():
             tell("preparing terraform")
             self.workspace.open(self.stack)
-            strays = self._stray_changes(local_nodes(self.workspace.state()))
+            values = self.workspace.state()
+            strays = self._stray_changes(local_nodes(values))
             note = self.workspace.plan(self.stack, self.made_for, destroy=True, strays=strays)
             if note.changes:
                 confirm(note)
             with ended_by_signals():
-                self._carry_out(self.workspace.apply, tell, self._drain_all(tell, force) if note.changes else [])
+                drained = self._drain_all(values, tell, force) if note.changes else []
+                self._carry_out(self.workspace.apply, tell, drained)
             forget_sizes(self.workspace.directory)
             return note
 
@@ -187,8 +189,7 @@ class Provision:
             tell(f"the gateway can't drain {', '.join(going)} ({error.type}); they drain at their own end")
         return []
 
-    def _drain_all(self, tell: Tell, force: bool) -> list[str]:
-        values = self.workspace.state()
+    def _drain_all(self, values: dict[str, Any], tell: Tell, force: bool) -> list[str]:
         nodes, in_aws = local_nodes(values), self._pools_in_aws(values)
         running = {key.node for key in self._running(nodes)}
         if not in_aws and not running:
