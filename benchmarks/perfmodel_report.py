@@ -42,8 +42,7 @@ def perfmodel_table(document: dict[str, Any]) -> str:
         f"| paper's form, BGMV: batch x largest rank | {figures['r2_paper_bgmv']:.4f} | | {bgmv['samples']} |",
         f"| paper's form, MBGMV: sum of ranks | {figures['r2_paper_mbgmv']:.4f} | | {mbgmv['samples']} |",
         "",
-        f"A decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.0f} us a row"
-        f"{beyond} + "
+        f"A decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.0f} us a row{beyond} + "
         f"{decode['per_context'] * 1e9:.0f} ns a token of context + {decode['per_rank'] * 1e6:.2f} us of the "
         f"{TERMS[decode['rank_term']]}. A pass over prompts: {prefill['base'] * 1e3:.2f} ms + "
         f"{prefill['per_token'] * 1e6:.0f} us a token + {prefill['per_token2'] * 1e9:.1f} ns a token squared + "

@@ -86,9 +86,10 @@ COLUMNS: dict[str, type] = {
     "store_latency": np.float64,
     "store_bandwidth": np.float64,
     "exposed_share": np.float64,
-    # What follows from the columns above, so that no request reckons it anew: seconds, but for the first three.
+    # What follows from the columns above, so that no request reckons it anew: seconds, but for the first four.
     "requests": np.float64,  # running, queued and reserved
     "capacity": np.float64,  # rows; infinite where the node does not tell
+    "rows_free": np.float64,  # negative where requests wait for a row
     "kv_room": np.float64,  # tokens free beyond what reserved places will hold; infinite where it does not tell
     "decode_there": np.float64,  # a step of all its requests, whatever their number
     "decode_next_row": np.float64,  # what one more adds to it by being a row
@@ -98,7 +99,6 @@ COLUMNS: dict[str, type] = {
     "strict_rows": np.float64,
     "strict_kv_room": np.float64,
     "strict_prompt_wait": np.float64,
-    "rows_free": np.float64,  # negative where requests wait for a row
     "device_wait": np.float64,  # until another load's first byte
     "device_per_byte": np.float64,
     "store_per_byte": np.float64,
@@ -285,21 +285,18 @@ class NodeTable:
             held.token_ranks, load.adapter_bytes_free, load.adapter_bytes, load.loading_bytes,
         )  # fmt: skip
         capacity = load.max_rows or math.inf
-        found = (
-            requests,
-            capacity,
-            load.kv_tokens_free - held.tokens if load.kv_tokens else math.inf,
-            model.prefill.seconds(prompts, 0, held.token_ranks) if prompts else 0.0,
-        )
+        kv_room = load.kv_tokens_free - held.tokens if load.kv_tokens else math.inf
+        prompt_wait = model.prefill.seconds(prompts, 0, held.token_ranks) if prompts else 0.0
+        found = requests, capacity, kv_room, prompt_wait
         promised = [load.tightest_tpot, *(demand.tpot for demand in demands if demand.tpot is not None)]
         self._derived[:, row] = (  # in the order of DERIVED
             tightest_tpot(promised, model),
             requests,
             capacity,
             capacity - requests,
-            found[2],
+            kv_room,
             model.decode.seconds(requests, load.contexts + prompts, decode_ranks),
-            found[3],
+            prompt_wait,
             *(found if load.strict is None else found_by_strict(load, load.strict, demands, model)),
         )
         self.decode_next_row[row] = model.decode.next_row(requests)

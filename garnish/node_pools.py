@@ -20,6 +20,7 @@ from garnish.settings import registry_of, secret_file_of
 from garnish.up.prepare import local_url
 from infra.autoscale.sizes import SetSize, in_force, read_sizes
 from infra.instances import gpus_of
+from infra.local.processes import service_directory
 from infra.memory_need import check_fits, need_of
 from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack, sharing_nodes
 from node_agent.config import EngineConfig
@@ -69,7 +70,7 @@ def infra_directory(service: ServiceFile, state: Path) -> Path:
     """Where the root modules of this service file's state are kept on this host."""
     written = service.infra.state
     if written is None or written.startswith("s3://"):
-        return state / "infra" / service.service
+        return service_directory(state, service.service)
     return service.path(written) / service.service
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from infra.changes import BROKEN_OFF
-from infra.stack import Pool, Stack
-from infra.workspace import local_nodes, outputs, tainted_nodes
+from infra.stack import Pool, Stack, pool_of
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +29,12 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Seen(msgspec.Struct, frozen=True):
     """What there is."""
 
-    values: Mapping[str, Any]
-    """Of Terraform's state."""
+    applied: Mapping[str, Any]
+    """Pools, as they were applied: an output of Terraform's state."""
+    held: Collection[str]
+    """Ids of local nodes in the state."""
+    tainted: Collection[str]
+    """Of them those whose creation broke off."""
     alive: Collection[str]
     """Ids of local nodes whose process lives."""
     states: Mapping[str, str]
@@ -40,9 +43,8 @@ class Seen(msgspec.Struct, frozen=True):
 
 def pool_statuses(stack: Stack, seen: Seen) -> list[PoolStatus]:
     """The declared pools in the file's order, then those that are no longer declared and still there."""
-    applied: dict[str, Any] = outputs(seen.values, "pools") or {}
-    local = {*local_nodes(seen.values), *seen.alive}
-    undeclared = {*applied, *map(_pool_of, local)} - {pool.name for pool in stack.pools}
+    applied, local = seen.applied, {*seen.held, *seen.alive}
+    undeclared = {*applied, *map(pool_of, local)} - {pool.name for pool in stack.pools}
     return [
         *(_declared(pool, applied.get(pool.name), seen, local) for pool in stack.pools),
         *(_undeclared(name, applied.get(name), local) for name in sorted(undeclared)),
@@ -80,13 +82,13 @@ def _declared(pool: Pool, applied: Mapping[str, Any] | None, seen: Seen, local: 
 
 
 def _wrong(node: str, applied: Mapping[str, Any] | None, seen: Seen) -> str | None:
-    if node not in local_nodes(seen.values):
+    if node not in seen.held:
         return f"{node} runs, and no state holds it"
     if applied is not None and node not in applied.get("nodes", ()):
         return f"{node} was to go, and its end broke off"
     if node not in seen.alive:
         return f"{node} has died"
-    return f"{node}: {BROKEN_OFF}" if node in tainted_nodes(seen.values) else None
+    return f"{node}: {BROKEN_OFF}" if node in seen.tainted else None
 
 
 def _undeclared(name: str, applied: Mapping[str, Any] | None, local: Collection[str]) -> PoolStatus:
@@ -98,8 +100,4 @@ def _undeclared(name: str, applied: Mapping[str, Any] | None, local: Collection[
 
 
 def _nodes_of(pool: str, local: Collection[str]) -> list[str]:
-    return sorted((node for node in local if _pool_of(node) == pool), key=lambda node: (len(node), node))
-
-
-def _pool_of(node: str) -> str:
-    return node.rpartition("-")[0]
+    return sorted((node for node in local if pool_of(node) == pool), key=lambda node: (len(node), node))

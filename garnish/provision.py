@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +20,10 @@ from garnish.pool_status import PoolStatus, Seen, is_instance, pool_statuses, si
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
 from infra.errors import InfraError, StalePlan, StateLocked, Unchanged
-from infra.local.processes import NodeKey, nodes_directory, running_nodes, stop
-from infra.stack import Stack
+from infra.local.processes import NodeKey, running_nodes, service_directory, stop
+from infra.stack import Stack, pool_of
 from infra.terraform import Event, find_program, missing_credentials
-from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs
+from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs, tainted_nodes
 
 DRAIN_SECONDS = 600.0
 """Calls that are still open then get the node's own time to end, at TERM."""
@@ -47,7 +47,7 @@ class Provision:
     def workspace(self) -> Workspace:
         """Raises InfraError without Terraform, or without credentials that it needs."""
         check_credentials(self.stack)
-        home = nodes_directory(self.state, self.stack.service).parent
+        home = service_directory(self.state, self.stack.service)
         return Workspace(infra_directory(self.service, self.state), find_program(), home)
 
     def plan(self, tell: Tell) -> PlanNote:
@@ -57,7 +57,9 @@ class Provision:
             tell("preparing terraform")
             self.workspace.open(self.stack)
             tell("planning")
-            return self.workspace.plan(self.stack, self.made_for, self.dead(), strays=self._stray_changes())
+            held = local_nodes(self.workspace.state())
+            strays = self._stray_changes(held)
+            return self.workspace.plan(self.stack, self.made_for, self._dead(held), strays=strays)
 
     def apply(self, confirm: Callable[[PlanNote], None], tell: Tell) -> PlanNote:
         """The saved plan; `confirm` is shown it first, and raises to stop."""
@@ -83,11 +85,12 @@ class Provision:
 
     def _plan_resize(self) -> None:
         self.workspace.open(self.stack)
-        made = outputs(self.workspace.state(), "pools") or {}
+        values = self.workspace.state()
+        made = outputs(values, "pools") or {}
         for pool in self.stack.local_pools:
             if pool.name not in made:
                 raise InfraError(f"node_pools.{pool.name} was not made yet: run `garnish infra plan` and `apply`")
-        changes = self.workspace.plan_sizes(self.stack, self.dead())
+        changes = self.workspace.plan_sizes(self.stack, self._dead(local_nodes(values)))
         other = [change for change in changes if not _of_size(change)]
         if other:
             raise InfraError(
@@ -100,11 +103,14 @@ class Provision:
         with told(), self.workspace.held():
             tell("preparing terraform")
             self.workspace.open(self.stack)
-            note = self.workspace.plan(self.stack, self.made_for, destroy=True, strays=self._stray_changes())
+            values = self.workspace.state()
+            strays = self._stray_changes(local_nodes(values))
+            note = self.workspace.plan(self.stack, self.made_for, destroy=True, strays=strays)
             if note.changes:
                 confirm(note)
             with ended_by_signals():
-                self._carry_out(self.workspace.apply, tell, self._drain_all(tell, force) if note.changes else [])
+                drained = self._drain_all(values, tell, force) if note.changes else []
+                self._carry_out(self.workspace.apply, tell, drained)
             forget_sizes(self.workspace.directory)
             return note
 
@@ -112,30 +118,30 @@ class Provision:
         with told(), self.workspace.held():
             self.workspace.open(self.stack)
             values = self.workspace.state()
-        alive = {key.node for key in self._running(local_nodes(values))}
-        return pool_statuses(self.stack, Seen(values, alive, self._seen_nodes()))
+        held = local_nodes(values)
+        alive = {key.node for key in self._running(held)}
+        applied = outputs(values, "pools") or {}
+        return pool_statuses(self.stack, Seen(applied, held, tainted_nodes(values), alive, self._seen_nodes()))
 
     def sizes_told(self) -> list[str]:
         """Where the plan holds to what the autoscaler has set: one line per pool."""
         told = [f"node_pools.{pool.name}: {size_told(pool)}" for pool in self.stack.pools if pool.stated is not None]
         return [f"{line}; the plan keeps that, until `desired` is edited" for line in told]
 
-    def dead(self) -> dict[str, str]:
+    def _dead(self, held: Mapping[str, str]) -> dict[str, str]:
         """Addresses of nodes in the state that should go on but whose process has ended."""
-        nodes = local_nodes(self.workspace.state())
-        alive = {key.node for key in self._running(nodes)}
+        alive = {key.node for key in self._running(held)}
         wanted = set(declared_nodes(self.stack))
-        return {address: DEAD for node, address in nodes.items() if node in wanted and node not in alive}
+        return {address: DEAD for node, address in held.items() if node in wanted and node not in alive}
 
-    def _running(self, nodes: dict[str, str]) -> list[NodeKey]:
+    def _running(self, nodes: Iterable[str]) -> list[NodeKey]:
         keys = [
-            NodeKey(state=str(self.state), service=self.stack.service, pool=node.rpartition("-")[0], node=node)
-            for node in nodes
+            NodeKey(state=str(self.state), service=self.stack.service, pool=pool_of(node), node=node) for node in nodes
         ]
         return list(running_nodes(self.state, self.stack.service, keys))
 
     def _carry_out(self, apply: Apply, tell: Tell, drained: list[str]) -> None:
-        begun, strays = set[str](), True
+        begun, ends_strays = set[str](), True
 
         def follow(event: Event) -> None:
             if event.get("type") == "provision_start":  # `apply_start` comes also where an interrupt lets nothing begin
@@ -145,11 +151,11 @@ class Provision:
         try:
             apply(follow)
         except BaseException as error:
-            strays = not isinstance(error, (StateLocked, StalePlan))  # whoever holds the state may be making nodes
+            ends_strays = not isinstance(error, (StateLocked, StalePlan))  # who holds the state may be making nodes
             self._undrain([node for node in drained if node not in begun])
             raise
         finally:
-            if strays:
+            if ends_strays:
                 self._end_strays(tell)
 
     def _undrain(self, nodes: list[str]) -> None:
@@ -157,20 +163,19 @@ class Provision:
             with admin_client(self.state) as client:
                 undrain(client, nodes)
 
-    def _strays(self) -> list[NodeKey]:
+    def _strays(self, held: Collection[str]) -> list[NodeKey]:
         """Nodes of this service's pools that the state does not hold: of a creation that failed, or of a state that was
         lost."""
-        kept = local_nodes(self.workspace.state())
-        return sorted((key for key in self._running({}) if key.node not in kept), key=lambda key: key.node)
+        return sorted((key for key in self._running(()) if key.node not in held), key=lambda key: key.node)
 
-    def _stray_changes(self) -> list[Change]:
+    def _stray_changes(self, held: Collection[str]) -> list[Change]:
         return [
             Change(action="destroy", pool=key.pool, resource=key.node, address="", reason=STRAY, cost=False)
-            for key in self._strays()
+            for key in self._strays(held)
         ]
 
     def _end_strays(self, tell: Tell) -> None:
-        for key in self._strays():
+        for key in self._strays(local_nodes(self.workspace.state())):
             tell(f"{key.node}: ending a process that no state holds")
             stop(key, STOP_SECONDS)
 
@@ -184,8 +189,7 @@ class Provision:
             tell(f"the gateway can't drain {', '.join(going)} ({error.type}); they drain at their own end")
         return []
 
-    def _drain_all(self, tell: Tell, force: bool) -> list[str]:
-        values = self.workspace.state()
+    def _drain_all(self, values: dict[str, Any], tell: Tell, force: bool) -> list[str]:
         nodes, in_aws = local_nodes(values), self._pools_in_aws(values)
         running = {key.node for key in self._running(nodes)}
         if not in_aws and not running:

@@ -15,7 +15,7 @@ from garnish.provision import Provision, unchanged
 from gateway.schema import NodeItem
 from infra.errors import InfraError
 from infra.local.processes import NodeKey, running_nodes
-from infra.stack import Stack, node_id
+from infra.stack import Stack, node_ids
 
 
 class ThisHost:
@@ -41,9 +41,9 @@ class ThisHost:
     def running(self) -> set[str]:
         stack = self.stack()
         keys = [
-            NodeKey(state=str(self._state), service=stack.service, pool=pool.name, node=node_id(pool.name, number + 1))
+            NodeKey(state=str(self._state), service=stack.service, pool=pool.name, node=node)
             for pool in stack.local_pools
-            for number in range(pool.max)
+            for node in node_ids(pool.name, pool.max)
         ]
         return {key.node for key in running_nodes(self._state, stack.service, keys)}
 

@@ -16,7 +16,13 @@ class StateLocked(InfraError):
 
 
 class StateElsewhere(InfraError):
-    """Terraform has its state in another place than the service file says now."""
+    """Terraform has its state in another place than the service file says now; `move` is the command that moves it."""
+
+    def __init__(self, move: str) -> None:
+        super().__init__(
+            "infra.state names another place than before, and the state still lies where it was. Set it back, or move "
+            f"the state: `{move}`"
+        )
 
 
 class StalePlan(InfraError):

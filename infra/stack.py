@@ -106,8 +106,14 @@ def module_name(pool: str) -> str:
     return "pool_" + pool.replace(".", "_")
 
 
-def node_id(pool: str, number: int) -> str:
-    return f"{pool}-{number}"
+def node_ids(pool: str, count: int) -> list[str]:
+    """Of the nodes of a local pool that has so many."""
+    return [f"{pool}-{number + 1}" for number in range(count)]
+
+
+def pool_of(node: str) -> str:
+    """The local pool that a node with such an id is of."""
+    return node.rpartition("-")[0]
 
 
 def check_stack(stack: Stack) -> None:

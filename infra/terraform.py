@@ -107,8 +107,7 @@ class Terraform:
             if MOVED.search(str(error)) is None:
                 raise
             raise StateElsewhere(
-                "infra.state names another place than before, and the state still lies where it was. Set it back, or "
-                f"move the state: `{self.program.name} -chdir={shlex.quote(str(self.directory))} init -migrate-state`"
+                f"{self.program.name} -chdir={shlex.quote(str(self.directory))} init -migrate-state"
             ) from error
 
     def plan(self, out: str, replace: Sequence[str] = (), *, destroy: bool = False) -> None:

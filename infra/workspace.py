@@ -16,7 +16,7 @@ import msgspec
 from infra.changes import Change, changes_of
 from infra.errors import InfraError, StalePlan, StateElsewhere, StateLocked
 from infra.render import ROOT_FILE, render, text_of, write_root
-from infra.stack import Stack, module_name
+from infra.stack import Stack, module_name, node_ids
 from infra.terraform import Event, Program, Terraform
 from infra.text import write_whole
 
@@ -84,10 +84,7 @@ class Workspace:
             before = Path(note.read_text()) if note.exists() else home
             if before != here and (before / ROOT_FILE).exists():
                 old, new = shlex.quote(str(before)), shlex.quote(str(here))
-                raise StateElsewhere(
-                    "infra.state names another place than before, and the state still lies where it was. Set it back, "
-                    f"or move the state: `cp -a {old}/. {new} && rm -r {old}`"
-                )
+                raise StateElsewhere(f"cp -a {old}/. {new} && rm -r {old}")
             if here != home:
                 home.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_whole(note, str(here))
@@ -109,7 +106,7 @@ class Workspace:
         which Terraform does not know, end, too: beside what it plans, or because it makes them anew."""
         self.forget_plan()
         changes = self._planned(PLAN_FILE, stack, dead or {}, destroy=destroy)
-        changes = _with(changes, {change.resource: change for change in strays})
+        changes = _with_strays(changes, {change.resource: change for change in strays})
         note = PlanNote(made_for=made_for, plan_sha256=self._plan_digest(), changes=tuple(changes), destroy=destroy)
         (self.directory / NOTE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(note)))
         return note
@@ -162,7 +159,7 @@ class Workspace:
         return hashlib.sha256((self.directory / PLAN_FILE).read_bytes()).hexdigest()
 
 
-def _with(changes: Iterable[Change], strays: Mapping[str, Change]) -> list[Change]:
+def _with_strays(changes: Iterable[Change], strays: Mapping[str, Change]) -> list[Change]:
     found, anew = [], set[str]()
     for change in changes:
         if change.action == "create" and (stray := strays.get(change.resource)):
@@ -209,4 +206,4 @@ def tainted_nodes(values: Mapping[str, Any]) -> set[str]:
 
 def declared_nodes(stack: Stack) -> Sequence[str]:
     """Ids of the local nodes that the stack asks for."""
-    return [f"{pool.name}-{number + 1}" for pool in stack.local_pools for number in range(pool.desired)]
+    return [node for pool in stack.local_pools for node in node_ids(pool.name, pool.desired)]

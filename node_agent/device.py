@@ -51,13 +51,7 @@ def record_event(device: torch.device) -> Event:
 
 def device_name(device: torch.device) -> str:
     """Of the hardware: the GPU's, or the processor's, as its maker calls it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return device.type
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), device.type)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
@@ -77,17 +71,19 @@ def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def cpu_name() -> str:
-    """The processor's, as the kernel has it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """The processor's, as the kernel has it; where it does not say, what kind it is."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def hardware_name(device: torch.device) -> str:
     """What computes: the GPU's name, or the processor's and how many threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+    name = device_name(device)
+    return name if device.type == "cuda" else f"{name}, {torch.get_num_threads()} threads"
 
 
 def pick_device(name: str) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,6 @@ import typer
 from garnish.cli.options import open_client
 
 if TYPE_CHECKING:
-    from garnish.client import Client
     from garnish.reconcile import Plan
     from garnish.screen import Screen
 
@@ -26,9 +26,7 @@ def deploy_file(file: Path, url: str | None, state: Path, screen: Screen, *, dry
     service = load_service_file(file)
     administers = find_connection(url, None, os.environ, state=state, admin=True).key.startswith("gak_")
 
-    def connect(tenant: str | None, *, admin: bool = False) -> Client:
-        return open_client(url, state, tenant, admin=admin)
-
+    connect = partial(open_client, url, state)
     screen.progress("comparing the file with the service")
     plan = make_plan(service, connect, administers=administers)
     screen.end_progress()

@@ -13,7 +13,7 @@ from typing import Protocol
 from infra.autoscale.driver import Draining, PoolSize, check_bounds
 from infra.autoscale.sizes import SetSize, read_sizes, set_size
 from infra.errors import InfraError, Unchanged
-from infra.stack import Pool, Stack, node_id
+from infra.stack import Pool, Stack, node_ids, pool_of
 
 DRAIN_SECONDS = 3620.0
 """Then a node goes all the same. Longer than any call may take: Terraform waits for a node's open requests, and
@@ -110,12 +110,12 @@ class LocalDriver:
         return SetSize(entry.desired, stated, known.draining if known is not None else [])
 
     def _live(self, pool: str) -> set[str]:
-        live = {node for node in self._host.running() if node.rpartition("-")[0] == pool}
+        live = {node for node in self._host.running() if pool_of(node) == pool}
         for node in set(self._since) - live:
-            if node.rpartition("-")[0] == pool:
+            if pool_of(node) == pool:
                 del self._since[node]
         return live
 
 
 def _nodes(pool: str, size: int) -> set[str]:
-    return {node_id(pool, number + 1) for number in range(size)}
+    return set(node_ids(pool, size))

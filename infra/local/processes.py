@@ -43,8 +43,13 @@ class StillRunning(InfraError):
     """Processes that did not end, not even by SIGKILL."""
 
 
+def service_directory(state: Path, service: str) -> Path:
+    """What is kept of a service's node pools, unless it is kept elsewhere."""
+    return state / "infra" / service
+
+
 def nodes_directory(state: Path, service: str) -> Path:
-    return state / "infra" / service / "nodes"
+    return service_directory(state, service) / "nodes"
 
 
 def remember(key: NodeKey, pid: int) -> Process | None:

@@ -4,7 +4,6 @@ and two autoscalers of which one decides."""
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import threading
@@ -18,11 +17,9 @@ import pytest
 from whole_service import MakeService, Service, eventually, gateway_alone
 
 from infra.local.proc import tagged
+from tests.infra.stacks import needs_terraform
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("terraform") or shutil.which("tofu")),
-    reason="neither terraform nor tofu is on PATH: autoscaling is NOT tested end to end",
-)
+pytestmark = needs_terraform
 READY_SECONDS = 120
 SCALING = {"up": "1s", "down": "3s", "queue_wait": "250ms"}
 CALL = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}

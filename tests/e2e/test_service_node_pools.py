@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import zipfile
@@ -17,11 +16,9 @@ from whole_service import MakeService, Service, eventually, gateway_alone
 
 from infra.local.proc import tagged
 from infra.local.processes import NodeKey, main_process
+from tests.infra.stacks import needs_terraform
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("terraform") or shutil.which("tofu")),
-    reason="neither terraform nor tofu is on PATH: node pools are NOT tested end to end",
-)
+pytestmark = needs_terraform
 READY_SECONDS = 120
 OFFLINE = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
 """Whatever would be fetched from elsewhere can't be."""

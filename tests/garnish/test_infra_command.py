@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import zipfile
 from pathlib import Path
@@ -15,9 +14,11 @@ from typer.testing import CliRunner
 
 from garnish import node_pools
 from garnish.cli.main import app
-from infra.terraform import PROGRAMS
 from tests.garnish.draining_gateway import running_gateway
 from tests.infra import stand_in_provider
+from tests.infra.stacks import needs_terraform
+
+pytestmark = needs_terraform
 
 SECRET = "wJalrXUtnFEMI-K7MDENG-bPxRfiCY"
 LOCAL = {"here": {"backend": "local", "max": 3}}
@@ -50,12 +51,7 @@ class Typed:
 
 
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
-    if not any(os.access(Path(folder) / name, os.X_OK) for folder in os.get_exec_path() for name in PROGRAMS):
-        pytest.skip("neither terraform nor tofu is on PATH: `garnish infra` is NOT tested")
-    monkeypatch.setattr(node_pools, "PROGRAM", (sys.executable, "-c", "pass"))
-    for name in ("GARNISH_URL", "GARNISH_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+def typed(tmp_path: Path, stand_in: None) -> Typed:
     return Typed(tmp_path)
 
 

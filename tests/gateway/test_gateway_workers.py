@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Pair:
         """A test's own time limit bounds it."""
         while not condition():
             assert self.child.poll() is None
+            time.sleep(0.01)
 
 
 @pytest.fixture
