@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, ask, chosen, node, table_of
 
-from cluster.messages import NodeRecord, StrictRoom
+from cluster.messages import NodeRecord, Resident, StrictRoom
 from cluster.node_table import ASSUMED, Demand, NodeTable
 from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
@@ -69,31 +69,47 @@ def test_a_forecast_is_of_its_node_alone(
         assert possible[index] == possible_alone[0]
 
 
-@settings(max_examples=200, deadline=None)
-@given(nodes(), st.lists(DEMANDS, max_size=2), REQUESTS)
+@settings(max_examples=100, deadline=None)
+@given(nodes(), st.lists(DEMANDS, max_size=2), REQUESTS, st.sampled_from([0.5, 0.9999, 1.0001, 2.0]))
 def test_what_is_attainable_is_what_the_node_would_do_if_it_had_nothing_to_do(
-    record: NodeRecord, demands: list[Demand], request: PlacementRequest
+    record: NodeRecord, demands: list[Demand], request: PlacementRequest, share: float
 ) -> None:
-    table = NodeTable(1)
-    put(table, record, demands)
-    _, found = forecast(table, np.array([0]), request)
-    idle, _ = forecast(
-        table_of(
-            msgspec.structs.replace(
-                record,
-                running=0, batch_ranks=[], batch_slots=[], batch_contexts=[], queued=0, queued_ranks=[],
-                prompt_tokens_left=0, loading_bytes=0, kv_blocks_free=0, kv_blocks=0, strict=None,
-                residents=[msgspec.structs.replace(each, in_use=0) for each in record.residents],
-            )
-        ),
-        np.array([0]),
-        request,
+    """Promises a little below and above what it would do then."""
+    idle = table_of(
+        msgspec.structs.replace(
+            record,
+            running=0, batch_ranks=[], batch_slots=[], batch_contexts=[], queued=0, queued_ranks=[],
+            prompt_tokens_left=0, loading_bytes=0, kv_blocks_free=0, kv_blocks=0, strict=None,
+            residents=[msgspec.structs.replace(each, in_use=0) for each in record.residents],
+        )
     )  # fmt: skip
-    ratios = [float(idle.ttft[0]) / idle.ttft_limit]
-    if request.tpot is not None:
-        ratios.append(float(idle.step[0]) / request.tpot)
-    assume(all(abs(ratio - 1) > 1e-6 for ratio in ratios))
-    assert found[0] == (max(ratios) < 1)
+    alone, table = forecast(idle, np.array([0]), request)[0], NodeTable(1)
+    put(table, record, demands)
+    assume(alone.ttft[0] > 1e-6)
+    for ttft, tpot in ((share, None), (2.0, share), (share, 2.0), (None, share), (None, None)):
+        promised = msgspec.structs.replace(
+            request,
+            ttft=None if ttft is None else ttft * float(alone.ttft[0]),
+            tpot=None if tpot is None else tpot * float(alone.step[0]),
+        )
+        kept = all(each is None or each > 1 for each in (ttft, tpot))
+        assert forecast(table, np.array([0]), promised)[1][0] == kept
+
+
+def test_an_adapter_in_use_adds_no_rank_where_distinct_ones_count() -> None:
+    models = {
+        term: msgspec.structs.replace(MEASURED, decode=msgspec.structs.replace(MEASURED.decode, rank_term=term))
+        for term in ("adapter_ranks", "request_ranks")
+    }
+    used, unused = ([Resident("d", "device", 1, leases)] for leases in (1, 0))
+    nodes = table_of(
+        node("shared", 16, residents=used, performance=models["adapter_ranks"]),
+        node("apart", 16, residents=unused, performance=models["adapter_ranks"]),
+        node("each", 16, residents=used, performance=models["request_ranks"]),
+    )
+    decode, rank = terms(nodes, np.arange(3), ask()).decode, 16 * MEASURED.decode.per_rank
+    assert decode.tolist() == pytest.approx([decode[1] - rank, decode[1], decode[1]])
+    assert terms(nodes, np.arange(3), ask(digest="other")).decode.tolist() == pytest.approx([decode[1]] * 3)
 
 
 @settings(max_examples=200, deadline=None)
