@@ -208,3 +208,13 @@ def test_a_row_costs_nothing_up_to_the_flat_ones(flat: int, rows: int, rank: int
     made = terms(table_of(node("a", *[rank] * rows, performance=model)), np.array([0]), ask())
     assert made.decode[0] == pytest.approx(1e-3 if rows >= flat else 0.0)
     assert made.step[0] == pytest.approx(0.02 + 1e-3 * max(0, rows + 1 - flat))
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_what_is_on_the_link_will_have_passed(share: float) -> None:
+    """Of it, as of the adapter itself, only the exposed share was waited for."""
+    model = msgspec.structs.replace(MEASURED, exposed_share=share)
+    alone, _ = forecast(table_of(node("a", tier="host", performance=model)), np.array([0]), ask())
+    busy = table_of(node("a", tier="host", performance=model, loading_bytes=8_000_000_000))
+    for part, kept in ((0.999, False), (1.001, True)):
+        assert forecast(busy, np.array([0]), ask(ttft=part * float(alone.ttft[0])))[1].tolist() == [kept]
