@@ -181,11 +181,11 @@ def _step_and_wait(
         room, wait = nodes.strict_kv_room[:n], nodes.strict_prompt_wait[:n]
     need = request.prompt_tokens + request.max_tokens
     if not (rows_free.min() >= 1.0 and room.min() >= need):
-        # A row, and its memory, come free whenever one of those that run has its answer.
+        # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.
         over, short = 1.0 - rows_free, need - room
         answer = (request.typical_tokens or request.answer_tokens) * step
         row = np.where(over > 0, over * answer / capacity, 0.0)
-        held = np.maximum(nodes.kv_tokens[:n] - nodes.kv_tokens_free[:n], 1)
+        held = np.maximum(nodes.kv_tokens[:n] - np.maximum(room, 0.0), 1.0)
         memory = np.where(short > 0, answer * short / held, 0.0)
         wait = wait + np.maximum(row, memory)
     return step, wait

@@ -57,7 +57,7 @@ class RankAware(ScoringPolicy):
         totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
         spreading = self._charge(nodes, made, request, totals)
         if spreading is not None:
-            totals = totals + spreading / made.answer * made.requests
+            totals = np.fmin(totals + spreading / made.answer * made.requests, np.inf)  # NaN, too, is out
         return Scores(made, totals, spreading)
 
     def _charge(

@@ -116,7 +116,7 @@ def test_the_term_that_made_the_times_is_chosen(term: RankTerm) -> None:
     assert fit.model.base == pytest.approx(0.03, rel=0.1)
 
 
-@pytest.mark.parametrize("flat", [0, 2, 4, 8])
+@pytest.mark.parametrize("flat", [0, 2, 4, 8, 16])
 def test_rows_that_cost_nothing_are_found(flat: int) -> None:
     model = DecodeModel(0.02, 1.3e-3, 1e-7, 1e-5, "request_ranks", flat)
     fit = fit_decode(measured(model, 4, 0.02))

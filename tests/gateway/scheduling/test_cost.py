@@ -6,92 +6,16 @@ import math
 
 import msgspec
 import numpy as np
+from drawn_nodes import DEMANDS, REQUESTS, nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_world import MEASURED, RECORD, table_of
+from scheduling_world import table_of
 
-from cluster.messages import NodeRecord, Resident, StrictRoom
+from cluster.messages import NodeRecord
 from cluster.node_table import ASSUMED, Demand
-from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel, Transfer
+from cluster.performance_model import PerformanceModel
 from gateway.scheduling.rank_aware import OTHERS, RankAware
 from gateway.scheduling.request import PlacementRequest
-
-RANKS = st.integers(0, 512)
-SMALL = st.floats(0, 1e-2)
-MODELS = st.builds(
-    lambda decode, prefill, device, store, share: msgspec.structs.replace(
-        MEASURED, decode=decode, prefill=prefill, to_device=device, from_store=store, exposed_share=share
-    ),
-    st.builds(
-        DecodeModel,
-        st.floats(1e-4, 0.1),
-        SMALL,
-        st.floats(0, 1e-5),
-        st.floats(0, 1e-4),
-        st.sampled_from(["max_rank", "request_ranks", "adapter_ranks"]),
-        st.integers(0, 6),
-    ),
-    st.builds(PrefillModel, SMALL, st.floats(0, 1e-3), st.floats(0, 1e-6), st.floats(0, 1e-6)),
-    st.builds(Transfer, SMALL, st.floats(1e6, 1e11)),
-    st.builds(Transfer, SMALL, st.floats(1e6, 1e11)),
-    st.floats(0, 1),
-)
-CLASSES = st.sampled_from(["strict", "standard", "best_effort"])
-DEMANDS = st.builds(
-    Demand,
-    RANKS,
-    st.integers(0, 2000),
-    st.integers(1, 500),
-    st.none() | st.floats(0.001, 1, allow_subnormal=False),
-    st.just(False),
-    CLASSES,
-)
-ROOMS = st.builds(
-    StrictRoom, st.integers(0, 32), st.integers(0, 400), st.integers(0, 5), st.sampled_from([0, 0, 1, 3000])
-)
-
-
-@st.composite
-def nodes(draw: st.DrawFn) -> NodeRecord:
-    running, waiting = draw(st.lists(RANKS, max_size=5)), draw(st.lists(RANKS, max_size=3))
-    tier = draw(st.sampled_from([None, "device", "host", "disk"]))
-    used = draw(st.booleans())
-    free = draw(st.integers(0, 400))
-    return msgspec.structs.replace(
-        RECORD,
-        running=len(running),
-        batch_ranks=running,
-        batch_slots=list(range(len(running))),
-        batch_contexts=[draw(st.integers(0, 2000)) for _ in running],
-        queued=len(waiting),
-        queued_ranks=waiting,
-        prompt_tokens_left=draw(st.integers(0, 4000)),
-        tightest_tpot=draw(st.none() | st.floats(0.001, 1)),
-        loading_bytes=draw(st.integers(0, 10**9)),
-        max_rows=draw(st.sampled_from([0, 1, 2, 4, 32])),
-        kv_blocks_free=free,
-        kv_blocks=free + draw(st.integers(0, 400)),
-        residents=[] if tier is None else [Resident("d", tier, 1, int(used and tier == "device"))],
-        strict=draw(st.none() | ROOMS),
-        performance=draw(st.none() | MODELS),
-    )
-
-
-REQUESTS = st.builds(
-    PlacementRequest,
-    id=st.just("r"),
-    prompt_tokens=st.integers(1, 2000),
-    max_tokens=st.integers(1, 500),
-    digest=st.sampled_from(["d", None]),
-    adapter_bytes=st.integers(1, 10**9),
-    rank=RANKS,
-    expected_tokens=st.sampled_from([0.0, 1.0, 80.0]),
-    expected_inverse=st.sampled_from([0.0, 0.05, 1.0]),
-    typical_tokens=st.sampled_from([0.0, 60.0]),
-    ttft=st.none() | st.floats(0.01, 100),
-    tpot=st.none() | st.floats(0.001, 1),
-    slo_class=CLASSES,
-)
 
 
 def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
@@ -147,7 +71,7 @@ def _queue(
     answer: float,
 ) -> float:
     free, all_tokens = record.kv_blocks_free * record.block_tokens, record.kv_blocks * record.block_tokens
-    held, ahead, room, rows = max(all_tokens - free, 1), record.running + record.queued, free, record.max_rows
+    ahead, room, rows = record.running + record.queued, free, record.max_rows
     before, waiting = demands, record.prompt_tokens_left
     if request.slo_class == "strict" and record.strict is not None:
         told = record.strict
@@ -161,7 +85,8 @@ def _queue(
     others = (request.typical_tokens or answer) * step
     over = ahead + len(demands) + 1 - rows
     row = over * others / record.max_rows if record.max_rows and over > 0 else 0.0
-    need = request.prompt_tokens + request.max_tokens + sum(d.prompt_tokens + d.max_tokens for d in demands)
+    room -= sum(demand.prompt_tokens + demand.max_tokens for demand in demands)
+    held, need = max(all_tokens - max(room, 0), 1), request.prompt_tokens + request.max_tokens
     memory = (need - room) * others / held if need > room and all_tokens else 0.0
     return prompts + max(row, memory)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.scheduling.lengths import ResponseLengths
+from gateway.scheduling.lengths import MEMORY, SPREAD_MEMORY, ResponseLengths
 
 
 def test_the_function_then_its_tenant_then_everybody_then_half() -> None:
@@ -59,3 +59,55 @@ def test_what_was_called_least_recently_is_forgotten() -> None:
     assert lengths.expected("t", "a", 100) == 10
     assert lengths.expected("t", "b", 100) != 20
     assert lengths.expected("u", "c", 100) == 30
+
+
+TOKENS = st.sampled_from([0, 1, 2, 1_000_000, 10**9]) | st.integers(0, 3000)
+WHOSE = st.sampled_from([("t", "a"), ("t", "b"), ("u", "a"), ("u", "c")])
+
+
+def looked_back(values: list[float], memory: int) -> float:
+    """The first `memory` count equally, and each later one takes that part of the mean from all before it."""
+    first, rest = values[:memory], values[memory:]
+    found = mean(first)
+    for value in rest:
+        found = found * (1 - 1 / memory) + value / memory
+    return found
+
+
+@given(st.lists(st.tuples(WHOSE, TOKENS), max_size=80), WHOSE | st.just(("v", "a")), st.integers(1, 10**9))
+def test_each_mean_is_of_the_latest_answers(
+    answers: list[tuple[tuple[str, str], int]], whose: tuple[str, str], max_tokens: int
+) -> None:
+    lengths = ResponseLengths()
+    for (tenant, function), tokens in answers:
+        lengths.note(tenant, function, tokens)
+    everybody = [float(tokens) for _, tokens in answers]
+    tenants = [float(tokens) for (tenant, _), tokens in answers if tenant == whose[0]]
+    own = [float(tokens) for name, tokens in answers if name == whose]
+    nearest = own or tenants or everybody
+    known = looked_back(nearest, MEMORY) if nearest else max_tokens / 2
+    expected = lengths.expected(*whose, max_tokens)
+    assert expected == pytest.approx(min(max(known, 1.0), max_tokens))
+    assert lengths.typical() == pytest.approx(looked_back(everybody, MEMORY) if everybody else 0.0)
+    assert (1 - 1e-9) / expected <= lengths.inverse(expected) <= 1.0
+
+
+@pytest.mark.parametrize("answers", [[3, 300] * 900, [1] * 999 + [10**6], [1000] * 1000 + [1] * 500, [5] * 3000])
+def test_the_spread_is_of_the_latest_thousand(answers: list[int]) -> None:
+    lengths = ResponseLengths()
+    for tokens in answers:
+        lengths.note("t", "f", tokens)
+    spread = looked_back([float(tokens) for tokens in answers], SPREAD_MEMORY)
+    spread *= looked_back([1 / tokens for tokens in answers], SPREAD_MEMORY)
+    assert SPREAD_MEMORY == 1000
+    for expected in (1.0, 50.0, 1e6):
+        assert lengths.inverse(expected) == pytest.approx(min(1.0, max(1.0, spread) / expected))
+
+
+def test_tenants_are_bounded_like_functions_and_asking_keeps_nobody() -> None:
+    lengths = ResponseLengths(max_functions=3, max_tenants=2)
+    for tenant, tokens in [("t", 10), ("u", 20), ("v", 30), ("w", 40)]:
+        lengths.note(tenant, "f", tokens)
+        assert lengths.expected("t", "f", 100) == (25 if tenant == "w" else 10)
+    everybody = lengths.typical()
+    assert [lengths.expected(tenant, "new", 100) for tenant in "tuvw"] == [everybody, everybody, 30, 40]

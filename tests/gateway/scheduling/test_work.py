@@ -11,7 +11,7 @@ from cluster.messages import NodeRecord
 from cluster.node_table import NodeTable
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.work import work
+from gateway.scheduling.work import rows_together, work
 
 small = st.floats(1e-6, 1e-2)
 MODEL = PerformanceModel(
@@ -70,3 +70,22 @@ def test_forecasts_that_proved_wrong_are_corrected_within_bounds() -> None:
 
 def test_of_a_node_that_was_never_measured_nothing_is_known() -> None:
     assert taken(msgspec.structs.replace(RECORD, performance=None), request()) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "together"),
+    [
+        ({"kv_blocks": 0}, 8),
+        ({"kv_blocks": 0, "max_rows": 0}, 1),
+        ({"max_rows": 0}, 4096 * 16 / 150),
+        ({"kv_blocks": 1}, 1),
+    ],
+    ids=["memory unknown", "nothing known", "rows unknown", "memory for less than one"],
+)
+def test_what_is_not_known_bounds_nothing_and_one_always_runs(told: dict[str, int], together: float) -> None:
+    nodes = NodeTable(2)
+    row = nodes.put(msgspec.structs.replace(RECORD, **told))
+    assert rows_together(nodes, row, 150.0) == pytest.approx(together)
+    found = work(nodes, row, request())
+    prefill = MODEL.prefill.seconds(100, 100 * 100, 0)
+    assert found == pytest.approx(prefill + 50 * (0.02 / together + 1e-3 + 125 * 1e-6))

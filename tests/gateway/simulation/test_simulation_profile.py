@@ -38,6 +38,8 @@ def test_the_papers_constants_are_marked_and_give_their_figures() -> None:
         ({"performance": {"decode": {"rank_term": "mean"}}}, "rank_term"),
         ({"performance": {"exposed_share": 1.5}}, "exposed_share"),
         ({"performance": {"to_device": {"bandwidth": 0.0}}}, "to_device"),
+        ({"performance": {"from_store": {"bandwidth": 0.5}}}, "from_store"),
+        ({"performance": {"decode": {"flat_rows": -1}}}, "decode.flat_rows"),
         ({"performance": {"version": 99}}, "version is 99"),
     ],
 )
