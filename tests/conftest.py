@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, and so would all that tests start
+# A shell's background ignores the one and `nohup` the other, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How fast a busy machine draws and runs an example says nothing about the code; pytest's own limit bounds each test.
 # Continuous integration draws the same examples each time; everyone else draws new ones.
