@@ -21,7 +21,7 @@ import torch
 from benchmarks.local_engine import LocalEngine
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from cluster.node_table import ASSUMED
-from cluster.performance_fit import DecodeSample, fit_decode, fit_paper_form, fit_prefill
+from cluster.performance_fit import DecodeSample, decode_forecast, fit_decode, fit_paper_form, fit_prefill
 from cluster.performance_model import DecodeModel, PerformanceModel
 from node_agent.cores import usable_cores
 from node_agent.performance.cases import LONG, Effort
@@ -101,7 +101,7 @@ def _repeats(samples: list[DecodeSample]) -> dict[DecodeSample, list[float]]:
 def _r2_on(model: DecodeModel, samples: list[DecodeSample]) -> float:
     """Of samples that the model was not fitted to."""
     seconds = np.array([sample.seconds for sample in samples])
-    forecast = np.array([model.seconds(s.rows, s.contexts, getattr(s, model.rank_term)) for s in samples])
+    forecast = np.array([decode_forecast(model, sample) for sample in samples])
     return _r2(seconds, forecast)
 
 

@@ -115,13 +115,15 @@ DERIVED = (
     "strict_rows", "strict_kv_room", "strict_prompt_wait",
 )  # fmt: skip
 """The same of seconds and sums."""
-LINEAR = (
-    "prefill_per_token", "prefill_per_token2", "prefill_per_token_rank",
-    "decode_next_row", "decode_per_context", "decode_per_rank",
-    "device_wait", "device_per_byte",
-    "store_latency", "store_per_byte",
-)  # fmt: skip
-"""What a request's own numbers are multiplied with, so that one product of matrices does it."""
+LINEAR_BY_COST = {
+    "prefill": ("prefill_per_token", "prefill_per_token2", "prefill_per_token_rank"),
+    "decode": ("decode_next_row", "decode_per_context", "decode_per_rank"),
+    "transfer": ("device_wait", "device_per_byte"),
+    "fetch": ("store_latency", "store_per_byte"),
+}
+"""What a request's own numbers are multiplied with, by what it costs."""
+LINEAR = tuple(name for names in LINEAR_BY_COST.values() for name in names)
+"""The same side by side, so that one product of matrices does it."""
 
 ASSUMED = PerformanceModel(
     key=ModelKey(hardware="assumed", base="", dtype="", kernel="", garnish=""),

@@ -123,6 +123,12 @@ class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: int
 
 
+def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
+    """Seconds that the sample's step would take; its own are not looked at."""
+    ranks: int = getattr(sample, model.rank_term)
+    return model.seconds(sample.rows, sample.contexts, ranks)
+
+
 def fit_decode(samples: Sequence[DecodeSample], most_error: float = MOST_ERROR) -> DecodeFit:
     """Raises BadSample, or BadFit when no rank term describes the steps."""
     rows, seconds = _checked(samples, DECODE_FIELDS)

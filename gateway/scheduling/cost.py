@@ -18,12 +18,16 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from cluster.node_table import ABSENT, DEVICE, DISK, HOST, LINEAR, NodeTable
+from cluster.node_table import ABSENT, DEVICE, DISK, HOST, LINEAR, LINEAR_BY_COST, NodeTable
 from cluster.performance_model import RankTerm
 from gateway.scheduling.request import PlacementRequest
 
 MAX_RANK, ADAPTER_RANKS = (get_args(RankTerm).index(name) for name in ("max_rank", "adapter_ranks"))
 """As the column `rank_term` has them."""
+PREFILL, DECODE, TRANSFER, FETCH = (
+    slice(LINEAR.index(names[0]), LINEAR.index(names[-1]) + 1) for names in LINEAR_BY_COST.values()
+)
+"""Of LINEAR."""
 
 
 class Terms(msgspec.Struct, dict=True):
@@ -54,7 +58,6 @@ class Terms(msgspec.Struct, dict=True):
     ttft_limit: float
     answer: float
     """tokens that its answer will have, as expected"""
-
     inverse: float
     """the mean of 1 / tokens"""
 
@@ -124,14 +127,14 @@ def _terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) 
 
 def _weights(request: PlacementRequest) -> np.ndarray:
     """f64[4, LINEAR]: d_prefill, d_decode (as if its rank were simply added), the transfer from host memory to the
-    device, and the way to host memory are these times a node's linear costs."""
+    device, and the fetch to host memory are these times a node's linear costs."""
     tokens, rank, size = float(request.prompt_tokens), float(request.rank), float(request.adapter_bytes)
     context = tokens + request.answer_tokens / 2  # on average over its answer
-    weights = np.zeros((4, len(LINEAR)))
-    weights[0, :3] = tokens, tokens * tokens, tokens * rank
-    weights[1, 3:6] = 1.0, context, rank
-    weights[2, 6:8] = 1.0, size
-    weights[3, 8:] = 1.0, size
+    weights = np.zeros((len(LINEAR_BY_COST), len(LINEAR)))
+    weights[0, PREFILL] = tokens, tokens * tokens, tokens * rank
+    weights[1, DECODE] = 1.0, context, rank
+    weights[2, TRANSFER] = 1.0, size
+    weights[3, FETCH] = 1.0, size
     return weights
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
+from cluster.performance_fit import decode_forecast
 from cluster.performance_model import PerformanceModel
 from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
@@ -27,7 +28,6 @@ def spare_tokens(model: PerformanceModel | None, running: Iterable[Request], lea
     if model is None or not strict:
         return inf
     sample = decode_sample(rows, 0.0)
-    ranks: int = getattr(sample, model.decode.rank_term)
-    seconds = MARGIN * min(strict) / max(1.0, slower) - model.decode.seconds(sample.rows, sample.contexts, ranks)
+    seconds = MARGIN * min(strict) / max(1.0, slower) - decode_forecast(model.decode, sample)
     per_token = model.prefill.per_token + model.prefill.per_token_rank * sample.max_rank / sample.rows
     return max(seconds / per_token if per_token > 0 else inf, least)

@@ -14,6 +14,7 @@ from statistics import median
 
 from msgspec.structs import replace
 
+from cluster.performance_fit import decode_forecast
 from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel
 from node_agent.engine.batch import Row
 from node_agent.performance.terms import decode_sample, prefill_sample
@@ -76,8 +77,7 @@ class Drift:
             return
         if n_decode:
             sample = decode_sample(rows, seconds)
-            ranks: int = getattr(sample, self.measured.decode.rank_term)
-            forecast = self.measured.decode.seconds(sample.rows, sample.contexts, ranks)
+            forecast = decode_forecast(self.measured.decode, sample)
             changed = self.decode.observe(forecast, seconds)
         else:
             prompts = prefill_sample(rows, seconds)
@@ -96,9 +96,8 @@ class Drift:
 
 def _together(model: PerformanceModel, decoding: Sequence[Row], prompts: Sequence[Row]) -> float:
     """Forecast seconds of a pass: what it begins with counts once."""
-    sample, prompt = decode_sample(decoding, 0.0), prefill_sample(prompts, 0.0)
-    ranks: int = getattr(sample, model.decode.rank_term)
-    decode = model.decode.seconds(sample.rows, sample.contexts, ranks)
+    prompt = prefill_sample(prompts, 0.0)
+    decode = decode_forecast(model.decode, decode_sample(decoding, 0.0))
     return decode + model.prefill.seconds(prompt.tokens, prompt.squares, prompt.token_ranks) - model.prefill.base
 
 
