@@ -195,6 +195,11 @@ class StrictRoom(msgspec.Struct, frozen=True, omit_defaults=True):
     """Strict requests that wait before it."""
     prompt_tokens: int = 0
     """Of strict requests, waiting and running, that are not computed yet: they come before others'."""
+    paused_rows: int = 0
+    """Of the requests that run, how many a step has fewer on average while best effort pauses for a strict request's
+    time between tokens."""
+    paused_contexts: int = 0
+    """The same of their contexts' tokens."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):

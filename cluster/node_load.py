@@ -36,6 +36,8 @@ class StrictLoad(msgspec.Struct, frozen=True):
     kv_tokens: int
     queued: int
     prompt_tokens: int
+    paused_rows: int
+    paused_contexts: int
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
@@ -93,8 +95,14 @@ def _strict_load(record: NodeRecord) -> StrictLoad | None:
     room = record.strict
     if room is None:
         return None
-    kv_tokens = count(room.blocks * record.block_tokens)
-    return StrictLoad(count(room.rows), kv_tokens, count(room.queued), count(room.prompt_tokens))
+    return StrictLoad(
+        rows=count(room.rows),
+        kv_tokens=count(room.blocks * record.block_tokens),
+        queued=count(room.queued),
+        prompt_tokens=count(room.prompt_tokens),
+        paused_rows=count(room.paused_rows),
+        paused_contexts=count(room.paused_contexts),
+    )
 
 
 def count(value: int) -> int:
@@ -131,7 +139,7 @@ def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> 
 
 def found_by_strict(
     load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel
-) -> tuple[float, float, float, float]:
+) -> tuple[float, float, float, float, float]:
     """The columns strict_*. A place that is given to a standard request may be taken when a strict one comes."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
     held, strict = held_by(firm), held_by(demand for demand in firm if demand.slo_class == "strict")
@@ -141,4 +149,5 @@ def found_by_strict(
         room.rows,
         room.kv_tokens - held.tokens if load.kv_tokens else math.inf,
         model.prefill.seconds(prompts, 0, strict.token_ranks) if prompts else 0.0,
+        model.decode.saved(load.running, room.paused_rows, room.paused_contexts),
     )

@@ -182,6 +182,8 @@ def _step_and_wait(
     if request.slo_class == "strict":
         rows_free = nodes.strict_rows[:n] - nodes.strict_ahead[:n]
         room, wait = nodes.strict_kv_room[:n], nodes.strict_prompt_wait[:n]
+        if request.tpot is not None:
+            step = np.maximum(step - nodes.strict_saved[:n], nodes.decode_base[:n])
     need = request.prompt_tokens + request.max_tokens
     if not (rows_free.min() >= 1.0 and room.min() >= need):
         # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.

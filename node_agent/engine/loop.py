@@ -20,7 +20,7 @@ from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.newcomers import Newcomers
 from node_agent.engine.orders import Orders
-from node_agent.engine.promises import spare_tokens
+from node_agent.engine.promises import within_promise
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.rows import choose_hot
@@ -147,11 +147,12 @@ class Engine:
             return False
         most = self.limits.chunk_tokens
         model, slower = (self.drift.published, self.drift.both.value) if self.drift else (None, 1.0)
-        spare = spare_tokens(model, self.running.values(), most // LEAST_BESIDE_STRICT, slower) - used
+        running, spare = within_promise(model, list(self.running.values()), most, most // LEAST_BESIDE_STRICT, slower)
+        spare -= used
         self.newcomers.begin_iteration(most)
         worked = spare == inf and self._compute_newcomers()
         left = max(most - used - self.newcomers.take_overtaken(), most // LEAST_HOT_SHARE)
-        rows, n_decode = choose_hot(list(self.running.values()), self._is_loaded, left, spare, self.queue.turn)
+        rows, n_decode = choose_hot(running, self._is_loaded, left, spare, self.queue.turn)
         if rows:
             self.newcomers.limit(spare - sum(row.length for row in rows[n_decode:]))
             self.hot.begin(rows, n_decode)

@@ -1,9 +1,11 @@
-"""How much may be computed beside strict requests' next tokens, so that the time between two tokens is what was
-promised: the chunk of prompts follows the promise, as in Sarathi-Serve (Agrawal et al., OSDI 2024)."""
+"""What may be computed beside strict requests' next tokens, so that the time between two tokens is what was promised:
+the chunk of prompts follows the promise, as in Sarathi-Serve (Agrawal et al., OSDI 2024), and best effort pauses where
+it would leave strict requests too little."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from cluster.performance_fit import decode_forecast
@@ -14,20 +16,53 @@ from node_agent.performance.terms import decode_sample
 
 MARGIN = 0.8
 """Of a promise, that is planned with: forecasts err, and passes vary."""
+MOST_PAUSES = 3
+"""Passes in succession that a best-effort request sits out: it goes on in every fourth, whatever others ask for."""
 
 
-def spare_tokens(model: PerformanceModel | None, running: Iterable[Request], least: int, slower: float = 1.0) -> float:
-    """Prompt tokens for which an iteration has time; infinite where nobody strict decodes who was promised a time
-    between tokens, or nothing is known of passes.
+def within_promise(
+    model: PerformanceModel | None, running: list[Request], most: int, least: int, slower: float = 1.0
+) -> tuple[list[Request], float]:
+    """Who takes part in the next pass, and the prompt tokens for which the iteration has time; all and infinite where
+    nobody strict decodes who was promised a time between tokens, or nothing is known of passes.
 
-    At least `least`: a promise that decode rows alone would break must not stop prompts. `slower`: how much longer than
-    forecast passes over both take. That they take less is no reason to plan with more: they vary.
+    Where strict requests' next tokens, or their prompts (of which a pass has `most` tokens), would find too little
+    time, best-effort requests keep what they have and sit the pass out, as few as will do. At least `least` tokens: a
+    promise that decode rows alone break must not stop prompts. `slower`: how much longer than forecast passes over both
+    take. That they take less is no reason to plan with more: they vary.
     """
-    rows = [Row(request, 1) for request in running if request.decoding]
-    strict = [row.request.tpot for row in rows if row.request.slo_class == "strict" and row.request.tpot is not None]
-    if model is None or not strict:
-        return inf
-    sample = decode_sample(rows, 0.0)
-    seconds = MARGIN * min(strict) / max(1.0, slower) - decode_forecast(model.decode, sample)
+    decoding = [r for r in running if r.decoding]
+    promised = min((r.tpot for r in decoding if r.slo_class == "strict" and r.tpot is not None), default=None)
+    if model is None or promised is None:
+        return running, inf
+    seconds = MARGIN * promised / max(1.0, slower)
+    may_pause = sorted((r for r in decoding if _may_pause(r)), key=lambda request: request.pauses)
+
+    def spare(pausing: int) -> float:
+        left_out = set(may_pause[:pausing])
+        return _spare_tokens(model, [r for r in decoding if r not in left_out], seconds)
+
+    wanted = min(most, sum(len(r.tokens) - r.computed for r in running if not r.decoding and r.slo_class == "strict"))
+    pausing = bisect_left(range(len(may_pause)), True, key=lambda pausing: spare(pausing) >= wanted)
+    pausing_now = set(may_pause[:pausing])
+    for request in decoding:
+        request.pauses = request.pauses + 1 if request in pausing_now else 0
+    return [r for r in running if r not in pausing_now], max(spare(pausing), least)
+
+
+def paused_on_average(running: Iterable[Request]) -> tuple[int, int]:
+    """Rows and tokens of contexts that passes have fewer on average while best effort pauses as often as it may."""
+    contexts = [r.computed for r in running if r.decoding and r.slo_class == "best_effort"]
+    return (len(contexts) * MOST_PAUSES // (MOST_PAUSES + 1), sum(contexts) * MOST_PAUSES // (MOST_PAUSES + 1))
+
+
+def _may_pause(request: Request) -> bool:
+    return request.slo_class == "best_effort" and request.pauses < MOST_PAUSES
+
+
+def _spare_tokens(model: PerformanceModel, decoding: Sequence[Request], seconds: float) -> float:
+    """Prompt tokens that a pass of so many seconds has time for."""
+    sample = decode_sample([Row(request, 1) for request in decoding], 0.0)
+    left = seconds - decode_forecast(model.decode, sample)
     per_token = model.prefill.per_token + model.prefill.per_token_rank * sample.max_rank / sample.rows
-    return max(seconds / per_token if per_token > 0 else inf, least)
+    return left / per_token if per_token > 0 else inf

@@ -85,6 +85,8 @@ class Request:
     """a worker failed it: its chunk waits for the whole adapter"""
     counts: Counter[int] = field(default_factory=Counter)
     """generated tokens, kept only where a penalty needs them"""
+    pauses: int = 0
+    """passes in succession that it has sat out for strict prompts"""
     preemptions: int = 0
     """how often it gave its place to a strict request; what it has computed since the last one is in `computed`"""
 

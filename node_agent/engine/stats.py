@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+from msgspec.structs import replace
+
 from cluster.messages import StrictRoom
 from cluster.node_load import tightest_tpot
 from node_agent.engine.loop import Engine
 from node_agent.engine.preemption import strict_room
+from node_agent.engine.promises import paused_on_average
 from node_agent.engine.reserves import Reserves, Room
 from node_agent.ipc import Stats
 
@@ -39,4 +42,8 @@ def stats_of(engine: Engine) -> Stats:
 def _strict_room(engine: Engine) -> StrictRoom:
     running, rows = list(engine.running.values()), engine.limits.max_rows
     kept = Reserves(engine.callers, engine.queue, running, rows, engine.blocks.total).for_strict()
-    return strict_room(running, engine.queue, kept, Room(rows - len(running), engine.blocks.free))
+    room = strict_room(running, engine.queue, kept, Room(rows - len(running), engine.blocks.free))
+    if engine.drift is None:  # nobody pauses where no promise can be reckoned with
+        return room
+    paused_rows, paused_contexts = paused_on_average(running)
+    return replace(room, paused_rows=paused_rows, paused_contexts=paused_contexts)

@@ -73,7 +73,7 @@ RECORDS = st.builds(
     adapter_bytes_free=COUNTS,
     adapter_bytes=COUNTS,
     loading_bytes=COUNTS,
-    strict=st.none() | st.builds(StrictRoom, COUNTS, COUNTS, COUNTS, COUNTS),
+    strict=st.none() | st.builds(StrictRoom, *[COUNTS] * 6),
     performance=st.none() | MODELS | st.sampled_from(BAD) | MODELS,
     acknowledged=st.lists(st.sampled_from("pqr"), max_size=2),
 )  # fmt: skip
@@ -292,8 +292,10 @@ def _strict(record: NodeRecord, held: list[Demand], model: PerformanceModel) -> 
             "strict_rows": counts["capacity"],
             "strict_kv_room": seconds["kv_room"],
             "strict_prompt_wait": seconds["prompt_wait"],
+            "strict_saved": 0.0,
         }
     firm = [demand for demand in held if demand.slo_class != "best_effort"]
+    step = _decode(model, record.running, room.paused_contexts, 0)
     promised = sum(demand.prompt_tokens + demand.max_tokens for demand in firm)
     return {
         "strict_ahead": room.queued + len(firm),
@@ -302,4 +304,5 @@ def _strict(record: NodeRecord, held: list[Demand], model: PerformanceModel) -> 
         "strict_prompt_wait": _prompts(
             model, room.prompt_tokens, [demand for demand in firm if demand.slo_class == "strict"]
         ),
+        "strict_saved": step - _decode(model, max(0, record.running - room.paused_rows), 0, 0),
     }

@@ -48,7 +48,7 @@ RECORDS = st.builds(
     st.dictionaries(st.sampled_from("xyz"), st.sampled_from(["device", "host", "disk"])),
     st.sets(st.sampled_from("xyz")),
     st.lists(st.sampled_from("pqr"), max_size=2),
-    st.none() | st.builds(StrictRoom, *[st.integers(0, 9)] * 4),
+    st.none() | st.builds(StrictRoom, *[st.integers(0, 9)] * 6),
 )
 DEMANDS = st.builds(
     Demand,

@@ -1,4 +1,5 @@
-"""Prompts leave strict requests the time between tokens that they were promised, and are never stopped by it."""
+"""Prompts leave strict requests the time between tokens that they were promised, and are never stopped by it; best
+effort pauses for strict prompts."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from benchmarks.local_engine import MakeEngine
 from cluster.messages import Sampling, SloClass
 from cluster.performance_model import DecodeModel, PrefillModel
 from node_agent.engine.batch import Row
-from node_agent.engine.promises import MARGIN, spare_tokens
+from node_agent.engine.promises import MARGIN, MOST_PAUSES, within_promise
 from node_agent.engine.request import Request
+from node_agent.engine.stats import stats_of
 from node_agent.performance.drift import Drift
 from tests.node_agent.performance.test_drift import MEASURED
 
@@ -31,6 +33,10 @@ def decoding(context: int, slo_class: SloClass = "standard", tpot: float | None 
     return request
 
 
+def prompt(length: int, slo_class: SloClass) -> Request:
+    return Request("p", "t", [1] * length, 8, Sampling(), 1e9, None, False, slo_class=slo_class, tpot=0.1)
+
+
 @given(
     contexts=st.lists(st.integers(1, 4000), min_size=1, max_size=32),
     tpot=st.floats(0.001, 1.0),
@@ -43,18 +49,88 @@ def test_what_is_left_fills_the_promise(
 ) -> None:
     """By the model's own forecast, and no faster than it; standard requests' promises don't count."""
     rows = [decoding(contexts[0], "strict", tpot), *(decoding(c, tpot=other) for c in contexts[1:])]
-    spare = spare_tokens(MODEL, rows, least, slower)
+    taking_part, spare = within_promise(MODEL, rows, 256, least, slower)
+    assert taking_part == rows
     forecast = MODEL.decode.seconds(len(rows), sum(contexts), 0) + MODEL.prefill.per_token * spare
     assert spare >= least
     assert spare == least or forecast * max(1.0, slower) == pytest.approx(MARGIN * tpot)
 
 
 def test_without_a_strict_promise_or_a_model_there_is_no_limit() -> None:
-    assert spare_tokens(MODEL, [decoding(9), decoding(9, "strict"), decoding(9, tpot=0.1)], 1) == inf
-    assert spare_tokens(MODEL, [], 1) == inf
-    assert spare_tokens(None, [decoding(9, "strict", 0.1)], 1) == inf
-    prompt = Request("r", "t", [1] * 9, 8, Sampling(), 1e9, None, False, slo_class="strict", tpot=0.1)
-    assert spare_tokens(MODEL, [prompt], 1) == inf
+    strict, best_effort = decoding(9, "strict", 0.001), decoding(9, "best_effort")
+    for model, running in [
+        (MODEL, [best_effort, decoding(9, "strict"), decoding(9, tpot=0.001), prompt(99, "strict")]),
+        (MODEL, []),
+        (None, [strict, best_effort, prompt(99, "strict")]),
+    ]:
+        assert within_promise(model, running, 256, 1) == (running, inf)
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 256),
+    st.lists(
+        st.tuples(st.sampled_from(["strict", "standard", "best_effort"]), st.integers(0, MOST_PAUSES)), max_size=24
+    ),
+    st.floats(0.02, 0.2),
+)
+def test_best_effort_sits_out_as_few_as_will_do(
+    length: int, most: int, others: list[tuple[SloClass, int]], tpot: float
+) -> None:
+    """The same by trying every number of them, the least often paused first."""
+    rows = [decoding(20, "strict", tpot), *(decoding(20, slo_class) for slo_class, _ in others)]
+    for request, (_, pauses) in zip(rows[1:], others, strict=True):
+        request.pauses = pauses
+    may_pause = [pauses for slo_class, pauses in others if slo_class == "best_effort" and pauses < MOST_PAUSES]
+    wanted, needed = min(length, most), len(may_pause)
+    for pausing in reversed(range(len(may_pause) + 1)):
+        n = len(rows) - pausing
+        if (MARGIN * tpot - MODEL.decode.seconds(n, 20 * n, 0)) / MODEL.prefill.per_token >= wanted:
+            needed = pausing
+    before = [request.pauses for request in rows]
+    taking_part, _ = within_promise(MODEL, [*rows, prompt(length, "strict"), prompt(99, "standard")], most, 0)
+    paused = [was for request, was in zip(rows, before, strict=True) if request not in taking_part]
+    assert sorted(paused) == sorted(may_pause)[:needed]
+    assert len(taking_part) == len(rows) - needed + 2
+    for request, was in zip(rows, before, strict=True):
+        assert request.pauses == (0 if request in taking_part else was + 1)
+
+
+def test_best_effort_pauses_for_strict_tokens_but_not_for_others_prompts() -> None:
+    """22 ms are for the next token of one row."""
+    best_effort = [decoding(20, "best_effort") for _ in range(20)]
+    ample, scarce = decoding(20, "strict", 0.2), decoding(20, "strict", 0.022 / MARGIN)
+    standard = prompt(200, "standard")
+    assert within_promise(MODEL, [ample, *best_effort, standard], 256, 1)[0] == [ample, *best_effort, standard]
+    assert len(within_promise(MODEL, [scarce, *best_effort, standard], 256, 1)[0]) == 2
+
+
+def test_best_effort_goes_on_in_every_fourth_pass(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While strict prompts come without end; all it says is what it says alone, and the promise's passes go on."""
+    engine, taking_part = make_engine(max_rows=8, chunk_tokens=64), list[bool]()
+    alone = engine.submit(STORY, 8, ignore_eos=True)
+    engine.run()
+    engine.engine.drift = Drift(MODEL)
+    monkeypatch.setattr(engine.engine.drift, "observe", lambda *_: None)
+    begin = engine.engine.hot.begin
+
+    def counted(rows: list[Row], n_decode: int) -> None:
+        taking_part.append(any(row.request.slo_class == "best_effort" for row in rows[:n_decode]))
+        begin(rows, n_decode)
+
+    call = engine.submit(STORY, 8, slo_class="best_effort", ignore_eos=True)
+    engine.run(until=lambda: bool(engine.outcomes[call].tokens))
+    strict = engine.submit(STORY, 90, slo_class="strict", tpot=0.022 / MARGIN, ignore_eos=True)
+    engine.run(until=lambda: bool(engine.outcomes[strict].tokens))
+    prompts = [engine.submit([1] * 100, 1, slo_class="strict", tpot=0.1, ignore_eos=True) for _ in range(5)]
+    monkeypatch.setattr(engine.engine.hot, "begin", counted)
+    engine.run(until=lambda: engine.outcomes[call].finished is not None)
+    assert taking_part[:8] == [False, False, False, True] * 2
+    passes = zip(*(taking_part[i:] for i in range(MOST_PAUSES + 1)), strict=False)
+    assert all(sum(four) == 1 for four in passes)
+    assert not any(engine.outcomes[each].finished for each in prompts[1:])
+    engine.run()
+    assert engine.outcomes[call].tokens == engine.outcomes[alone].tokens
 
 
 @pytest.mark.parametrize(("slower", "most"), [(1.0, 19), (1.25, 11)])
@@ -87,3 +163,18 @@ def test_chunks_follow_a_strict_promise(
     assert beside <= {most - 2, most - 1, most}
     assert max(tokens for strict, tokens in chunks if not strict) > 60
     assert all(engine.outcomes[request].tokens for request in (first, call, *others))
+
+
+def test_a_node_tells_how_many_rows_would_pause(make_engine: MakeEngine) -> None:
+    """None without a performance model: nobody pauses there."""
+    engine = make_engine(max_rows=16, chunk_tokens=64)
+    calls = [engine.submit(STORY, 90, slo_class="best_effort", ignore_eos=True) for _ in range(6)]
+    calls.append(engine.submit(STORY, 90, ignore_eos=True))
+    engine.run(until=lambda: all(len(engine.outcomes[call].tokens) > 1 for call in calls))
+    found = stats_of(engine.engine).strict
+    assert found is not None and (found.paused_rows, found.paused_contexts) == (0, 0)
+    engine.engine.drift = Drift(MODEL)
+    contexts = [r.computed for r in engine.engine.running.values() if r.slo_class == "best_effort"]
+    found = stats_of(engine.engine).strict
+    assert found is not None and (found.paused_rows, found.paused_contexts) == (4, sum(contexts) * 3 // 4)
+    engine.run()

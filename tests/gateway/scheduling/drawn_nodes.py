@@ -43,7 +43,13 @@ DEMANDS = st.builds(
     CLASSES,
 )
 ROOMS = st.builds(
-    StrictRoom, st.integers(0, 32), st.integers(0, 400), st.integers(0, 5), st.sampled_from([0, 0, 1, 3000])
+    StrictRoom,
+    st.integers(0, 32),
+    st.integers(0, 400),
+    st.integers(0, 5),
+    st.sampled_from([0, 0, 1, 3000]),
+    st.integers(0, 6),
+    st.sampled_from([0, 0, 40, 4000]),
 )
 
 

@@ -48,6 +48,10 @@ def reference(record: NodeRecord, demands: list[Demand], request: PlacementReque
         exposed *= model.exposed_share
     if record.max_rows and len(ranks) + 1 > record.max_rows:
         step = model.decode.base + (step - model.decode.base) * record.max_rows / (len(ranks) + 1)
+    if request.slo_class == "strict" and record.strict is not None and request.tpot is not None:
+        away = min(record.strict.paused_rows, max(0, record.running - model.decode.flat_rows))
+        step -= away * model.decode.per_row + record.strict.paused_contexts * model.decode.per_context
+        step = max(step, model.decode.base)
     queue = _queue(record, demands, request, model, step, answer)
     first = queue + model.prefill.base + d_prefill + exposed
     missed = 0.0 if tier == "device" else step

@@ -180,6 +180,24 @@ def test_strict_requests_find_what_best_effort_gives_up() -> None:
     assert chosen(policy, nodes, request) is None
 
 
+def test_strict_steps_are_those_in_which_best_effort_pauses() -> None:
+    """For those alone who were promised a time between tokens: nobody pauses for others."""
+    flood = {"tier": "device", "batch_contexts": [1000] * 32}
+    busy, request = node("a", *[8] * 32, **flood), ask(tpot=0.036, slo_class="strict")
+    policy = RankAware()
+    assert chosen(policy, table_of(busy), request) is None
+    assert policy.last is not None
+    full = policy.last.terms.step[0]
+    assert full > 0.036
+    paused = node("a", *[8] * 32, **flood, strict=StrictRoom(32, 2000, paused_rows=24, paused_contexts=24_000))
+    assert chosen(policy, table_of(paused), request) == "a"
+    saved = 24 * MEASURED.decode.per_row + 24_000 * MEASURED.decode.per_context
+    assert policy.last.terms.step[0] == pytest.approx(full - saved)
+    for other in (ask(tpot=0.036), ask(slo_class="strict")):
+        chosen(policy, table_of(paused), other)
+        assert policy.last.terms.step[0] == pytest.approx(full)
+
+
 def test_a_promise_that_can_not_be_kept_keeps_nobody_out() -> None:
     """Of another request there, which no node could ever keep."""
     request = ask(tpot=0.06, slo_class="strict")
