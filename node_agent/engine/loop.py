@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from math import inf
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
@@ -20,7 +19,7 @@ from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.newcomers import Newcomers
 from node_agent.engine.orders import Orders
-from node_agent.engine.promises import within_promise
+from node_agent.engine.promises import tightest_promise, within_promise
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.rows import choose_hot
@@ -147,12 +146,16 @@ class Engine:
             return False
         most = self.limits.chunk_tokens
         model, slower = (self.drift.published, self.drift.both.value) if self.drift else (None, 1.0)
-        running, spare = within_promise(model, list(self.running.values()), most, most // LEAST_BESIDE_STRICT, slower)
-        spare -= used
         self.newcomers.begin_iteration(most)
-        worked = spare == inf and self._compute_newcomers()
+        bound = model is not None and tightest_promise(self.running.values()) is not None
+        worked = not bound and self._compute_newcomers()
+        prompts = [r for r in self.running.values() if not r.decoding]
+        # One whose prompt was computed before its whole adapter was there waits for the rest.
+        decoding = [r for r in self.running.values() if r.decoding and self._is_loaded(r)]
+        decoding, spare = within_promise(model, decoding, prompts, most, most // LEAST_BESIDE_STRICT, slower)
+        spare -= used
         left = max(most - used - self.newcomers.take_overtaken(), most // LEAST_HOT_SHARE)
-        rows, n_decode = choose_hot(running, self._is_loaded, left, spare, self.queue.turn)
+        rows, n_decode = choose_hot(decoding, prompts, self._is_loaded, left, spare, self.queue.turn)
         if rows:
             self.newcomers.limit(spare - sum(row.length for row in rows[n_decode:]))
             self.hot.begin(rows, n_decode)

@@ -20,21 +20,31 @@ MOST_PAUSES = 3
 """Passes in succession that a best-effort request sits out: it goes on in every fourth, whatever others ask for."""
 
 
+def tightest_promise(running: Iterable[Request]) -> float | None:
+    """Seconds between tokens, of strict requests that decode."""
+    strict = (r for r in running if r.decoding and r.slo_class == "strict")
+    return min((r.tpot for r in strict if r.tpot is not None), default=None)
+
+
 def within_promise(
-    model: PerformanceModel | None, running: list[Request], most: int, least: int, slower: float = 1.0
+    model: PerformanceModel | None,
+    decoding: list[Request],
+    prompts: Iterable[Request],
+    most: int,
+    least: int,
+    slower: float = 1.0,
 ) -> tuple[list[Request], float]:
-    """Who takes part in the next pass, and the prompt tokens for which the iteration has time; all and infinite where
-    nobody strict decodes who was promised a time between tokens, or nothing is known of passes.
+    """Who of those that could decode do so in the next pass, and the prompt tokens for which the iteration has time;
+    all and infinite where nobody strict decodes who was promised a time between tokens, or nothing is known of passes.
 
     Where strict requests' next tokens, or their prompts (of which a pass has `most` tokens), would find too little
     time, best-effort requests keep what they have and sit the pass out, as few as will do. At least `least` tokens: a
     promise that decode rows alone break must not stop prompts. `slower`: how much longer than forecast passes over both
     take. That they take less is no reason to plan with more: they vary.
     """
-    decoding = [r for r in running if r.decoding]
-    promised = min((r.tpot for r in decoding if r.slo_class == "strict" and r.tpot is not None), default=None)
+    promised = tightest_promise(decoding)
     if model is None or promised is None:
-        return running, inf
+        return decoding, inf
     seconds = MARGIN * promised / max(1.0, slower)
     may_pause = sorted((r for r in decoding if _may_pause(r)), key=lambda request: request.pauses)
 
@@ -42,12 +52,12 @@ def within_promise(
         left_out = set(may_pause[:pausing])
         return _spare_tokens(model, [r for r in decoding if r not in left_out], seconds)
 
-    wanted = min(most, sum(len(r.tokens) - r.computed for r in running if not r.decoding and r.slo_class == "strict"))
+    wanted = min(most, sum(len(r.tokens) - r.computed for r in prompts if r.slo_class == "strict"))
     pausing = bisect_left(range(len(may_pause)), True, key=lambda pausing: spare(pausing) >= wanted)
     pausing_now = set(may_pause[:pausing])
     for request in decoding:
         request.pauses = request.pauses + 1 if request in pausing_now else 0
-    return [r for r in running if r not in pausing_now], max(spare(pausing), least)
+    return [r for r in decoding if r not in pausing_now], max(spare(pausing), least)
 
 
 def paused_on_average(running: Iterable[Request]) -> tuple[int, int]:

@@ -12,18 +12,21 @@ Turn = Callable[[Request], float]
 
 
 def choose_hot(
-    running: list[Request], loaded: Loaded, chunk_tokens: int, spare: float, turn: Turn
+    decoding: Iterable[Request],
+    prompts: Iterable[Request],
+    loaded: Loaded,
+    chunk_tokens: int,
+    spare: float,
+    turn: Turn,
 ) -> tuple[list[Row], int]:
     """Rows of the next hot pass (decode rows first, each part in order of adapter slots), and how many decode.
 
-    Every decoding request advances (one whose prompt was computed before its whole adapter was there waits for the
-    rest); prompt chunks share what is left of `chunk_tokens`, and `spare` at most.
+    Each of `decoding` advances by a token; chunks of `prompts` share what is left of `chunk_tokens`, and `spare` at
+    most.
     """
-    decode = [Row(r, 1) for r in running if r.decoding and loaded(r)]
+    decode = sorted((Row(request, 1) for request in decoding), key=_slot)
     tokens = max(int(min(chunk_tokens - len(decode), spare)), 1)
-    prompts = choose_prompts((r for r in running if not r.decoding), loaded, tokens, turn)
-    decode.sort(key=_slot)
-    return decode + prompts, len(decode)
+    return decode + choose_prompts(prompts, loaded, tokens, turn), len(decode)
 
 
 def choose_prompts(requests: Iterable[Request], loaded: Loaded, tokens: int, turn: Turn) -> list[Row]:

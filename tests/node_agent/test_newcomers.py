@@ -64,6 +64,18 @@ def test_a_call_does_not_wait_for_the_pass_under_way(make_engine: MakeEngine, re
     end(engine)
 
 
+def test_one_that_ends_before_the_pass_begins_is_no_row_of_it(make_engine: MakeEngine) -> None:
+    """What it held may be another's by then."""
+    engine = make_engine(max_rows=16)
+    flooded(engine)
+    call = engine.submit(STORY, 1, tenant="v0", ignore_eos=True)
+    begin(engine)
+    assert engine.outcomes[call].finished is not None and len(engine.outcomes[call].tokens) == 1
+    assert engine.engine.hot.open is not None
+    assert call not in [row.request.id for row in engine.engine.hot.open.rows]
+    end(engine)
+
+
 def test_only_who_asks_for_little_goes_first_and_only_past_a_crowd(make_engine: MakeEngine) -> None:
     engine = make_engine(max_rows=16)
     others = [engine.submit(STORY, 100, tenant=f"t{i}", ignore_eos=True) for i in range(6)]
