@@ -48,16 +48,21 @@ def within_promise(
     seconds = MARGIN * promised / max(1.0, slower)
     may_pause = sorted((r for r in decoding if _may_pause(r)), key=lambda request: request.pauses)
 
-    def spare(pausing: int) -> float:
-        left_out = set(may_pause[:pausing])
-        return _spare_tokens(model, [r for r in decoding if r not in left_out], seconds)
+    def without(count: int) -> list[Request]:
+        paused = set(may_pause[:count])
+        return [r for r in decoding if r not in paused]
+
+    def spare(count: int) -> float:
+        return _spare_tokens(model, without(count), seconds)
 
     wanted = min(most, sum(len(r.tokens) - r.computed for r in prompts if r.slo_class == "strict"))
-    pausing = bisect_left(range(len(may_pause)), True, key=lambda pausing: spare(pausing) >= wanted)
-    pausing_now = set(may_pause[:pausing])
-    for request in decoding:
-        request.pauses = request.pauses + 1 if request in pausing_now else 0
-    return [r for r in decoding if r not in pausing_now], max(spare(pausing), least)
+    fewest = bisect_left(range(len(may_pause)), True, key=lambda count: spare(count) >= wanted)
+    taking_part = without(fewest)
+    for request in may_pause[:fewest]:
+        request.pauses += 1
+    for request in taking_part:
+        request.pauses = 0
+    return taking_part, max(spare(fewest), least)
 
 
 def paused_on_average(running: Iterable[Request]) -> tuple[int, int]:

@@ -86,7 +86,7 @@ class Request:
     counts: Counter[int] = field(default_factory=Counter)
     """generated tokens, kept only where a penalty needs them"""
     pauses: int = 0
-    """passes in succession that it has sat out for strict prompts"""
+    """passes in succession that it has sat out for strict requests"""
     preemptions: int = 0
     """how often it gave its place to a strict request; what it has computed since the last one is in `computed`"""
 

@@ -1,5 +1,5 @@
 """Prompts leave strict requests the time between tokens that they were promised, and are never stopped by it; best
-effort pauses for strict prompts."""
+effort pauses for strict ones."""
 
 from __future__ import annotations
 
