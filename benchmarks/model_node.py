@@ -1,6 +1,6 @@
-"""Nodes without a model, several in one process, each timed by the simulator's own node, in real time.
+"""A node without a model, timed by the simulator's own node, in real time.
 
-They speak the nodes' protocol. A call's seed says how long its answer is, which no gateway knows (it stays below
+It speaks the nodes' protocol. A call's seed says how long its answer is, which no gateway knows (it stays below
 `max_tokens`). Tokens come in pieces, the first by itself, so that the gateway's work per token is not what is measured.
 """
 
@@ -36,14 +36,14 @@ from gateway.simulation.simulator import MIN_GAP
 PIECE_SECONDS = 0.3
 
 
-class ModelNodesConfig(msgspec.Struct, frozen=True):
+class ModelNodeConfig(msgspec.Struct, frozen=True):
     gateway: str
     secret: str
     base: str
     base_id: str
     max_context: int
     profile: NodeProfile
-    names: list[str]
+    name: str
 
 
 @dataclass
@@ -56,9 +56,9 @@ class Reply:
 class ModelNode:
     """Its clock is `time.monotonic`; the simulated node is always brought up to now before anything else."""
 
-    def __init__(self, config: ModelNodesConfig, name: str, url: str, index: int) -> None:
-        self._config, self._name, self._url = config, name, url
-        self._node = SimulatedNode(index, config.profile, lambda _: None)
+    def __init__(self, config: ModelNodeConfig, url: str) -> None:
+        self._config, self._url = config, url
+        self._node = SimulatedNode(0, config.profile, lambda _: None)
         self._replies: list[Reply] = []
         self._calls, self._seq = 0, 0
         self._timer: asyncio.TimerHandle | None = None
@@ -75,7 +75,7 @@ class ModelNode:
         return StreamingResponse(self._frames(reply))
 
     async def _frames(self, reply: Reply) -> AsyncIterator[bytes]:
-        yield encode_event(Started(node=self._name, cold_start="none"))
+        yield encode_event(Started(node=self._config.name, cold_start="none"))
         await asyncio.wait_for(reply.first.wait(), 600)
         yield _tokens(0, 1)
         sent = 1
@@ -150,7 +150,7 @@ class ModelNode:
         return msgspec.structs.replace(
             record,
             performance=as_served(self._node.profile.performance, config.base),
-            id=self._name, url=self._url, base=config.base, base_id=config.base_id, max_context=config.max_context,
+            id=config.name, url=self._url, base=config.base, base_id=config.base_id, max_context=config.max_context,
         )  # fmt: skip
 
 
@@ -158,29 +158,19 @@ def _tokens(begin: int, end: int) -> bytes:
     return encode_event(Token(text="x", token_ids=list(range(begin, end)), index=begin))
 
 
-async def serve(config: ModelNodesConfig) -> None:
-    """Each node has a port of its own, by which a call finds it."""
-    listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in config.names]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    nodes = {
-        port: ModelNode(config, name, f"http://127.0.0.1:{port}", index)
-        for index, (name, port) in enumerate(zip(config.names, ports, strict=True))
-    }
-
-    async def generate(request: Request) -> Response:
-        return await nodes[request.scope["server"][1]].generate(request)
-
-    app = Starlette(routes=[Route("/generate", generate, methods=["POST"])])
+async def serve(config: ModelNodeConfig) -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    node = ModelNode(config, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    app = Starlette(routes=[Route("/generate", node.generate, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none"))
-    publishing = [asyncio.create_task(node.publish()) for node in nodes.values()]
+    publishing = asyncio.create_task(node.publish())
     print("ready", flush=True)
-    await server.serve(sockets=listeners)
-    for task in publishing:
-        task.cancel()
+    await server.serve(sockets=[listener])
+    publishing.cancel()
 
 
 def main() -> None:
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ModelNodesConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ModelNodeConfig)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
 

@@ -2,7 +2,7 @@
 
 SIM-60: 60 simulated nodes, 40,000 functions with the popularity of the MAF sample's (each is given the counts of one
 drawn from it), 340 requests/s on the papers' node, and shares of them. TESTBED-8: eight nodes timed by the same model
-in real time (four to a process), behind a gateway process, called over HTTP by Poisson arrivals at shares of their
+in real time, each a process, behind a gateway process, called over HTTP by Poisson arrivals at shares of their
 capacity. Each with the papers' constants and with profiles that we measured; there rates are scaled to the same
 utilisation.
 

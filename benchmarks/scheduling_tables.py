@@ -56,7 +56,7 @@ def _bed(profile: str, rows: list[dict[str, Any]]) -> list[str]:
         return []
     lines = [
         "",
-        f"**Eight nodes timed by `{profile}` behind a real gateway** (four to a process; client and gateway share the "
+        f"**Eight nodes timed by `{profile}` behind a real gateway** (each a process; client and gateway share the "
         "cores with them)",
         "",
         "| policy | load | requests/s | within the SLO | mean TPT | TTFT p50 | errors | sent late by at most |",

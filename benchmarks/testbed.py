@@ -25,15 +25,14 @@ from adapters.tenants import Tenants
 from benchmarks.gateway_rig import GATEWAY, process, wait_until_ready
 from benchmarks.latency import Sample
 from benchmarks.load import recorded
-from benchmarks.model_node import ModelNodesConfig
+from benchmarks.model_node import ModelNodeConfig
 from cluster.secret import create_secret
 from gateway.config import GatewayConfig
 from gateway.simulation.job import TraceRequest
 from gateway.simulation.profile import NodeProfile
 
 NODES = 8
-PROCESSES = 2
-"""They share the cores of one machine; a node is a few events each step."""
+"""Each a process of its own; they share the cores of one machine, and a node is a few events each step."""
 TENANT = "bench"
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 ADAPTER = {
@@ -74,7 +73,7 @@ def registry_of(model_dir: Path, functions: dict[str, int], tpot: float, root: P
 
 @contextmanager
 def bed(model_dir: Path, registry: Path, key: str, profile: NodeProfile, policy: str, root: Path) -> Iterator[Bed]:
-    """A gateway with the policy, and eight nodes."""
+    """A gateway with the policy, and eight node processes."""
     base = load_base_model(model_dir, model_dir.name)
     root.mkdir(parents=True)
     secret = create_secret(root / "secret")
@@ -88,13 +87,18 @@ def bed(model_dir: Path, registry: Path, key: str, profile: NodeProfile, policy:
     with ExitStack() as stack:
         log = root / "gateway.log"
         gateway = stack.enter_context(process(["-c", GATEWAY], msgspec.json.encode(config), log))
-        for number in range(PROCESSES):
-            names = [f"node-{index}" for index in range(number, NODES, PROCESSES)]
-            told = ModelNodesConfig(url, secret, base.fingerprint, base.id, base.max_context, profile, names)
+        nodes = []
+        for number in range(NODES):
+            told = ModelNodeConfig(
+                url, secret, base.fingerprint, base.id, base.max_context, profile, f"node-{number}"
+            )  # fmt: skip
             line = msgspec.json.encode(told) + b"\n"
-            nodes = stack.enter_context(process(["-m", "benchmarks.model_node"], line, root / f"nodes-{number}.log"))
-            assert nodes.stdout is not None
-            nodes.stdout.readline()
+            nodes.append(
+                stack.enter_context(process(["-m", "benchmarks.model_node"], line, root / f"node-{number}.log"))
+            )
+        for node in nodes:
+            assert node.stdout is not None
+            node.stdout.readline()
         wait_until_ready(url, gateway, log)
         time.sleep(RECORDS_SECONDS)
         yield Bed(url, key, MAX_TOKENS)
