@@ -200,6 +200,8 @@ class StrictRoom(msgspec.Struct, frozen=True, omit_defaults=True):
     time between tokens."""
     paused_contexts: int = 0
     """The same of their contexts' tokens."""
+    tightest_tpot: float | None = None
+    """NodeRecord's, of strict requests alone: best effort pauses as far as it asks for."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -12,6 +12,8 @@ from cluster.performance_model import PerformanceModel
 
 MOST = 1 << 53
 """No count is above it: what a record says stays exact as a float, and sums stay inside 64 bits."""
+MARGIN = 0.8
+"""Of a promised time between tokens, that nodes plan passes with: forecasts err, and passes vary."""
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -38,6 +40,8 @@ class StrictLoad(msgspec.Struct, frozen=True):
     prompt_tokens: int
     paused_rows: int
     paused_contexts: int
+    tightest_tpot: float
+    """infinite where nobody strict was promised any"""
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
@@ -67,7 +71,6 @@ class NodeLoad(msgspec.Struct, frozen=True):
 def load_of(record: NodeRecord) -> NodeLoad:
     waiting = record.queued_ranks
     running = {slot: rank for slot, rank in zip(record.batch_slots, record.batch_ranks, strict=False) if slot >= 0}
-    tpot = record.tightest_tpot
     return NodeLoad(
         ready=record.state == "ready",
         running=count(record.running),
@@ -82,8 +85,7 @@ def load_of(record: NodeRecord) -> NodeLoad:
         max_rank=count(max((*record.batch_ranks, *waiting), default=0)),
         request_ranks=count(sum(record.batch_ranks) + sum(waiting)),
         adapter_ranks=count(sum(running.values()) + sum(waiting)),
-        # What is no positive number is no promise: NaN would hide the others.
-        tightest_tpot=tpot if tpot is not None and tpot > 0 else math.inf,
+        tightest_tpot=_promise(record.tightest_tpot),
         adapter_bytes_free=count(record.adapter_bytes_free),
         adapter_bytes=count(record.adapter_bytes),
         loading_bytes=count(record.loading_bytes),
@@ -102,7 +104,13 @@ def _strict_load(record: NodeRecord) -> StrictLoad | None:
         prompt_tokens=count(room.prompt_tokens),
         paused_rows=count(room.paused_rows),
         paused_contexts=count(room.paused_contexts),
+        tightest_tpot=_promise(room.tightest_tpot),
     )
+
+
+def _promise(tpot: float | None) -> float:
+    """What is no positive number is none: NaN would hide the others."""
+    return tpot if tpot is not None and tpot > 0 else math.inf
 
 
 def count(value: int) -> int:
@@ -139,10 +147,12 @@ def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> 
 
 def found_by_strict(
     load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel
-) -> tuple[float, float, float, float, float]:
+) -> tuple[float, float, float, float, float, float]:
     """The columns strict_*. A place that is given to a standard request may be taken when a strict one comes."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
-    held, strict = held_by(firm), held_by(demand for demand in firm if demand.slo_class == "strict")
+    coming = [demand for demand in firm if demand.slo_class == "strict"]
+    held, strict = held_by(firm), held_by(coming)
+    promised = [room.tightest_tpot, *(demand.tpot for demand in coming if demand.tpot is not None)]
     prompts = room.prompt_tokens + strict.prompt_tokens
     return (
         room.queued + len(firm),
@@ -150,4 +160,5 @@ def found_by_strict(
         room.kv_tokens - held.tokens if load.kv_tokens else math.inf,
         model.prefill.seconds(prompts, 0, strict.token_ranks) if prompts else 0.0,
         model.decode.saved(load.running, room.paused_rows, room.paused_contexts),
+        tightest_tpot(promised, model),
     )

@@ -99,7 +99,8 @@ COLUMNS: dict[str, type] = {
     "strict_rows": np.float64,
     "strict_kv_room": np.float64,
     "strict_prompt_wait": np.float64,
-    "strict_saved": np.float64,  # that a step takes less for one that was promised a time between tokens
+    "strict_saved": np.float64,  # that a step takes less while best effort pauses as often as it may
+    "strict_tpot": np.float64,  # as tightest_tpot, of strict requests alone
     "device_wait": np.float64,  # until another load's first byte
     "device_per_byte": np.float64,
     "store_per_byte": np.float64,
@@ -113,7 +114,7 @@ COUNTS = (
 """Columns that lie side by side, so that one operation writes a node's: each would take as long alone."""
 DERIVED = (
     "tightest_tpot", "requests", "capacity", "rows_free", "kv_room", "decode_there", "prompt_wait", "strict_ahead",
-    "strict_rows", "strict_kv_room", "strict_prompt_wait", "strict_saved",
+    "strict_rows", "strict_kv_room", "strict_prompt_wait", "strict_saved", "strict_tpot",
 )  # fmt: skip
 """The same of seconds and sums."""
 LINEAR_BY_COST = {
@@ -290,7 +291,7 @@ class NodeTable:
         capacity = load.max_rows or math.inf
         kv_room = load.kv_tokens_free - held.tokens if load.kv_tokens else math.inf
         prompt_wait = model.prefill.seconds(prompts, 0, held.token_ranks) if prompts else 0.0
-        found = requests, capacity, kv_room, prompt_wait, 0.0
+        found = requests, capacity, kv_room, prompt_wait, 0.0, math.inf
         promised = [load.tightest_tpot, *(demand.tpot for demand in demands if demand.tpot is not None)]
         self._derived[:, row] = (  # in the order of DERIVED
             tightest_tpot(promised, model),

@@ -46,9 +46,10 @@ def check_record(record: NodeRecord, peer: str, allowed_hosts: Collection[str]) 
         least = -1 if field == "batch_slots" else 0
         if not least <= value <= MOST:
             raise BadRecord(f"{field}: {value} is below {least} or above 2^53")
-    tpot = record.tightest_tpot
-    if tpot is not None and not 0 < tpot < math.inf:
-        raise BadRecord(f"tightest_tpot: {tpot} is no time")
+    for whose, promise in (("", record), ("strict.", record.strict)):
+        tpot = promise.tightest_tpot if promise is not None else None
+        if tpot is not None and not 0 < tpot < math.inf:
+            raise BadRecord(f"{whose}tightest_tpot: {tpot} is no time")
     _check_url(record.url, peer, allowed_hosts)
 
 
@@ -60,7 +61,8 @@ def _check_id(node_id: str) -> None:
 def _integers(record: NodeRecord) -> Iterator[tuple[str, int]]:
     if record.strict is not None:
         for field, value in msgspec.structs.asdict(record.strict).items():
-            yield f"strict.{field}", value
+            if isinstance(value, int):
+                yield f"strict.{field}", value
     for field in record.__struct_fields__:
         value = getattr(record, field)
         if isinstance(value, int):

@@ -18,6 +18,7 @@ from typing import get_args
 import msgspec
 import numpy as np
 
+from cluster.node_load import MARGIN
 from cluster.node_table import ABSENT, DEVICE, DISK, HOST, LINEAR, LINEAR_BY_COST, NodeTable
 from cluster.performance_model import RankTerm
 from gateway.scheduling.request import PlacementRequest
@@ -175,15 +176,19 @@ def _step_and_wait(
     """A step with the request, and the time until its prompt is begun: the prompts before it, and then whichever takes
     longer, a row or KV memory."""
     step, capacity, rows_free = nodes.decode_there[:n] + decode, nodes.capacity[:n], nodes.rows_free[:n]
+    base = nodes.decode_base[:n]
+    computed: np.ndarray | float = 1.0
     if not rows_free.min() >= 1.0:  # rows beyond what the node computes at once wait: a step has no more than that
-        base = nodes.decode_base[:n]
-        step = base + np.minimum(1.0, capacity / after) * (step - base)
+        computed = np.minimum(1.0, capacity / after)
+        step = base + computed * (step - base)
     room, wait = nodes.kv_room[:n], nodes.prompt_wait[:n]
     if request.slo_class == "strict":
         rows_free = nodes.strict_rows[:n] - nodes.strict_ahead[:n]
         room, wait = nodes.strict_kv_room[:n], nodes.strict_prompt_wait[:n]
-        if request.tpot is not None:
-            step = np.maximum(step - nodes.strict_saved[:n], nodes.decode_base[:n])
+        if request.tpot is not None:  # best effort pauses, but no more than the tightest strict promise asks for
+            least = np.maximum(step - computed * nodes.strict_saved[:n], base)
+            planned = MARGIN * np.minimum(nodes.strict_tpot[:n], request.tpot)
+            step = np.minimum(np.maximum(planned, least), step)
     need = request.prompt_tokens + request.max_tokens
     if not (rows_free.min() >= 1.0 and room.min() >= need):
         # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.

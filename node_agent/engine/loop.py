@@ -147,13 +147,12 @@ class Engine:
         most = self.limits.chunk_tokens
         model, slower = (self.drift.published, self.drift.both.value) if self.drift else (None, 1.0)
         self.newcomers.begin_iteration(most)
-        bound = model is not None and tightest_promise(self.running.values()) is not None
+        bound = model is not None and tightest_promise(self.running.values(), model) is not None
         worked = not bound and self._compute_newcomers()
-        prompts = [r for r in self.running.values() if not r.decoding]
         # One whose prompt was computed before its whole adapter was there waits for the rest.
-        decoding = [r for r in self.running.values() if r.decoding and self._is_loaded(r)]
-        decoding, spare = within_promise(model, decoding, prompts, most, most // LEAST_BESIDE_STRICT, slower)
-        spare -= used
+        loaded = [r for r in self.running.values() if self._is_loaded(r)]
+        decoding, prompts = [r for r in loaded if r.decoding], [r for r in loaded if not (r.decoding or r.in_cold_pass)]
+        decoding, spare = within_promise(model, decoding, prompts, most, most // LEAST_BESIDE_STRICT, slower, used)
         left = max(most - used - self.newcomers.take_overtaken(), most // LEAST_HOT_SHARE)
         rows, n_decode = choose_hot(decoding, prompts, self._is_loaded, left, spare, self.queue.turn)
         if rows:
@@ -259,7 +258,7 @@ class Engine:
             self.store.release(request.lease, [], served=bool(request.first_token))
             request.lease = None
         self.blocks.release(request.blocks)
-        request.blocks, request.computed, request.wants_whole = [], 0, False
+        request.blocks, request.computed, request.wants_whole, request.pauses = [], 0, False, 0
         request.preemptions += 1
         del self.running[request.id]
         if request.adapter is not None:

@@ -5,64 +5,75 @@ it would leave strict requests too little."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
+from cluster.node_load import MARGIN, tightest_tpot
 from cluster.performance_fit import decode_forecast
 from cluster.performance_model import PerformanceModel
 from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
 from node_agent.performance.terms import decode_sample
 
-MARGIN = 0.8
-"""Of a promise, that is planned with: forecasts err, and passes vary."""
 MOST_PAUSES = 3
 """Passes in succession that a best-effort request sits out: it goes on in every fourth, whatever others ask for."""
 
 
-def tightest_promise(running: Iterable[Request]) -> float | None:
-    """Seconds between tokens, of strict requests that decode."""
-    strict = (r for r in running if r.decoding and r.slo_class == "strict")
-    return min((r.tpot for r in strict if r.tpot is not None), default=None)
+def tightest_promise(running: Iterable[Request], model: PerformanceModel) -> float | None:
+    """Seconds between tokens, of strict requests that decode; what the node could not keep for one alone is none."""
+    strict = (r.tpot for r in running if r.decoding and r.slo_class == "strict" and r.tpot is not None)
+    tightest = tightest_tpot(strict, model)
+    return tightest if tightest < inf else None
 
 
 def within_promise(
     model: PerformanceModel | None,
     decoding: list[Request],
-    prompts: Iterable[Request],
+    prompts: Sequence[Request],
     most: int,
     least: int,
     slower: float = 1.0,
+    used: int = 0,
 ) -> tuple[list[Request], float]:
-    """Who of those that could decode do so in the next pass, and the prompt tokens for which the iteration has time;
-    all and infinite where nobody strict decodes who was promised a time between tokens, or nothing is known of passes.
+    """Who of those that could decode do so in the next pass, and the prompt tokens for which the iteration has time
+    after the `used` ones; all and infinite where nobody strict decodes who was promised a time between tokens, or
+    nothing is known of passes.
 
-    Where strict requests' next tokens, or their prompts (of which a pass has `most` tokens), would find too little
-    time, best-effort requests keep what they have and sit the pass out, as few as will do. At least `least` tokens: a
-    promise that decode rows alone break must not stop prompts. `slower`: how much longer than forecast passes over both
-    take. That they take less is no reason to plan with more: they vary.
+    Where strict requests' next tokens, or their prompts (of `prompts`, which the pass could compute; an iteration has
+    `most` tokens of them), would find too little time, best-effort requests keep what they have and sit the pass out,
+    as few as will do. At least `least` tokens: a promise that decode rows alone break must not stop prompts. `slower`:
+    how much longer than forecast passes over both take. That they take less is no reason to plan with more: they vary.
     """
-    promised = tightest_promise(decoding)
+    promised = tightest_promise(decoding, model) if model is not None else None
     if model is None or promised is None:
+        for request in decoding:
+            request.pauses = 0
         return decoding, inf
-    seconds = MARGIN * promised / max(1.0, slower)
-    may_pause = sorted((r for r in decoding if _may_pause(r)), key=lambda request: request.pauses)
+    planned = MARGIN * promised
+    mixed = planned / max(1.0, slower)
+    seconds = mixed if prompts or used else planned
+    may_pause = sorted((r for r in decoding if _may_pause(r)), key=lambda request: (request.pauses, request.paused))
 
     def without(count: int) -> list[Request]:
         paused = set(may_pause[:count])
         return [r for r in decoding if r not in paused]
 
-    def spare(count: int) -> float:
-        return _spare_tokens(model, without(count), seconds)
-
-    wanted = min(most, sum(len(r.tokens) - r.computed for r in prompts if r.slo_class == "strict"))
-    fewest = bisect_left(range(len(may_pause)), True, key=lambda count: spare(count) >= wanted)
+    wanted = min(most, used + sum(len(r.tokens) - r.computed for r in prompts if r.slo_class == "strict"))
+    fewest = _fewest(len(may_pause), wanted, lambda count: _spare_tokens(model, without(count), seconds))
     taking_part = without(fewest)
     for request in may_pause[:fewest]:
         request.pauses += 1
+        request.paused += 1
     for request in taking_part:
         request.pauses = 0
-    return taking_part, max(spare(fewest), least)
+    return taking_part, max(_spare_tokens(model, taking_part, mixed), least) - used
+
+
+def _fewest(most: int, wanted: float, spare: Callable[[int], float]) -> int:
+    """The least number, up to `most`, for which `spare`, which grows with it, is what is wanted; or, where no number
+    will do, what comes nearest to it but for a token: nobody pauses for nothing."""
+    wanted = min(wanted, spare(most) - 1.0) if spare(most) < wanted else wanted
+    return bisect_left(range(most), True, key=lambda count: spare(count) >= wanted)
 
 
 def paused_on_average(running: Iterable[Request]) -> tuple[int, int]:
@@ -80,4 +91,6 @@ def _spare_tokens(model: PerformanceModel, decoding: Sequence[Request], seconds:
     sample = decode_sample([Row(request, 1) for request in decoding], 0.0)
     left = seconds - decode_forecast(model.decode, sample)
     per_token = model.prefill.per_token + model.prefill.per_token_rank * sample.max_rank / sample.rows
-    return left / per_token if per_token > 0 else inf
+    if per_token > 0:
+        return left / per_token
+    return inf if left >= 0 else -inf

@@ -10,7 +10,7 @@ from cluster.messages import StrictRoom
 from cluster.node_load import tightest_tpot
 from node_agent.engine.loop import Engine
 from node_agent.engine.preemption import strict_room
-from node_agent.engine.promises import paused_on_average
+from node_agent.engine.promises import paused_on_average, tightest_promise
 from node_agent.engine.reserves import Reserves, Room
 from node_agent.ipc import Stats
 
@@ -46,4 +46,5 @@ def _strict_room(engine: Engine) -> StrictRoom:
     if engine.drift is None:  # nobody pauses where no promise can be reckoned with
         return room
     paused_rows, paused_contexts = paused_on_average(running)
-    return replace(room, paused_rows=paused_rows, paused_contexts=paused_contexts)
+    tightest = tightest_promise(running, engine.drift.published)
+    return replace(room, paused_rows=paused_rows, paused_contexts=paused_contexts, tightest_tpot=tightest)

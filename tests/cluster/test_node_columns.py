@@ -46,6 +46,7 @@ BAD = [
     msgspec.structs.replace(ASSUMED, key=msgspec.structs.replace(ASSUMED.key, base="another")),
 ]
 COUNTS = st.integers(0, 40)
+TPOTS = st.none() | st.sampled_from([math.nan, math.inf, 0.0, -1.0]) | st.floats(1e-3, 1)
 RANKS = st.lists(st.integers(0, 512), max_size=5)
 RECORDS = st.builds(
     lambda ranks, waiting, tier, in_use, **fields: NodeRecord(
@@ -69,11 +70,11 @@ RECORDS = st.builds(
     block_tokens=st.sampled_from([1, 16]),
     max_rows=st.sampled_from([0, 1, 2, 32]),
     prompt_tokens_left=COUNTS,
-    tightest_tpot=st.none() | st.sampled_from([math.nan, math.inf, 0.0, -1.0]) | st.floats(1e-3, 1),
+    tightest_tpot=TPOTS,
     adapter_bytes_free=COUNTS,
     adapter_bytes=COUNTS,
     loading_bytes=COUNTS,
-    strict=st.none() | st.builds(StrictRoom, *[COUNTS] * 6),
+    strict=st.none() | st.builds(StrictRoom, *[COUNTS] * 6, TPOTS),
     performance=st.none() | MODELS | st.sampled_from(BAD) | MODELS,
     acknowledged=st.lists(st.sampled_from("pqr"), max_size=2),
 )  # fmt: skip
@@ -293,10 +294,13 @@ def _strict(record: NodeRecord, held: list[Demand], model: PerformanceModel) -> 
             "strict_kv_room": seconds["kv_room"],
             "strict_prompt_wait": seconds["prompt_wait"],
             "strict_saved": 0.0,
+            "strict_tpot": math.inf,
         }
     firm = [demand for demand in held if demand.slo_class != "best_effort"]
     step = _decode(model, record.running, room.paused_contexts, 0)
     promised = sum(demand.prompt_tokens + demand.max_tokens for demand in firm)
+    tpots = [room.tightest_tpot, *(demand.tpot for demand in firm if demand.slo_class == "strict")]
+    alone = _decode(model, 1, 0, 0)
     return {
         "strict_ahead": room.queued + len(firm),
         "strict_rows": room.rows,
@@ -305,4 +309,5 @@ def _strict(record: NodeRecord, held: list[Demand], model: PerformanceModel) -> 
             model, room.prompt_tokens, [demand for demand in firm if demand.slo_class == "strict"]
         ),
         "strict_saved": step - _decode(model, max(0, record.running - room.paused_rows), 0, 0),
+        "strict_tpot": min((tpot for tpot in tpots if tpot is not None and tpot >= alone), default=math.inf),
     }

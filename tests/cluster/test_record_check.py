@@ -32,6 +32,7 @@ def test_a_right_record_is_believed() -> None:
         ({"batch_ranks": [8, -8]}, "batch_ranks"),
         ({"batch_slots": [-2]}, "batch_slots"),
         ({"strict": StrictRoom(rows=-1)}, "strict.rows"),
+        ({"strict": StrictRoom(tightest_tpot=math.nan)}, "strict.tightest_tpot"),
         ({"tightest_tpot": math.nan}, "tightest_tpot"),
         ({"tightest_tpot": 0.0}, "tightest_tpot"),
     ],

@@ -4,6 +4,7 @@ effort pauses for strict ones."""
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,17 +13,20 @@ from msgspec.structs import replace
 
 from benchmarks.local_engine import MakeEngine
 from cluster.messages import Sampling, SloClass
+from cluster.node_load import MARGIN
 from cluster.performance_model import DecodeModel, PrefillModel
 from node_agent.engine.batch import Row
-from node_agent.engine.promises import MARGIN, MOST_PAUSES, within_promise
+from node_agent.engine.promises import MOST_PAUSES, within_promise
 from node_agent.engine.request import Request
 from node_agent.engine.stats import stats_of
 from node_agent.performance.drift import Drift
 from tests.node_agent.performance.test_drift import MEASURED
+from tests.node_agent.test_scheduling_of_loads import Valve
 
 MODEL = replace(
     MEASURED, decode=DecodeModel(0.02, 1e-3, 1e-6, 1e-5, "adapter_ranks"), prefill=PrefillModel(0.02, 1e-3, 0.0, 0.0)
 )
+ALONE = MODEL.decode.seconds(1, 0, 0)
 STORY = [1, 403, 407, 261]
 
 
@@ -39,31 +43,38 @@ def prompt(length: int, slo_class: SloClass) -> Request:
 
 @given(
     contexts=st.lists(st.integers(1, 4000), min_size=1, max_size=32),
-    tpot=st.floats(0.001, 1.0),
+    tpot=st.floats(ALONE, 1.0),
     other=st.none() | st.floats(0.001, 1.0),
     least=st.integers(0, 64),
     slower=st.floats(0.5, 2.0),
+    used=st.integers(0, 64),
 )
 def test_what_is_left_fills_the_promise(
-    contexts: list[int], tpot: float, other: float | None, least: int, slower: float
+    contexts: list[int], tpot: float, other: float | None, least: int, slower: float, used: int
 ) -> None:
-    """By the model's own forecast, and no faster than it; standard requests' promises don't count."""
+    """By the model's own forecast, and no faster than it, cold passes' tokens among it; standard requests' promises
+    don't count."""
     rows = [decoding(contexts[0], "strict", tpot), *(decoding(c, tpot=other) for c in contexts[1:])]
-    taking_part, spare = within_promise(MODEL, rows, [], 256, least, slower)
+    taking_part, left = within_promise(MODEL, rows, [], 256, least, slower, used)
     assert taking_part == rows
+    spare = left + used
     forecast = MODEL.decode.seconds(len(rows), sum(contexts), 0) + MODEL.prefill.per_token * spare
-    assert spare >= least
-    assert spare == least or forecast * max(1.0, slower) == pytest.approx(MARGIN * tpot)
+    assert spare >= least - 1e-9
+    assert spare == pytest.approx(least) or forecast * max(1.0, slower) == pytest.approx(MARGIN * tpot)
 
 
 def test_without_a_strict_promise_or_a_model_there_is_no_limit() -> None:
-    strict, best_effort = decoding(9, "strict", 0.001), decoding(9, "best_effort")
+    """Nor for a promise that can't be kept for one alone. Then nobody has paused in succession any more."""
+    strict, best_effort = decoding(9, "strict", 0.03), decoding(9, "best_effort")
     for model, running in [
-        (MODEL, [best_effort, decoding(9, "strict"), decoding(9, tpot=0.001)]),
+        (MODEL, [best_effort, decoding(9, "strict"), decoding(9, tpot=0.03)]),
+        (MODEL, [best_effort, decoding(9, "strict", 0.999 * ALONE)]),
         (MODEL, []),
         (None, [strict, best_effort]),
     ]:
+        best_effort.pauses = 2
         assert within_promise(model, running, [prompt(99, "strict")], 256, 1) == (running, inf)
+        assert best_effort.pauses == (0 if running else 2)
 
 
 @given(
@@ -72,7 +83,7 @@ def test_without_a_strict_promise_or_a_model_there_is_no_limit() -> None:
     st.lists(
         st.tuples(st.sampled_from(["strict", "standard", "best_effort"]), st.integers(0, MOST_PAUSES)), max_size=24
     ),
-    st.floats(0.02, 0.2),
+    st.floats(ALONE, 0.2),
 )
 def test_best_effort_sits_out_as_few_as_will_do(
     length: int, most: int, others: list[tuple[SloClass, int]], tpot: float
@@ -105,6 +116,39 @@ def test_best_effort_pauses_for_strict_tokens_but_not_for_others_prompts() -> No
     assert within_promise(MODEL, [scarce, *best_effort], standard, 256, 1)[0] == [scarce]
 
 
+def test_nobody_pauses_for_nothing() -> None:
+    """Where rows cost nothing, a pass without them has no more time for prompts; nor where prompts cost nothing, unless
+    it takes too long by itself."""
+    best_effort, strict = [decoding(20, "best_effort") for _ in range(8)], decoding(20, "strict", 0.03)
+    rows, prompts = [strict, *best_effort], [prompt(200, "strict")]
+    flat = replace(MODEL, decode=replace(MODEL.decode, flat_rows=16))
+    assert within_promise(flat, rows, prompts, 256, 0)[0] == rows
+    free = replace(MODEL, prefill=replace(MODEL.prefill, per_token=0.0))
+    ample = [decoding(20, "strict", 0.05), *best_effort]
+    assert within_promise(free, ample, prompts, 256, 0) == (ample, inf)
+    taking_part, spare = within_promise(free, rows, prompts, 256, 0)
+    assert (len(taking_part), spare) == (3, inf), "24 ms are for three rows"
+
+
+def test_all_sit_out_as_often() -> None:
+    """Three of eight in each pass, whatever their order."""
+    best_effort, strict = [decoding(0, "best_effort") for _ in range(8)], decoding(0, "strict", 0.0265 / MARGIN)
+    for _ in range(120):
+        assert len(within_promise(MODEL, [strict, *best_effort], [], 256, 0)[0]) == 6
+    assert {request.paused for request in best_effort} == {45}
+
+
+def test_cold_passes_and_slow_mixed_ones_count() -> None:
+    """What cold passes of the iteration took has been taken; passes without prompts are as fast as forecast."""
+    best_effort, strict = [decoding(0, "best_effort") for _ in range(5)], decoding(0, "strict", 0.04)
+    rows, prompts = [strict, *best_effort], [prompt(5, "strict")]
+    assert within_promise(MODEL, rows, prompts, 256, 0, used=0) == (rows, pytest.approx(6))
+    taking_part, spare = within_promise(MODEL, rows, prompts, 256, 0, used=4)
+    assert (len(taking_part), spare) == (3, pytest.approx(5))
+    assert len(within_promise(MODEL, rows, [], 256, 0, slower=1.25)[0]) == 6
+    assert len(within_promise(MODEL, rows, [prompt(9, "standard")], 256, 0, slower=1.25)[0]) == 5
+
+
 def test_best_effort_goes_on_in_every_fourth_pass(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """While strict prompts come without end; all it says is what it says alone, and the promise's passes go on."""
     engine, taking_part = make_engine(max_rows=8, chunk_tokens=64), list[bool]()
@@ -131,6 +175,35 @@ def test_best_effort_goes_on_in_every_fourth_pass(make_engine: MakeEngine, monke
     assert not any(engine.outcomes[each].finished for each in prompts[1:])
     engine.run()
     assert engine.outcomes[call].tokens == engine.outcomes[alone].tokens
+
+
+def test_nobody_pauses_for_a_prompt_that_waits_for_its_adapter(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, drawn_adapters: list[Path]
+) -> None:
+    engine, taking_part = make_engine(max_rows=8, chunk_tokens=64, cold_start="wait"), list[int]()
+    slow, valve = engine.deploy(drawn_adapters[0]), Valve(engine)
+    valve.hold(slow)
+    engine.engine.drift = Drift(MODEL)
+    monkeypatch.setattr(engine.engine.drift, "observe", lambda *_: None)
+    calls = [engine.submit(STORY, 90, slo_class="best_effort", ignore_eos=True) for _ in range(4)]
+    calls.append(engine.submit(STORY, 60, slo_class="strict", tpot=0.04 / MARGIN, ignore_eos=True))
+    engine.run(until=lambda: all(engine.outcomes[call].tokens for call in calls))
+    calls.append(engine.submit([1] * 100, 2, slow, slo_class="strict", tpot=0.5, ignore_eos=True))
+    begin = engine.engine.hot.begin
+
+    def counted(rows: list[Row], n_decode: int) -> None:
+        taking_part.append(sum(row.request.slo_class == "best_effort" for row in rows[:n_decode]))
+        begin(rows, n_decode)
+
+    monkeypatch.setattr(engine.engine.hot, "begin", counted)
+    for _ in range(20):
+        engine.step()
+    assert set(taking_part) == {4}
+    taking_part.clear()
+    valve.open()
+    engine.run()
+    assert min(taking_part) < 4, "now there is something to gain"
+    assert all(engine.outcomes[call].finished for call in calls)
 
 
 @pytest.mark.parametrize(("slower", "most"), [(1.0, 19), (1.25, 11)])
@@ -177,4 +250,9 @@ def test_a_node_tells_how_many_rows_would_pause(make_engine: MakeEngine) -> None
     contexts = [r.computed for r in engine.engine.running.values() if r.slo_class == "best_effort"]
     found = stats_of(engine.engine).strict
     assert found is not None and (found.paused_rows, found.paused_contexts) == (4, sum(contexts) * 3 // 4)
+    assert found.tightest_tpot is None
+    calls = [engine.submit(STORY, 20, slo_class="strict", tpot=tpot, ignore_eos=True) for tpot in (1e-3, 0.2, 0.1)]
+    engine.run(until=lambda: all(engine.outcomes[call].tokens for call in calls))
+    found = stats_of(engine.engine).strict
+    assert found is not None and found.tightest_tpot == 0.1
     engine.run()

@@ -50,6 +50,7 @@ ROOMS = st.builds(
     st.sampled_from([0, 0, 1, 3000]),
     st.integers(0, 6),
     st.sampled_from([0, 0, 40, 4000]),
+    st.none() | st.floats(0.001, 1, allow_subnormal=False),
 )
 
 

@@ -46,12 +46,14 @@ def reference(record: NodeRecord, demands: list[Demand], request: PlacementReque
         if tier in ("disk", "absent"):
             exposed += model.from_store.seconds(request.adapter_bytes)
         exposed *= model.exposed_share
-    if record.max_rows and len(ranks) + 1 > record.max_rows:
-        step = model.decode.base + (step - model.decode.base) * record.max_rows / (len(ranks) + 1)
+    computed = min(1.0, record.max_rows / (len(ranks) + 1)) if record.max_rows else 1.0
+    step = model.decode.base + (step - model.decode.base) * computed
     if request.slo_class == "strict" and record.strict is not None and request.tpot is not None:
         away = min(record.strict.paused_rows, max(0, record.running - model.decode.flat_rows))
-        step -= away * model.decode.per_row + record.strict.paused_contexts * model.decode.per_context
-        step = max(step, model.decode.base)
+        saved = away * model.decode.per_row + record.strict.paused_contexts * model.decode.per_context
+        theirs = [record.strict.tightest_tpot, *(demand.tpot for demand in demands if demand.slo_class == "strict")]
+        kept = [tpot for tpot in theirs if tpot is not None and tpot >= model.decode.seconds(1, 0, 0)]
+        step = min(step, max(0.8 * min([*kept, request.tpot]), step - saved * computed, model.decode.base))
     queue = _queue(record, demands, request, model, step, answer)
     first = queue + model.prefill.base + d_prefill + exposed
     missed = 0.0 if tier == "device" else step

@@ -192,10 +192,29 @@ def test_strict_steps_are_those_in_which_best_effort_pauses() -> None:
     paused = node("a", *[8] * 32, **flood, strict=StrictRoom(32, 2000, paused_rows=24, paused_contexts=24_000))
     assert chosen(policy, table_of(paused), request) == "a"
     saved = 24 * MEASURED.decode.per_row + 24_000 * MEASURED.decode.per_context
-    assert policy.last.terms.step[0] == pytest.approx(full - saved)
+    assert policy.last.terms.step[0] == pytest.approx(full - saved * 32 / 33), "32 of 33 are computed at once"
     for other in (ask(tpot=0.036), ask(slo_class="strict")):
         chosen(policy, table_of(paused), other)
         assert policy.last.terms.step[0] == pytest.approx(full)
+
+
+def test_no_more_pauses_are_counted_on_than_strict_promises_ask_for() -> None:
+    """Best effort does not pause for one that has time: a step is then too long for others who were promised one."""
+    lax, policy = ask(tpot=0.5, slo_class="strict"), RankAware()
+    flood = {"tier": "device", "batch_contexts": [1000] * 32, "tightest_tpot": 0.036}
+    room = StrictRoom(32, 2000, paused_rows=24, paused_contexts=24_000)
+    assert chosen(policy, table_of(node("a", *[8] * 32, **flood, strict=room)), lax) is None
+    room = msgspec.structs.replace(room, tightest_tpot=0.036)
+    nodes = table_of(node("a", *[8] * 32, **flood, strict=room))
+    assert chosen(policy, nodes, lax) == "a", "they pause for another strict one"
+    assert policy.last is not None
+    assert 0.8 * 0.036 < policy.last.terms.step[0] < 0.036
+    nodes = table_of(node("a", *[8] * 32, **flood, queued=32, queued_ranks=[8] * 32, max_rows=32, strict=room))
+    chosen(policy, nodes, ask(tpot=0.036, slo_class="strict"))
+    saved = 24 * MEASURED.decode.per_row + 24_000 * MEASURED.decode.per_context
+    whole = nodes.decode_there[0] + policy.last.terms.decode[0] - MEASURED.decode.base
+    wanted = MEASURED.decode.base + (whole - saved) * 32 / 65
+    assert policy.last.terms.step[0] == pytest.approx(wanted), "of the rows that are computed at once"
 
 
 def test_a_promise_that_can_not_be_kept_keeps_nobody_out() -> None:
