@@ -52,7 +52,9 @@ def within_promise(
     planned = MARGIN * promised
     mixed = planned / max(1.0, slower)
     seconds = mixed if prompts or used else planned
-    may_pause = sorted((r for r in decoding if _may_pause(r)), key=lambda request: (request.pauses, request.paused))
+    may_pause = sorted(
+        (r for r in decoding if _may_pause(r)), key=lambda request: (request.pauses, request.pauses_in_all)
+    )
 
     def without(count: int) -> list[Request]:
         paused = set(may_pause[:count])
@@ -63,7 +65,7 @@ def within_promise(
     taking_part = without(fewest)
     for request in may_pause[:fewest]:
         request.pauses += 1
-        request.paused += 1
+        request.pauses_in_all += 1
     for request in taking_part:
         request.pauses = 0
     return taking_part, max(_spare_tokens(model, taking_part, mixed), least) - used
@@ -72,7 +74,8 @@ def within_promise(
 def _fewest(most: int, wanted: float, spare: Callable[[int], float]) -> int:
     """The least number, up to `most`, for which `spare`, which grows with it, is what is wanted; or, where no number
     will do, what comes nearest to it but for a token: nobody pauses for nothing."""
-    wanted = min(wanted, spare(most) - 1.0) if spare(most) < wanted else wanted
+    if spare(most) < wanted:
+        wanted = spare(most) - 1.0
     return bisect_left(range(most), True, key=lambda count: spare(count) >= wanted)
 
 

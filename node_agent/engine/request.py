@@ -87,8 +87,7 @@ class Request:
     """generated tokens, kept only where a penalty needs them"""
     pauses: int = 0
     """passes in succession that it has sat out for strict requests"""
-    paused: int = 0
-    """the same, of all passes"""
+    pauses_in_all: int = 0
     preemptions: int = 0
     """how often it gave its place to a strict request; what it has computed since the last one is in `computed`"""
 

@@ -135,7 +135,7 @@ def test_all_sit_out_as_often() -> None:
     best_effort, strict = [decoding(0, "best_effort") for _ in range(8)], decoding(0, "strict", 0.0265 / MARGIN)
     for _ in range(120):
         assert len(within_promise(MODEL, [strict, *best_effort], [], 256, 0)[0]) == 6
-    assert {request.paused for request in best_effort} == {45}
+    assert {request.pauses_in_all for request in best_effort} == {45}
 
 
 def test_cold_passes_and_slow_mixed_ones_count() -> None:
