@@ -16,14 +16,13 @@ from importlib.resources import files
 from typing import Any
 
 import redis
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.client import PubSub
-from redis.asyncio.retry import Retry
+from hiredis import HiredisError, ReplyError
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry as BlockingRetry
+from redis.retry import Retry
 
 from cluster.redis_url import shown_url
+from cluster.redis_wire import RedisWire, Value, open_wire
 
 CALL_SECONDS = 1.0
 """Longest wait for one answer."""
@@ -36,12 +35,12 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """Seconds before a lost link is tried again."""
 STALE_SECONDS = 300.0
 """For so long after Redis went away nodes that were alive then count as alive, unless they fail."""
-CONNECTIONS = 64
 SCRIPTS = ("publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount", "lease")
 
-log = logging.getLogger("gateway")
+UNKNOWN_SCRIPT = object()
+"""Instead of its answer."""
 
-Value = str | bytes | int | float
+log = logging.getLogger("gateway")
 
 
 class RedisAway(Exception):
@@ -65,7 +64,7 @@ def check_redis(url: str) -> None:
             url,
             socket_timeout=CONNECT_SECONDS,
             socket_connect_timeout=CONNECT_SECONDS,
-            retry=BlockingRetry(NoBackoff(), 0),
+            retry=Retry(NoBackoff(), 0),
             protocol=2,
         )
         with client:
@@ -98,20 +97,17 @@ class RedisLink:
         """Run in order before the link is called up. May raise RedisAway."""
         self.on_beat: list[Callable[[int], None]] = []
         """Given the version of the picture of the nodes, as Redis has it. May raise OutOfStep."""
-        self._shown = shown_url(url)
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=CONNECT_SECONDS,
-            socket_timeout=CALL_SECONDS,
-            socket_connect_timeout=CONNECT_SECONDS,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-        self._client = Redis(connection_pool=pool)
+        self._url, self._shown = url, shown_url(url)
         folder = files("cluster") / "redis_scripts"
-        self._scripts = {name: self._client.register_script((folder / f"{name}.lua").read_text()) for name in SCRIPTS}
-        self._lost = asyncio.Event()
+        self._scripts = {name: (folder / f"{name}.lua").read_bytes() for name in SCRIPTS}
+        self._hashes = {name: _sha1(text) for name, text in self._scripts.items()}
+        self._wire: RedisWire | None = None
+        """What is asked goes over this one; messages come over another, which is made anew when one was lost."""
+        self._handlers: dict[bytes, Callable[[bytes], None]] = {}
+        self._early: list[tuple[bytes, bytes]] | None = None
+        """Messages that came before everyone had caught up; None from then on."""
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has an exception when messages or Redis are lost: why."""
         self._up = asyncio.Event()
         self._ending = False
 
@@ -140,7 +136,7 @@ class RedisLink:
         """To all workers, this one too. Raises RedisAway."""
         if not self.is_up:
             raise RedisAway(f"Redis at {self._shown} is away")
-        await self._guarded(self._client.publish(self.key(channel), message))
+        await self._ask("PUBLISH", self.key(channel), message)
 
     async def wait_until_up(self, seconds: float) -> bool:
         with suppress(TimeoutError):
@@ -157,21 +153,28 @@ class RedisLink:
         finally:
             self._ending = True
             await _end([task])
-            with suppress(RedisError, OSError):
-                await self._client.connection_pool.aclose()
+            if self._wire is not None:
+                await self._wire.close()
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """As `run`, for `on_resume`, while the link is not called up yet."""
         return await self._run(script, keys, args)
 
     async def _run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        return await self._guarded(self._scripts[script](keys=list(keys), args=list(args)))
+        found = await self._ask("EVALSHA", self._hashes[script], len(keys), *keys, *args)
+        if found is not UNKNOWN_SCRIPT:
+            return found
+        return await self._ask("EVAL", self._scripts[script], len(keys), *keys, *args)  # Redis knows it from then on
 
-    async def _guarded(self, call: Awaitable[Any]) -> Any:
+    async def _ask(self, *command: Value) -> Any:
         try:
-            async with asyncio.timeout(CONNECT_SECONDS + CALL_SECONDS):
-                return await call
-        except (RedisError, OSError, TimeoutError) as error:
+            if self._wire is None:
+                raise ConnectionError("there is no connection")
+            async with asyncio.timeout(CALL_SECONDS):
+                return await self._wire.ask(*command)
+        except (HiredisError, OSError, TimeoutError) as error:
+            if isinstance(error, ReplyError) and str(error).startswith("NOSCRIPT"):
+                return UNKNOWN_SCRIPT
             self._lose(error)
             raise RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})") from error
 
@@ -180,16 +183,23 @@ class RedisLink:
             self.away_since = self.clock()
             self._up.clear()
             log.error("Redis is away: going on from the last picture", extra={"redis": self._shown, "why": str(error)})
-        self._lost.set()
+        if self._wire is not None:
+            self._wire.abort()
+        self._break(RedisAway(f"Redis at {self._shown} is away"))
+
+    def _break(self, error: Exception) -> None:
+        if not self._lost.done():
+            self._lost.set_exception(error)
+            self._lost.exception()  # it is looked at when somebody serves
 
     async def _keep(self) -> None:
         pause = FIRST_PAUSE
         while not self._ending:
             try:
-                async with self._client.pubsub() as messages:
+                async with self._messages() as messages:
                     await self._subscribe(messages)
                     pause = FIRST_PAUSE
-                    await self._serve(messages)
+                    await self._serve()
             except OutOfStep as error:
                 log.info("catching up with Redis", extra={"redis": self._shown, "why": str(error)})
             except (RedisAway, RedisError, OSError, TimeoutError) as error:
@@ -200,13 +210,35 @@ class RedisLink:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _subscribe(self, messages: PubSub) -> None:
-        self._lost.clear()
-        channels = [self.key(channel) for channel in self.on_message]
-        async with asyncio.timeout(CONNECT_SECONDS + CALL_SECONDS):
-            await messages.subscribe(*channels)
-            for _ in channels:  # from here on nothing is missed
-                await messages.get_message(timeout=None)
+    @asynccontextmanager
+    async def _messages(self) -> AsyncIterator[RedisWire]:
+        """Both connections; that of the messages is closed with the context."""
+        self._lost = asyncio.get_running_loop().create_future()
+        self._early = []
+        self._handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
+        if self._wire is None or self._wire.closed:
+            if self._wire is not None:
+                await self._wire.close()
+            self._wire = await self._open(None)
+        messages = await self._open(self._heard)
+        try:
+            yield messages
+        finally:
+            await messages.close()
+
+    async def _open(self, on_message: Callable[[bytes, bytes], None] | None) -> RedisWire:
+        return await open_wire(
+            self._url,
+            connect_seconds=CONNECT_SECONDS,
+            call_seconds=CALL_SECONDS,
+            on_lost=self._lose,
+            on_message=on_message,
+        )
+
+    async def _subscribe(self, messages: RedisWire) -> None:
+        async with asyncio.timeout(CALL_SECONDS):
+            for channel in self._handlers:  # from its answer on nothing is missed
+                await messages.ask("SUBSCRIBE", channel)
         await self._beat()
         for resume in self.on_resume:
             await resume()
@@ -216,23 +248,28 @@ class RedisLink:
             self._up.set()
             log.info("Redis is there", extra={"redis": self._shown})
 
-    async def _serve(self, messages: PubSub) -> None:
+    async def _serve(self) -> None:
         """Until the link is lost: raises why."""
-        tasks = [asyncio.create_task(work) for work in (self._listen(messages), self._beats(), self._wait_lost())]
+        early, self._early = self._early or [], None
+        for channel, data in early:
+            self._heard(channel, data)
+        beats = asyncio.create_task(self._beats())
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait([beats, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            for ended in (beats, self._lost):
+                if ended.done():
+                    ended.result()
         finally:
-            await _end(tasks)
+            await _end([beats])
 
-    async def _listen(self, messages: PubSub) -> None:
-        handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
-        # Looks up now and then: a cancellation may be lost inside the client again and again.
-        while not self._ending:
-            message = await messages.get_message(ignore_subscribe_messages=True, timeout=BEAT_SECONDS)
-            if message is not None and message["type"] == "message":
-                handlers[message["channel"]](message["data"])
+    def _heard(self, channel: bytes, data: bytes) -> None:
+        if self._early is not None:
+            self._early.append((channel, data))
+        elif not self._lost.done():  # after a message that could not be used, the next ones can't be either
+            try:
+                self._handlers[channel](data)
+            except Exception as error:
+                self._break(error)
 
     async def _beats(self) -> None:
         while True:
@@ -248,9 +285,10 @@ class RedisLink:
         keys = [self.key("workers"), self.key("version")]
         return int(await self._run("beat", keys, [self.worker, int(60 * WORKER_SECONDS * 1000)]))
 
-    async def _wait_lost(self) -> None:
-        await self._lost.wait()
-        raise RedisAway(f"Redis at {self._shown} is away")
+
+def _sha1(script: bytes) -> str:
+    """By which Redis knows it."""
+    return hashlib.sha1(script, usedforsecurity=False).hexdigest()
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -1,0 +1,137 @@
+"""One connection to Redis for everything that a worker asks: commands go out as they come, answers come in that order.
+
+redis-py connects, with TLS, user and database as the address says. From then on hiredis reads the answers where they
+arrive: taking a connection from a pool, a task for each write and a timer for each read took four fifths of the time
+that a worker spent on a call, and each of them made the call wait for one more turn of the event loop
+(docs/design/redis-wire.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import hiredis
+from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+MAX_ASKED = 10_000
+"""Commands under way."""
+
+Value = str | bytes | int | float
+
+
+async def open_wire(
+    url: str,
+    *,
+    connect_seconds: float,
+    call_seconds: float,
+    on_lost: Callable[[Exception], None],
+    on_message: Callable[[bytes, bytes], None] | None = None,
+) -> RedisWire:
+    """Raises RedisError, OSError or TimeoutError. For `on_lost` and `on_message` see RedisWire."""
+    pool = ConnectionPool.from_url(
+        url,
+        socket_timeout=call_seconds,
+        socket_connect_timeout=connect_seconds,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
+    connection: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
+    await connection.connect()  # type: ignore[no-untyped-call]
+    return RedisWire(connection, on_lost, on_message)
+
+
+class RedisWire(asyncio.Protocol):
+    """`connection` must be connected; it is the wire's from here on.
+
+    `on_lost` is called once with the reason, unless the wire was closed; `on_message` with channel and payload of each
+    message, before anything that was sent later is read. Neither may raise.
+    """
+
+    def __init__(
+        self,
+        connection: AbstractConnection,
+        on_lost: Callable[[Exception], None],
+        on_message: Callable[[bytes, bytes], None] | None,
+    ) -> None:
+        self._connection = connection
+        self._on_lost, self._on_message = on_lost, on_message
+        self._reader = hiredis.Reader()
+        self._asked: deque[asyncio.Future[Any]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self.closed = False
+        writer = connection._writer  # it has no other way to the socket that it has opened
+        assert writer is not None
+        self._transport = writer.transport
+        self._transport.set_protocol(self)
+
+    async def ask(self, *command: Value) -> Any:
+        """The answer. Raises hiredis.ReplyError when Redis refuses, ConnectionError when the wire is lost or full.
+        Waits as long as the caller lets it."""
+        if self.closed or self._transport.is_closing():
+            raise ConnectionError("the connection is closed")
+        if len(self._asked) >= MAX_ASKED:
+            raise ConnectionError(f"{MAX_ASKED} answers are still to come")
+        answer = self._loop.create_future()
+        self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # says a tuple of one
+        self._asked.append(answer)
+        return await answer
+
+    async def close(self) -> None:
+        """Whoever waits for an answer gets ConnectionError. May be called again."""
+        self.abort()
+        await self._connection.disconnect(nowait=True)
+
+    def abort(self) -> None:
+        """As `close`, at once."""
+        if not self.closed:
+            self.closed = True
+            self._transport.abort()
+            self._refuse(ConnectionError("the connection was closed"))
+
+    # --- asyncio.Protocol
+
+    def data_received(self, data: bytes) -> None:
+        if self.closed:
+            return
+        self._reader.feed(data)
+        try:
+            while (reply := self._reader.gets()) is not False:
+                self._take(reply)
+        except hiredis.ProtocolError as error:
+            self._lose(ConnectionError(f"what came is no Redis protocol ({error})"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lose(error or ConnectionError("Redis closed the connection"))
+
+    def _take(self, reply: Any) -> None:
+        if self._on_message is not None and isinstance(reply, list) and reply[0] == b"message":
+            self._on_message(reply[1], reply[2])
+            return
+        if not self._asked:
+            raise hiredis.ProtocolError("an answer to nothing")
+        answer = self._asked.popleft()
+        if answer.done():
+            return  # nobody waits for it any more
+        if isinstance(reply, hiredis.ReplyError):
+            answer.set_exception(reply)
+        else:
+            answer.set_result(reply)
+
+    def _lose(self, error: Exception) -> None:
+        if not self.closed:
+            self.closed = True
+            self._transport.abort()
+            self._refuse(error)
+            self._on_lost(error)
+
+    def _refuse(self, error: Exception) -> None:
+        while self._asked:
+            answer = self._asked.popleft()
+            if not answer.done():
+                answer.set_exception(error)
