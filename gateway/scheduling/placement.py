@@ -77,8 +77,10 @@ async def place(
         if row is None:
             raise _refusal(scores)
         record = nodes.record(row)
-        # The last attempt takes the place whatever has changed meanwhile, if there is one.
-        seen = int(nodes.generation[row]) if attempt < ATTEMPTS - 1 else None
+        # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to a
+        # refusal; and the last attempt takes the place if there is one.
+        looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
+        seen = int(nodes.generation[row]) if looks_again else None
         if await state.reserve(record.id, request.id, demand, seen):
             forecast, needs = _forecast(scores, row), work(nodes, row, request)
             return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs)

@@ -134,6 +134,21 @@ def test_a_place_that_others_change_is_chosen_anew_and_taken_at_last() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("slo_class", "tries"), [("standard", 1), ("best_effort", 1), ("strict", ATTEMPTS)])
+def test_the_only_node_is_not_chosen_anew(slo_class: str, tries: int) -> None:
+    """But for a strict request, which might have to be refused now."""
+
+    async def main() -> None:
+        state, trace = Taken(lambda: 0.0), Trace()
+        await state.publish(node("a", queue_limit=80))
+        await state.publish(node("full", queued=2, queue_limit=2))
+        request = ask(slo_class=slo_class)
+        assert (await place(state, make_policy("rank_aware"), "b", request, trace=trace)).node_id == "a"
+        assert trace.tries == tries
+
+    asyncio.run(main())
+
+
 def test_what_is_told_of_a_placement() -> None:
     async def main() -> list[Candidate]:
         now = 7.0
