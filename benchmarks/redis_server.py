@@ -35,8 +35,9 @@ class RedisServer:
     def client(self) -> redis.Redis:
         return redis.Redis.from_url(self.url)
 
-    def start(self) -> None:
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    def start(self, *more: str) -> None:
+        """`more`: further options of the server."""
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *more]
         if self._password:
             options += ["--requirepass", self._password]
         with (self._folder / "redis.log").open("ab") as log:

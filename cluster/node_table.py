@@ -256,9 +256,12 @@ class NodeTable:
         self._free.append(row)
 
     def reserve(self, row: int, request_id: str, demand: Demand) -> None:
+        """Again what is known already changes the generation alone: a worker hears of its own reservations twice."""
+        known = self._demands[row].get(request_id) == demand
         self._demands[row][request_id] = demand
         self.generation[row] += 1
-        self._refresh(row)
+        if not known:
+            self._refresh(row)
 
     def takes(self, row: int, demand: Demand) -> bool:
         """Whether there is a place for it in the node's queue."""

@@ -170,8 +170,7 @@ class RedisLink:
         try:
             if self._wire is None:
                 raise ConnectionError("there is no connection")
-            async with asyncio.timeout(CALL_SECONDS):
-                return await self._wire.ask(*command)
+            return await self._wire.ask(*command)
         except (HiredisError, OSError, TimeoutError) as error:
             if isinstance(error, ReplyError) and str(error).startswith("NOSCRIPT"):
                 return UNKNOWN_SCRIPT
@@ -236,9 +235,8 @@ class RedisLink:
         )
 
     async def _subscribe(self, messages: RedisWire) -> None:
-        async with asyncio.timeout(CALL_SECONDS):
-            for channel in self._handlers:  # from its answer on nothing is missed
-                await messages.ask("SUBSCRIBE", channel)
+        for channel in self._handlers:  # from its answer on nothing is missed
+            await messages.ask("SUBSCRIBE", channel)
         await self._beat()
         for resume in self.on_resume:
             await resume()

@@ -3,7 +3,7 @@
 redis-py connects, with TLS, user and database as the address says. From then on hiredis reads the answers where they
 arrive: taking a connection from a pool, a task for each write and a timer for each read took four fifths of the time
 that a worker spent on a call, and each of them made the call wait for one more turn of the event loop
-(docs/design/redis-wire.md).
+(docs/scheduling.md).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from redis.backoff import NoBackoff
 
 MAX_ASKED = 10_000
 """Commands under way."""
+GRACE_SECONDS = 0.02
+"""In which what has come is read."""
 
 Value = str | bytes | int | float
 
@@ -43,11 +45,12 @@ async def open_wire(
     )
     connection: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
     await connection.connect()  # type: ignore[no-untyped-call]
-    return RedisWire(connection, on_lost, on_message)
+    return RedisWire(connection, call_seconds, on_lost, on_message)
 
 
 class RedisWire(asyncio.Protocol):
-    """`connection` must be connected; it is the wire's from here on.
+    """`connection` must be connected; it is the wire's from here on. When an answer takes longer than `call_seconds`
+    the wire is lost: what comes later on it could not come in time either.
 
     `on_lost` is called once with the reason, unless the wire was closed; `on_message` with channel and payload of each
     message, before anything that was sent later is read. Neither may raise.
@@ -56,14 +59,18 @@ class RedisWire(asyncio.Protocol):
     def __init__(
         self,
         connection: AbstractConnection,
+        call_seconds: float,
         on_lost: Callable[[Exception], None],
         on_message: Callable[[bytes, bytes], None] | None,
     ) -> None:
-        self._connection = connection
+        self._connection, self._call_seconds = connection, call_seconds
         self._on_lost, self._on_message = on_lost, on_message
         self._reader = hiredis.Reader()
-        self._asked: deque[asyncio.Future[Any]] = deque()
+        self._asked: deque[tuple[float, asyncio.Future[Any]]] = deque()
+        """When, by the event loop's clock, and who waits for the answer."""
         self._loop = asyncio.get_running_loop()
+        self._watch: asyncio.TimerHandle | None = None
+        """One for all answers: a timer for each would cost as much as reading it."""
         self.closed = False
         writer = connection._writer  # it has no other way to the socket that it has opened
         assert writer is not None
@@ -71,15 +78,17 @@ class RedisWire(asyncio.Protocol):
         self._transport.set_protocol(self)
 
     async def ask(self, *command: Value) -> Any:
-        """The answer. Raises hiredis.ReplyError when Redis refuses, ConnectionError when the wire is lost or full.
-        Waits as long as the caller lets it."""
+        """The answer. Raises hiredis.ReplyError when Redis refuses, ConnectionError when the wire is lost or full,
+        TimeoutError when an answer takes too long."""
         if self.closed or self._transport.is_closing():
             raise ConnectionError("the connection is closed")
         if len(self._asked) >= MAX_ASKED:
             raise ConnectionError(f"{MAX_ASKED} answers are still to come")
         answer = self._loop.create_future()
         self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # says a tuple of one
-        self._asked.append(answer)
+        self._asked.append((self._loop.time(), answer))
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._call_seconds, self._look)
         return await answer
 
     async def close(self) -> None:
@@ -93,6 +102,21 @@ class RedisWire(asyncio.Protocol):
             self.closed = True
             self._transport.abort()
             self._refuse(ConnectionError("the connection was closed"))
+
+    def _look(self, overdue: asyncio.Future[Any] | None = None) -> None:
+        """Whether the oldest answer is overdue. It may have come while this process stood still: so the second time
+        that it is seen to be."""
+        self._watch = None
+        if self.closed or not self._asked:
+            return
+        asked, oldest = self._asked[0]
+        left = asked + self._call_seconds - self._loop.time()
+        if left > 0:
+            self._watch = self._loop.call_later(left, self._look)
+        elif oldest is not overdue:
+            self._watch = self._loop.call_later(GRACE_SECONDS, self._look, oldest)
+        else:
+            self._lose(TimeoutError(f"no answer within {self._call_seconds:g} s"))
 
     # --- asyncio.Protocol
 
@@ -115,7 +139,7 @@ class RedisWire(asyncio.Protocol):
             return
         if not self._asked:
             raise hiredis.ProtocolError("an answer to nothing")
-        answer = self._asked.popleft()
+        _, answer = self._asked.popleft()
         if answer.done():
             return  # nobody waits for it any more
         if isinstance(reply, hiredis.ReplyError):
@@ -131,7 +155,9 @@ class RedisWire(asyncio.Protocol):
             self._on_lost(error)
 
     def _refuse(self, error: Exception) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         while self._asked:
-            answer = self._asked.popleft()
+            _, answer = self._asked.popleft()
             if not answer.done():
                 answer.set_exception(error)

@@ -79,7 +79,7 @@ class Dispatcher:
         """Returns when there is a node, or when there surely is none; at the deadline (monotonic) at the latest."""
         until = min(deadline, self._began + FIRST_RECORDS_SECONDS)
         # The state may be shared, so that no event of this process tells.
-        while time.monotonic() < until and not await self.state.nodes():  # noqa: ASYNC110
+        while time.monotonic() < until and not (await self.state.table()).live.any():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     def generations(self, invocation: Invocation) -> list[Generation]:

@@ -8,6 +8,7 @@ import time
 from functools import partial
 
 import msgspec
+import numpy as np
 from starlette.types import Receive
 
 from adapters.functions import Defaults
@@ -132,14 +133,11 @@ async def _context(services: Services) -> int:
 
     While none does, the base's own: placement then answers that the call may be tried again.
     """
-    records = [node.record for node in await services.cluster.nodes()]
+    nodes = await services.cluster.table()
     # A node that is starting tells no context yet: its 0 must not refuse anything.
-    serving = [
-        record.max_context
-        for record in records
-        if record.state == "ready" and record.base == services.base.fingerprint and record.max_context > 0
-    ]
-    return min(services.base.max_context, max(serving, default=services.base.max_context))
+    serving = nodes.live & nodes.ready & (nodes.base == nodes.base_number(services.base.fingerprint))
+    longest = int(np.max(nodes.max_context, where=serving, initial=0))
+    return min(services.base.max_context, longest or services.base.max_context)
 
 
 def _max_tokens(merged: Options, stated: int | None, prompt: int, context: int, prompt_field: str) -> int:
