@@ -16,9 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import aiohttp
-
-from benchmarks.gateway_rig import Rig, Streams, rig, steady
+from benchmarks.gateway_rig import Rig, rig, steady
 from benchmarks.latency import Sample, percentiles
 from benchmarks.redis_server import redis_server
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
@@ -41,13 +39,8 @@ async def measure(found: Rig, settings: dict[str, Any]) -> tuple[list[dict[str, 
     return rows, figures
 
 
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120))
-
-
 async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str, float]:
-    async with _session() as session:
-        streams = Streams(session, found.stub if server == "direct" else found.gateway, found.key)
+    async with found.streams(found.stub if server == "direct" else found.gateway) as streams:
         begin = _cpu_seconds(found.pid)
         samples = await steady(streams, settings["streams"], settings["tokens"], 1 / RATE, settings["seconds"])
     good = [sample for sample in samples if not sample.error]
@@ -80,8 +73,8 @@ def _added(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 async def _rps(found: Rig, seconds: float) -> float:
     """Calls of one token, streamed, per second: each caller calls again as soon as it is answered."""
-    async with _session() as session:
-        samples = await steady(Streams(session, found.gateway, found.key), CALLERS, 1, 0.0, seconds)
+    async with found.streams(found.gateway) as streams:
+        samples = await steady(streams, CALLERS, 1, 0.0, seconds)
     if any(sample.error for sample in samples):
         raise RuntimeError(f"calls failed: { ({sample.error for sample in samples}) }")
     return len(samples) / (max(sample.end for sample in samples) - min(sample.sent for sample in samples))
@@ -89,8 +82,7 @@ async def _rps(found: Rig, seconds: float) -> float:
 
 async def _idle(found: Rig, count: int, seconds: float) -> float:
     """Streams that are open at once, between two tokens, and then end as they should."""
-    async with _session() as session:
-        streams = Streams(session, found.gateway, found.key)
+    async with found.streams(found.gateway) as streams:
         calls: list[asyncio.Task[Sample]] = []
         for number in range(count):
             calls.append(asyncio.create_task(streams.call(2, seconds)))

@@ -1,21 +1,19 @@
-"""A gateway (whose workers share a Redis, if there are several) before a stub node process, and a client that reads
-streams from either."""
+"""A gateway (whose workers share a Redis, if there are several) before a stub node process, and streams read from
+either."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from socket import create_server
 
-import aiohttp
 import httpx
 import msgspec
 
@@ -23,7 +21,7 @@ from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.tenants import Tenants
 from benchmarks.latency import Sample
-from benchmarks.load import recorded
+from benchmarks.stream_client import Streams
 from benchmarks.stub_node import StubConfig
 from cluster.secret import create_secret
 from gateway.config import GatewayConfig
@@ -35,8 +33,6 @@ from gateway.server import run
 run(msgspec.json.decode(sys.stdin.buffer.read(), type=GatewayConfig))
 """
 START_SECONDS = 60.0
-IDLE_BASE = 60.0
-"""Added to the idle time in a call's `timeout`, by which the stub knows it."""
 NAME = "pirate"
 
 
@@ -47,6 +43,15 @@ class Rig:
     key: str
     pid: int
     """Of the gateway."""
+
+    @asynccontextmanager
+    async def streams(self, url: str) -> AsyncIterator[Streams]:
+        """From one of both servers, which answer alike."""
+        streams = Streams(url, NAME, self.key)
+        try:
+            yield streams
+        finally:
+            await streams.close()
 
 
 @contextmanager
@@ -110,39 +115,6 @@ def _deploy(found: Rig, adapter: Path) -> None:
     files = {name: (adapter / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
     headers = {"authorization": f"Bearer {found.key}"}
     httpx.post(f"{found.gateway}/deploy/{NAME}", files=files, headers=headers, timeout=60).raise_for_status()
-
-
-class Streams:
-    """Calls one of both servers, which answer alike."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, key: str) -> None:
-        self._session, self._url = session, f"{url}/invoke/{NAME}"
-        self._headers = {"authorization": f"Bearer {key}"}
-        self.delays: list[float] = []
-        """Seconds from each token's sending to its receipt."""
-
-    async def call(self, tokens: int, idle: float = 0.0) -> Sample:
-        body = {"prompt": "Once", "max_tokens": tokens, "stream": True, "timeout": IDLE_BASE + idle, "ignore_eos": True}
-        sample = Sample(NAME, sent=time.monotonic())
-        async with recorded(sample), self._session.post(self._url, json=body, headers=self._headers) as reply:
-            sample.error = str(reply.status) if reply.status != 200 else await self._read(reply.content, sample)
-        sample.end = time.monotonic()
-        return sample
-
-    async def _read(self, stream: aiohttp.StreamReader, sample: Sample) -> str:
-        """The error, or nothing."""
-        kind = b""
-        async for line in stream:
-            now = time.monotonic()
-            if line.startswith(b"event: "):
-                kind = line[7:].strip()
-            elif line.startswith(b"data: ") and kind == b"token":
-                sample.times.append(now)
-                self.delays.append(now - float(json.loads(line[6:])["text"]))
-            elif line.startswith(b"data: "):
-                sample.output_tokens = json.loads(line[6:]).get("usage", {}).get("completion_tokens", 0)
-                return "" if kind == b"done" else "error event"
-        return "cut off"
 
 
 async def steady(streams: Streams, count: int, tokens: int, gap: float, seconds: float) -> list[Sample]:

@@ -1,7 +1,8 @@
 """A node without a model, as a process: it streams tokens at a set rate, so that what is measured is what is before it.
 
 It speaks the nodes' protocol (POST /generate), and answers POST /invoke/{name} with the very events that the gateway
-would send: a client calls it directly as it calls the gateway. Each token's text is the time at which it was sent.
+would send: a client calls it directly as it calls the gateway. Each token's text is the time at which it was sent. It
+shares its cores with what is measured, so it does no more than it must: a timer and a write for each token.
 """
 
 from __future__ import annotations
@@ -11,24 +12,21 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import aiohttp
+import httptools
 import msgspec
-import uvicorn
 import uvloop
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from cluster.messages import ColdStart, Done, GenerateRequest, NodeRecord, Started, Timing, Token, encode_event
 from cluster.secret import authorization
 
 PUBLISH_SECONDS = 0.2
-KEEP_ALIVE = 90
-"""Seconds that an idle connection stays open, as with real nodes."""
 TIMING = Timing(queue=0.0, prefill=0.0, total=0.0, cold_start=ColdStart("none", "none", 0.0, 0.0))
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
 
 
 class StubConfig(msgspec.Struct, frozen=True):
@@ -42,42 +40,56 @@ class StubConfig(msgspec.Struct, frozen=True):
     """Seconds before the first one."""
 
 
+class _Asked(msgspec.Struct, frozen=True):
+    """Of a client's call."""
+
+    max_tokens: int
+    timeout: float
+
+
+class _Event(msgspec.Struct, frozen=True):
+    text: str
+    index: int
+    token_id: int
+
+
+@dataclass
+class _Stream:
+    """One answer under way."""
+
+    token: Callable[[int, str], bytes]
+    end: bytes
+    count: int
+    begin: float
+    """By the event loop's clock: when the first token is due."""
+    gap: float
+    index: int = 0
+
+
 class Stub:
     def __init__(self, config: StubConfig, url: str) -> None:
         self.config, self.url = config, url
         self._acknowledged: list[str] = []
         self._seq = 0
 
-    async def generate(self, request: Request) -> Response:
-        asked = msgspec.msgpack.decode(await request.body(), type=GenerateRequest)
-        self._acknowledged.append(asked.id)
-        return StreamingResponse(self._frames(asked.max_tokens, _gap(asked.timeout, self.config.gap)))
+    def answer(self, path: bytes, body: bytes, now: float) -> tuple[bytes, _Stream]:
+        """What is sent at once, and what is sent in time."""
+        if path == b"/generate":
+            asked = msgspec.msgpack.decode(body, type=GenerateRequest)
+            self._acknowledged.append(asked.id)
+            head = HEAD % b"application/octet-stream" + _chunk(encode_event(Started(node="stub", cold_start="none")))
+            end = encode_event(Done("length", 1, asked.max_tokens, 0, TIMING))
+            return head, self._stream(_frame, end, asked.max_tokens, asked.timeout, now)
+        called = msgspec.json.decode(body, type=_Asked)
+        end = b'event: done\ndata: {"usage":{"completion_tokens":%d}}\n\n' % called.max_tokens
+        return HEAD % b"text/event-stream", self._stream(_sse, end, called.max_tokens, called.timeout, now)
 
-    async def invoke(self, request: Request) -> Response:
-        asked = msgspec.json.decode(await request.body())
-        events = self._events(asked["max_tokens"], _gap(asked["timeout"], self.config.gap))
-        return StreamingResponse(events, media_type="text/event-stream")
-
-    async def _frames(self, count: int, gap: float) -> AsyncIterator[bytes]:
-        yield encode_event(Started(node="stub", cold_start="none"))
-        async for index, text in self._tokens(count, gap):
-            yield encode_event(Token(text=text, token_ids=[index], index=index))
-        yield encode_event(Done("length", 1, count, 0, TIMING))
-
-    async def _events(self, count: int, gap: float) -> AsyncIterator[bytes]:
-        async for index, text in self._tokens(count, gap):
-            yield (
-                b"event: token\ndata: "
-                + msgspec.json.encode({"text": text, "index": index, "token_id": index})
-                + b"\n\n"
-            )
-        yield b'event: done\ndata: {"usage":{"completion_tokens":%d}}\n\n' % count
-
-    async def _tokens(self, count: int, gap: float) -> AsyncIterator[tuple[int, str]]:
-        begin = time.monotonic() + self.config.prefill
-        for index in range(count):
-            await asyncio.sleep(begin + index * gap - time.monotonic())
-            yield index, repr(time.monotonic())
+    def _stream(
+        self, token: Callable[[int, str], bytes], end: bytes, count: int, timeout: float, now: float
+    ) -> _Stream:
+        # A call with a timeout of over a minute is one that idles: its second token comes much later.
+        gap = timeout - 60.0 if timeout > 60.5 else self.config.gap
+        return _Stream(token, end, count, now + self.config.prefill, gap)
 
     async def publish(self) -> None:
         """Until cancelled. The gateway may not be there yet."""
@@ -100,26 +112,66 @@ class Stub:
         )  # fmt: skip
 
 
-def _gap(timeout: float, usual: float) -> float:
-    """A call with a timeout of over a minute is one that idles: its second token comes much later."""
-    return (timeout - 60.0) if timeout > 60.5 else usual
+class _Connection(asyncio.Protocol):
+    """One request after another; httptools calls the methods that begin with `on_`."""
+
+    def __init__(self, stub: Stub) -> None:
+        self._stub = stub
+        self._parser = httptools.HttpRequestParser(self)
+        self._path, self._body = b"", b""
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._path, self._body = url, b""
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        head, stream = self._stub.answer(self._path, self._body, self._loop.time())
+        self._transport.write(head)
+        self._timer = self._loop.call_at(stream.begin, self._send, stream)
+
+    def _send(self, stream: _Stream) -> None:
+        told = _chunk(stream.token(stream.index, repr(time.monotonic())))
+        stream.index += 1
+        if stream.index < stream.count:
+            self._transport.write(told)
+            self._timer = self._loop.call_at(stream.begin + stream.index * stream.gap, self._send, stream)
+        else:
+            self._transport.write(told + _chunk(stream.end) + END)
+
+
+def _chunk(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+def _frame(index: int, text: str) -> bytes:
+    return encode_event(Token(text=text, token_ids=[index], index=index))
+
+
+def _sse(index: int, text: str) -> bytes:
+    return b"event: token\ndata: " + msgspec.json.encode(_Event(text, index, index)) + b"\n\n"
 
 
 async def serve(config: StubConfig) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    stub = Stub(config, url)
-    routes = [
-        Route("/generate", stub.generate, methods=["POST"]),
-        Route("/invoke/{name}", stub.invoke, methods=["POST"]),
-    ]
-    app = Starlette(routes=routes)
-    settings = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_keep_alive=KEEP_ALIVE)
-    server = uvicorn.Server(settings)
-    publishing = asyncio.create_task(stub.publish())
-    print(url, flush=True)
-    await server.serve(sockets=[listener])
-    publishing.cancel()
+    stub = Stub(config, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    server = await asyncio.get_running_loop().create_server(lambda: _Connection(stub), sock=listener)
+    print(stub.url, flush=True)
+    async with server:
+        await stub.publish()
 
 
 def main() -> None:
