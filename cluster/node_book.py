@@ -143,7 +143,8 @@ class NodeBook:
             if node is not None and node.ends.get(request_id) == end:
                 self.drop(node_id, request_id)
         self.table.now = aged
-        self.table.live[:] = aged - self._heard < self.expiry
+        rows = slice(self.table.height)
+        np.less(aged - self._heard[rows], self.expiry, out=self.table.live[rows])
         return self.table
 
     def views(self, now: float, aged: float) -> list[NodeView]:

@@ -201,6 +201,12 @@ class NodeTable:
         """Rows of the nodes where requests hold a lease on the adapter. Not to be changed."""
         return self._residents.users(digest)
 
+    def serving(self, base: str) -> np.ndarray:
+        """bool[height]: live, ready, and of this base."""
+        found: np.ndarray = self.live[: self.height] & self.ready[: self.height]
+        found &= self.base[: self.height] == self.base_number(base)
+        return found
+
     def base_number(self, base: str) -> int:
         """What the column `base` has for nodes that serve this base; -1 when none does."""
         return self._base_numbers.get(base, -1)

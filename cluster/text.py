@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 
 from cluster.token_bytes import token_bytes
 
+SHORT_CHARACTERS = 512
+"""Tokenised sooner than another thread would have begun."""
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 """What a template's own code may raise over messages that it was not written for."""
 
@@ -70,8 +72,10 @@ class BaseText:
     def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:
         if limit is not None and self._token_bytes and self._token_bytes.fewest_tokens(text) > limit:
             raise TextTooLong(f"the text has more than {limit} tokens")
-        # `encode` would hold up all other threads for its whole time; this lets them run.
-        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
+        if len(text) <= SHORT_CHARACTERS:
+            encoding = self.tokenizer.encode(text, add_special_tokens=special)
+        else:  # `encode` would hold up all other threads for its whole time; this lets them run, and leaves out offsets
+            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids or [self.bos_id]
 

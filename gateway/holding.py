@@ -103,5 +103,5 @@ class Hold:
 
 def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:
     """Whether any other node is ready to serve this base."""
-    ready = np.flatnonzero(nodes.live & nodes.ready & (nodes.base == nodes.base_number(base)))
+    ready = np.flatnonzero(nodes.serving(base))
     return any(nodes.record(int(row)).id not in without for row in ready)

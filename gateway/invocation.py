@@ -8,7 +8,6 @@ import time
 from functools import partial
 
 import msgspec
-import numpy as np
 from starlette.types import Receive
 
 from adapters.functions import Defaults
@@ -134,9 +133,9 @@ async def _context(services: Services) -> int:
     While none does, the base's own: placement then answers that the call may be tried again.
     """
     nodes = await services.cluster.table()
+    serving = nodes.serving(services.base.fingerprint)
+    longest = int(nodes.max_context[: serving.size][serving].max(initial=0))
     # A node that is starting tells no context yet: its 0 must not refuse anything.
-    serving = nodes.live & nodes.ready & (nodes.base == nodes.base_number(services.base.fingerprint))
-    longest = int(np.max(nodes.max_context, where=serving, initial=0))
     return min(services.base.max_context, longest or services.base.max_context)
 
 

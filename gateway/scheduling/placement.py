@@ -89,8 +89,8 @@ async def place(
 
 def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
     """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending."""
-    serving = nodes.live & nodes.ready & (nodes.base == nodes.base_number(base))
-    serving &= nodes.max_context >= request.prompt_tokens + request.max_tokens
+    serving = nodes.serving(base)
+    serving &= nodes.max_context[: serving.size] >= request.prompt_tokens + request.max_tokens
     for node_id in excluded:
         row = nodes.row(node_id)
         if row is not None:
