@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from typing import Any
@@ -18,14 +19,12 @@ def loads(data: bytes) -> Any:
     nesting deeper than the interpreter's stack, integers of more than 4,300 digits.
     """
     try:
-        value = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
+        if data.startswith(codecs.BOM_UTF8):
+            raise InvalidJson("it begins with a BOM, a byte order mark")
+        value = _decode(data.decode("utf-8"))
         # Python keeps escaped lone surrogates in strings, and no other writer could store them again.
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise InvalidJson("it is nested too deeply") from None
     except UnicodeDecodeError:
@@ -59,3 +58,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise InvalidJson(f"the number {text[:40]} is too large")
     return value
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite).decode

@@ -57,6 +57,8 @@ class NodeBook:
         self.forget_seconds = forget_seconds
         self.table = NodeTable(max_nodes)
         self._heard = np.full(max_nodes, -math.inf)
+        self._next_expiry = math.inf
+        """No node that is alive ceases to be before this time by the clock of `aged`."""
         self._nodes: dict[str, _Node] = {}
         self._ends: list[tuple[float, str, str]] = []
         """A heap of (end, node, request); entries of places that ended sooner stay until their time."""
@@ -100,6 +102,7 @@ class NodeBook:
         node.record = record
         node.tiers = {entry.digest: entry.tier for entry in record.residents}
         self._heard[node.row] = heard
+        self._next_expiry = min(self._next_expiry, heard + self.expiry)
 
     def hold(self, node_id: str, request_id: str, demand: Demand, end: float) -> None:
         """A place is given away until `end` at the latest. Nothing happens at an unknown node."""
@@ -143,9 +146,16 @@ class NodeBook:
             if node is not None and node.ends.get(request_id) == end:
                 self.drop(node_id, request_id)
         self.table.now = aged
-        rows = slice(self.table.height)
-        np.less(aged - self._heard[rows], self.expiry, out=self.table.live[rows])
+        if aged >= self._next_expiry:
+            self._expire(aged)
         return self.table
+
+    def _expire(self, aged: float) -> None:
+        live = np.flatnonzero(self.table.live)
+        late = aged - self._heard[live] >= self.expiry
+        for row in live[late]:
+            self.table.expire(int(row))
+        self._next_expiry = float(self._heard[live[~late]].min(initial=math.inf)) + self.expiry
 
     def views(self, now: float, aged: float) -> list[NodeView]:
         """Live nodes in the order of their ids."""

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -140,6 +140,16 @@ ASSUMED = PerformanceModel(
 log = logging.getLogger("cluster")
 
 
+class Serving(NamedTuple):
+    """The nodes that serve a base."""
+
+    rows: np.ndarray
+    """i64, ascending; not to be changed"""
+    shortest: int
+    """tokens of context on the node that has the least; 0 when there is none"""
+    longest: int
+
+
 class NodeTable:
     """`columns.name[row]` is a node's value; rows without a node are not live."""
 
@@ -173,6 +183,9 @@ class NodeTable:
         self._models = [ASSUMED] * capacity
         self._terms = [0] * capacity
         """`rank_term`, as the column has it"""
+        self._serving: dict[str, Serving] = {}
+        """By base. Emptied when a node comes, goes, or changes what counts here: records come all the time, and hardly
+        any of them does."""
         self.now = math.nan
         """By the clock of `heard`, when the table was last asked for; NaN where nobody keeps it."""
         vars(self).update(self._data)
@@ -201,10 +214,13 @@ class NodeTable:
         """Rows of the nodes where requests hold a lease on the adapter. Not to be changed."""
         return self._residents.users(digest)
 
-    def serving(self, base: str) -> np.ndarray:
-        """bool[height]: live, ready, and of this base."""
-        found: np.ndarray = self.live[: self.height] & self.ready[: self.height]
-        found &= self.base[: self.height] == self.base_number(base)
+    def serving(self, base: str) -> Serving:
+        """Those that are live, ready, and of this base."""
+        found = self._serving.get(base)
+        if found is None:
+            rows = np.flatnonzero(self.live & self.ready & (self.base == self.base_number(base)))
+            contexts = self.max_context[rows] if rows.size else np.zeros(1, np.int64)
+            found = self._serving[base] = Serving(rows, int(contexts.min()), int(contexts.max()))
         return found
 
     def base_number(self, base: str) -> int:
@@ -242,13 +258,21 @@ class NodeTable:
             self._model(row, record.performance, record.base)
         self._refresh(row)
         self.heard[row] = heard
+        if before is None or not self.live[row] or _counts(before) != _counts(record):
+            self._serving.clear()
         self.live[row] = True
         return row
+
+    def expire(self, row: int) -> None:
+        """Its record is too old."""
+        self.live[row] = False
+        self._serving.clear()
 
     def remove(self, node_id: str) -> None:
         row = self._rows.pop(node_id, None)
         if row is None:
             return
+        self._serving.clear()
         self._residents.put(row, [])
         self._rebase(row, self.record(row).base, None)
         self._problems.pop(row, None)
@@ -348,3 +372,8 @@ class NodeTable:
             self._base_nodes[before] -= 1
             if not self._base_nodes[before]:
                 del self._base_nodes[before], self._base_numbers[before]
+
+
+def _counts(record: NodeRecord) -> tuple[str, bool, int]:
+    """What of a record decides whom the node serves."""
+    return record.base, record.state == "ready", record.max_context

@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
-
 from cluster.errors import ServiceError
 from cluster.leases import Leases
 from cluster.node_table import NodeTable
@@ -103,5 +101,4 @@ class Hold:
 
 def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:
     """Whether any other node is ready to serve this base."""
-    ready = np.flatnonzero(nodes.serving(base))
-    return any(nodes.record(int(row)).id not in without for row in ready)
+    return any(nodes.ids[row] not in without for row in nodes.serving(base).rows.tolist())

@@ -132,9 +132,7 @@ async def _context(services: Services) -> int:
 
     While none does, the base's own: placement then answers that the call may be tried again.
     """
-    nodes = await services.cluster.table()
-    serving = nodes.serving(services.base.fingerprint)
-    longest = int(nodes.max_context[: serving.size][serving].max(initial=0))
+    longest = (await services.cluster.table()).serving(services.base.fingerprint).longest
     # A node that is starting tells no context yet: its 0 must not refuse anything.
     return min(services.base.max_context, longest or services.base.max_context)
 

@@ -9,16 +9,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-import aiohttp
 import msgspec
 
 from cluster.errors import ServiceError
 from cluster.frames import FrameError, Frames
 from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Token, decode_event
-from cluster.secret import authorization
 from cluster.state import ClusterState
 from gateway.breaker import Breakers
 from gateway.connected import cut_short
+from gateway.node_http import NodeConnections, NodeResponse
 from gateway.scheduling.placement import Placed
 
 TICK = 1.0
@@ -60,20 +59,16 @@ class NodeClient:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        connections: NodeConnections,
         state: ClusterState,
-        secret: str,
         *,
-        connect: float,
         silence: float,
         first_silence: float,
         breakers: Breakers,
     ) -> None:
         self.breakers = breakers
-        self._session = session
+        self._connections = connections
         self._state = state
-        self._headers = {**authorization(secret), "content-type": "application/msgpack"}
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
         self._silence = silence
         self._first_silence = min(first_silence, silence)
 
@@ -104,7 +99,7 @@ class NodeClient:
     ) -> AsyncGenerator[Event, None]:
         watch = _Watch(placed, time.monotonic() + request.timeout + DEADLINE_SLACK, revoked)
         given_up = asyncio.ensure_future(self._give_up(watch))
-        response: aiohttp.ClientResponse | None = None
+        response: NodeResponse | None = None
         try:
             with cut_short(given_up):
                 response = await self._answered(placed, request)
@@ -113,9 +108,9 @@ class NodeClient:
             self.breakers.undecided(placed.node_id, placed.epoch)
             # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
             # all else. Who gives the request up wakes whoever waits for bytes.
-            given_up.add_done_callback(partial(_end_stream, response.content))
+            given_up.add_done_callback(partial(_end_stream, response))
             frames = Frames(EVENT_LIMIT)
-            while chunk := await response.content.readany():
+            while chunk := await response.read():
                 for event in _decode(frames, chunk, placed.node_id):
                     watch.has_token = watch.has_token or isinstance(event, Token)
                     if isinstance(event, Done | Failed):
@@ -124,23 +119,17 @@ class NodeClient:
                         return
                     yield event
             raise _node_failed(f"node {placed.node_id} ended the stream early")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (TimeoutError, OSError) as error:
             reason = type(error).__name__
             raise _node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
         finally:
             given_up.cancel()
             if response is not None:
-                response.close()  # nothing happens to a connection that was read to its end: it is back in the pool
+                response.close()
 
-    async def _answered(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
+    async def _answered(self, placed: Placed, request: GenerateRequest) -> NodeResponse:
         async with asyncio.timeout(ANSWER_SECONDS):
-            return await self._post(placed, request)
-
-    async def _post(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
-        body = msgspec.msgpack.encode(request)
-        return await self._session.post(
-            f"{placed.url}/generate", data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
-        )
+            return await self._connections.post(placed.url, "/generate", msgspec.msgpack.encode(request))
 
     async def _give_up(self, watch: _Watch) -> Exception:
         """Why the request is to end, as soon as it is: revoked, its deadline passed by far, or the node silent."""
@@ -161,9 +150,11 @@ class NodeClient:
         return silence > self._silence or bool((nodes.live & nodes.ready).any())
 
 
-def _end_stream(stream: aiohttp.StreamReader, given_up: asyncio.Task[Exception]) -> None:
+def _end_stream(response: NodeResponse, given_up: asyncio.Task[Exception]) -> None:
     if not given_up.cancelled():
-        stream.set_exception(given_up.exception() or given_up.result())
+        error = given_up.exception() or given_up.result()
+        assert isinstance(error, Exception)
+        response.fail(error)
 
 
 def _node_failed(message: str) -> NodeFailure:
@@ -177,10 +168,11 @@ def _decode(frames: Frames, chunk: bytes, node_id: str) -> list[Event]:
         raise _node_failed(f"node {node_id} sent something that is not an event ({error})") from error
 
 
-async def _read_end(response: aiohttp.ClientResponse) -> None:
+async def _read_end(response: NodeResponse) -> None:
     """Read the end of the reply, so that the connection can be used again; not worth waiting for."""
     try:
         async with asyncio.timeout(EOF_SECONDS):
-            await response.content.read()
-    except (TimeoutError, aiohttp.ClientError, ServiceError, NodeFailure):
+            while await response.read():
+                pass
+    except (TimeoutError, OSError, ServiceError, NodeFailure):
         return  # the caller closes the connection

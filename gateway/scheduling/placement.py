@@ -88,14 +88,14 @@ async def place(
 
 
 def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
-    """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending."""
+    """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending; not to be changed."""
     serving = nodes.serving(base)
-    serving &= nodes.max_context[: serving.size] >= request.prompt_tokens + request.max_tokens
-    for node_id in excluded:
-        row = nodes.row(node_id)
-        if row is not None:
-            serving[row] = False
-    return np.flatnonzero(serving)
+    rows, needed = serving.rows, request.prompt_tokens + request.max_tokens
+    if needed > serving.shortest:
+        rows = rows[nodes.max_context[rows] >= needed]
+    if excluded:
+        rows = rows[[nodes.ids[row] not in excluded for row in rows.tolist()]]
+    return rows
 
 
 def _forecast(scores: Scores | None, row: int) -> float | None:

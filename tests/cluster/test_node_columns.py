@@ -162,9 +162,9 @@ def _compare(table: NodeTable, world: World) -> None:
         wanted |= {"live": True, "heard": heard, "base": table.base_number(record.base)}
         assert wanted.keys() == COLUMNS.keys()
         for column, value in wanted.items():
-            assert getattr(table, column)[row] == pytest.approx(value, rel=1e-9, abs=1e-18), column
+            assert getattr(table, column)[row] == pytest.approx(value, rel=1e-9, abs=1e-15), column
         for index, column in enumerate(LINEAR):
-            assert table.linear[index, row] == pytest.approx(wanted[column], rel=1e-9, abs=1e-18), column
+            assert table.linear[index, row] == pytest.approx(wanted[column], rel=1e-9, abs=1e-15), column
         if wanted["rank_term"] == RANK_TERMS.index("max_rank"):
             padding.add(row)
         assert (table.ids[row], table.generation[row]) == (name, world.given[name])

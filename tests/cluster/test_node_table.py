@@ -102,6 +102,42 @@ def test_columns_say_what_records_and_reservations_say(steps: list[tuple]) -> No
     _compare(table, records, places)
 
 
+SERVED = st.tuples(
+    st.sampled_from(["put", "put", "put", "expire", "remove"]),
+    st.builds(
+        lambda name, state, base, context: msgspec.structs.replace(
+            RECORD, id=name, state=state, base=base, max_context=context
+        ),
+        st.sampled_from("abc"),
+        st.sampled_from(["ready", "ready", "draining"]),
+        st.sampled_from("xy"),
+        st.integers(1, 4),
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(SERVED, max_size=25))
+def test_who_serves_a_base_after_a_drawn_history(steps: list[tuple[str, NodeRecord]]) -> None:
+    """Asked after every step: what is remembered from one time to the next must not outlive a change."""
+    table = NodeTable(3)
+    alive: dict[str, NodeRecord] = {}
+    for step, record in steps:
+        row = table.row(record.id)
+        if step == "put":
+            table.put(record)
+            alive[record.id] = record
+        elif row is not None:
+            alive.pop(record.id, None)
+            table.expire(row) if step == "expire" else table.remove(record.id)
+        for base in "xyz":
+            told = {name: known for name, known in alive.items() if known.state == "ready" and known.base == base}
+            found = table.serving(base)
+            assert found.rows.tolist() == sorted(rows for name in told if (rows := table.row(name)) is not None)
+            contexts = [known.max_context for known in told.values()] or [0]
+            assert (found.shortest, found.longest) == (min(contexts), max(contexts))
+
+
 def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str, dict[str, Demand]]) -> None:
     assert {table.ids[row] for row in table.rows()} == set(records)
     assert int(table.live.sum()) == len(records) == len(table)

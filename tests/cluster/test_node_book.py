@@ -1,0 +1,39 @@
+"""A process's picture of the nodes: who is alive by the clock by which records grow old."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.messages import NodeRecord
+from cluster.node_book import NodeBook
+
+EXPIRY = 2.0
+RECORD = NodeRecord(
+    id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="b", max_context=8, running=0,
+    queued=0, queue_limit=8, kv_blocks_free=9, kv_blocks=9, block_tokens=4,
+)  # fmt: skip
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["put", "put", "remove", "look"]), st.sampled_from("abc"), st.integers(0, 5)), max_size=30
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS)
+def test_who_is_alive_after_a_drawn_history(steps: list[tuple[str, str, int]]) -> None:
+    """Records come late, too: a worker that catches up hears of them at their age. Quarters of a second are exact."""
+    book, now, heard = NodeBook(expiry=EXPIRY, max_nodes=3), 10.0, dict[str, float]()
+    for seq, (step, name, quarters) in enumerate(steps):
+        now += quarters / 4
+        if step == "put":
+            heard[name] = now - (quarters % 3) / 2
+            book.put(msgspec.structs.replace(RECORD, id=name, seq=seq), heard[name])
+        elif step == "remove" and name in heard:
+            book.remove(name)
+            del heard[name]
+        table = book.current(now, now)
+        alive = {name for name, at in heard.items() if now - at < EXPIRY}
+        assert {table.ids[row] for row in table.rows() if table.live[row]} == alive
+        assert {table.ids[row] for row in table.serving("b").rows} == alive
+        assert {view.record.id for view in book.views(now, now)} == alive
