@@ -201,6 +201,10 @@ class NodeResponse(asyncio.Protocol):
 
     # --- httptools
 
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise ConnectionError("more came than an answer")
+
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status >= 200:  # those before tell of an answer that is still to come
