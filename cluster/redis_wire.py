@@ -1,9 +1,8 @@
 """One connection to Redis for everything that a worker asks: commands go out as they come, answers come in that order.
 
 redis-py connects, with TLS, user and database as the address says. From then on hiredis reads the answers where they
-arrive: taking a connection from a pool, a task for each write and a timer for each read took four fifths of the time
-that a worker spent on a call, and each of them made the call wait for one more turn of the event loop
-(docs/scheduling.md).
+arrive: a connection from a pool, a task for each write and a timer for each read are more work than the call, and each
+makes it wait for one more turn of the event loop (docs/scheduling.md).
 """
 
 from __future__ import annotations

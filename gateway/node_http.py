@@ -1,7 +1,7 @@
 """Requests to nodes whose answers are streams: over connections that are kept, each answer read where it arrives.
 
-httptools parses, as in the server. A general HTTP client took half of a first token's way from the gateway to its node
-and back, and a task's wake for each token (docs/scheduling.md).
+httptools parses, as in the server. What a general HTTP client does for each request and each piece of an answer lies in
+every first token's way (docs/scheduling.md).
 """
 
 from __future__ import annotations
