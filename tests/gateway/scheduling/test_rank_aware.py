@@ -217,6 +217,14 @@ def test_no_more_pauses_are_counted_on_than_strict_promises_ask_for() -> None:
     assert policy.last.terms.step[0] == pytest.approx(wanted), "of the rows that are computed at once"
 
 
+def test_no_pause_makes_a_step_shorter_than_an_empty_nodes() -> None:
+    """However much a record says could pause, and however little time was promised."""
+    policy, room = RankAware(), StrictRoom(32, 2000, paused_rows=24, paused_contexts=10**9)
+    busy = node("a", *[8] * 32, tier="device", batch_contexts=[1000] * 32, strict=room)
+    assert chosen(policy, table_of(busy), ask(tpot=MEASURED.decode.base / 2, slo_class="strict")) == "a", "none could"
+    assert policy.last is not None and policy.last.terms.step[0] == pytest.approx(MEASURED.decode.base)
+
+
 def test_a_promise_that_can_not_be_kept_keeps_nobody_out() -> None:
     """Of another request there, which no node could ever keep."""
     request = ask(tpot=0.06, slo_class="strict")
