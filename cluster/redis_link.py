@@ -167,14 +167,16 @@ class RedisLink:
         return await self._ask("EVAL", self._scripts[script], len(keys), *keys, *args)  # Redis knows it from then on
 
     async def _ask(self, *command: Value) -> Any:
+        wire = self._wire
         try:
-            if self._wire is None:
+            if wire is None:
                 raise ConnectionError("there is no connection")
-            return await self._wire.ask(*command)
+            return await wire.ask(*command)
         except (HiredisError, OSError, TimeoutError) as error:
             if isinstance(error, ReplyError) and str(error).startswith("NOSCRIPT"):
                 return UNKNOWN_SCRIPT
-            self._lose(error)
+            if wire is self._wire:  # else there is another by now, which may well answer
+                self._lose(error)
             raise RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})") from error
 
     def _lose(self, error: BaseException) -> None:

@@ -51,6 +51,8 @@ class _Watch:
     """Monotonic seconds."""
     revoked: asyncio.Future[ServiceError]
     has_token: bool = False
+    over: bool = False
+    """Its connection may be another request's by now."""
 
 
 class NodeClient:
@@ -108,7 +110,7 @@ class NodeClient:
             self.breakers.undecided(placed.node_id, placed.epoch)
             # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
             # all else. Who gives the request up wakes whoever waits for bytes.
-            given_up.add_done_callback(partial(_end_stream, response))
+            given_up.add_done_callback(partial(_end_stream, watch, response))
             frames = Frames(EVENT_LIMIT)
             while chunk := await response.read():
                 for event in _decode(frames, chunk, placed.node_id):
@@ -123,6 +125,7 @@ class NodeClient:
             reason = type(error).__name__
             raise _node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
         finally:
+            watch.over = True
             given_up.cancel()
             if response is not None:
                 response.close()
@@ -150,8 +153,8 @@ class NodeClient:
         return silence > self._silence or bool((nodes.live & nodes.ready).any())
 
 
-def _end_stream(response: NodeResponse, given_up: asyncio.Task[Exception]) -> None:
-    if not given_up.cancelled():
+def _end_stream(watch: _Watch, response: NodeResponse, given_up: asyncio.Task[Exception]) -> None:
+    if not (watch.over or given_up.cancelled()):
         error = given_up.exception() or given_up.result()
         assert isinstance(error, Exception)
         response.fail(error)
