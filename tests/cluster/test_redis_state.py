@@ -295,7 +295,7 @@ def test_the_clock_of_redis_is_set_back(shared_redis: RedisServer) -> None:
 def test_an_emptied_redis_is_noticed_though_nothing_happens(own_redis: RedisServer) -> None:
     async def main() -> None:
         world = World(own_redis)
-        async with world.worker() as (link, state):
+        async with world.worker(expiry=60.0) as (link, state):
             await state.publish(record())
             own_redis.empty()
             await until(lambda: _true(bool(own_redis.client.exists(link.key("node", "a")))))
