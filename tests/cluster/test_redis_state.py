@@ -84,6 +84,7 @@ def test_a_lost_message_is_noticed(shared_redis: RedisServer) -> None:
         world = World(shared_redis)
         async with world.worker() as (link, state):
             await state.publish(record())
+            await agree([state], {"a": 0})
             table = await state.table()
             for number in (7, 8):
                 shared_redis.client.hset(link.key("node", "a"), "generation", number)  # as if others had reserved
@@ -295,8 +296,9 @@ def test_the_clock_of_redis_is_set_back(shared_redis: RedisServer) -> None:
 def test_an_emptied_redis_is_noticed_though_nothing_happens(own_redis: RedisServer) -> None:
     async def main() -> None:
         world = World(own_redis)
-        async with world.worker(expiry=60.0) as (link, state):
+        async with world.worker() as (link, state):
             await state.publish(record())
+            await agree([state], {"a": 0})  # `publish` waits but a moment for its own message
             own_redis.empty()
             await until(lambda: _true(bool(own_redis.client.exists(link.key("node", "a")))))
 
