@@ -132,9 +132,10 @@ def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer) -> N
 def test_stale_records_count_for_a_bounded_time(own_redis: RedisServer) -> None:
     async def main() -> None:
         world = World(own_redis)
-        async with world.worker(expiry=0.5) as (link, state):
+        async with world.worker(expiry=1.0) as (link, state):
             link._stale_seconds = 0.5
             await state.publish(record())
+            await agree([state], {"a": 0})
             own_redis.kill()
             await agree([state], {})
             assert state.stale is not None and state.stale >= 0.5
@@ -147,6 +148,7 @@ def test_a_hung_redis_is_given_up(own_redis: RedisServer) -> None:
         world = World(own_redis)
         async with world.worker() as (link, state):
             await state.publish(record())
+            await agree([state], {"a": 0})
             own_redis.hang()
             assert await state.reserve("a", "r1", Demand(), 0)
             assert state.stale is not None
@@ -213,7 +215,7 @@ def test_places_are_taken_at_the_first_try_on_a_node_that_was_forgotten(shared_r
         short = {"forget_seconds": 1.0, "reservation_seconds": 0.9}
         async with world.worker(**short) as (_, one), world.worker(**short) as (_, two):
             await one.publish(record(queue_limit=100))
-            await counted([two], 0)
+            await counted([one, two], 0)
             for number in range(5):
                 assert await at_first_try(one, f"before-{number}")
             await counted([one, two], 5)
