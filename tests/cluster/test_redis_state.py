@@ -215,12 +215,13 @@ def test_places_are_taken_at_the_first_try_on_a_node_that_was_forgotten(shared_r
         short = {"forget_seconds": 1.0, "reservation_seconds": 0.9}
         async with world.worker(**short) as (_, one), world.worker(**short) as (_, two):
             await one.publish(record(queue_limit=100))
-            await counted([one, two], 0)
+            await agree([one, two], {"a": 0})
             for number in range(5):
                 assert await at_first_try(one, f"before-{number}")
             await counted([one, two], 5)
             await asyncio.sleep(1.1)
             await one.publish(record(seq=2, queue_limit=100))
+            await agree([one, two], {"a": 0})
             await counted([one, two], 0)
             assert await at_first_try(one, "after")
             await counted([one, two], 1)
