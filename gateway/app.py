@@ -36,7 +36,7 @@ from gateway.routes import (
 )
 from gateway.services import Services, open_services
 
-CALLED = (deploy, functions, aliases, invoke, openai)
+CALLED = (invoke, openai, deploy, functions, aliases)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, openapi)
 ROUTES = [route for group in (*CALLED, *OPERATED) for route in group.routes]
 

@@ -287,7 +287,6 @@ class Generation:
             self.tokens += len(event.token_ids)
             if self.first_at is None:
                 self.first_at = now
-                self._compare_forecast(now)
             self.last_at = now
             return
         self.done = event
@@ -299,10 +298,6 @@ class Generation:
             self.shared.placer.lengths.note(self.request.tenant, self.function, event.completion_tokens)
         cold = event.timing.cold_start.state != "none"
         self._meter.done(0 if self.request.sampling.choice else event.prompt_tokens, event.completion_tokens, cold)
-
-    def _compare_forecast(self, now: float) -> None:
-        if self.forecast is not None and self.sent_at is not None:
-            self.shared.metrics.observe_forecast(self.forecast, now - self.sent_at)
 
     def _count(self, outcome: str) -> None:
         shared, tenant, done = self.shared, self.request.tenant, self.done
@@ -323,6 +318,8 @@ class Generation:
             shared.metrics.count_cold_start(cold)
             log_call(self.request, done, self.received)
             shared.metrics.count_preemptions(tenant, done.timing.preemptions)
+        if self.forecast is not None and self.sent_at is not None and self.first_at is not None:
+            shared.metrics.observe_forecast(self.forecast, self.first_at - self.sent_at)
         if self.ttft is not None:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft
             shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)

@@ -17,6 +17,8 @@ _ZERO = re.compile(r"0(\.0{0,3})?", re.ASCII)
 
 def known_only(request: Request, *known: str) -> None:
     """Raises ServiceError `validation_failed` for a parameter that the route has not, or that is there twice."""
+    if not request.scope["query_string"]:
+        return
     seen: set[str] = set()
     for name, _ in request.query_params.multi_items():
         if name not in known:

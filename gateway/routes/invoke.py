@@ -21,6 +21,9 @@ from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.stopwatch import Stopwatch
 
+STATED = tuple(set(Options.__struct_fields__) & set(schema.InvokeRequest.__struct_fields__))
+"""What a call may state of its options."""
+
 
 async def invoke(request: Request) -> ASGIApp:
     watch = Stopwatch()
@@ -87,8 +90,7 @@ def _source(call: schema.InvokeRequest) -> Source:
 
 
 def _options(call: schema.InvokeRequest) -> Options:
-    shared = set(Options.__struct_fields__) & set(call.__struct_fields__)
-    return Options(**{field: getattr(call, field) for field in shared})
+    return Options(**{field: getattr(call, field) for field in STATED})
 
 
 routes = [ExactRoute("/invoke/{target:path}", invoke, methods=["POST"])]

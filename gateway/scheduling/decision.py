@@ -87,6 +87,7 @@ class Decision(msgspec.Struct, frozen=True):
     """Candidates that are not told."""
 
 
+ONLY = np.zeros(1, np.int64)
 SCORED = ("prefill", "exposed_load", "decode", "step", "wait", "ttft", "spreading", "total")
 FIELDS = ("age", "running", "queued", "reserved", "modelled", "tier", *SCORED, "tpot_limit")
 
@@ -164,6 +165,8 @@ def picture(
 
 def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Scores | None) -> np.ndarray:
     """Indices of those to be told, the best first."""
+    if candidates.size == 1:
+        return ONLY
     order = scores.totals if scores is not None else nodes.requests[candidates]
     if candidates.size > MOST_CANDIDATES:
         shown = np.argpartition(order, MOST_CANDIDATES - 1)[:MOST_CANDIDATES]

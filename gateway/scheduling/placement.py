@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Coroutine
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -72,19 +76,27 @@ async def place(
             break
         row = policy.choose(nodes, free, request)
         scores = policy.last if isinstance(policy, ScoringPolicy) else None
+        reserving: Coroutine[Any, Any, bool] | None = None
+        if row is not None:
+            # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to
+            # a refusal; and the last attempt takes the place if there is one.
+            looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
+            seen = int(nodes.generation[row]) if looks_again else None
+            reserving = state.reserve(nodes.record(row).id, request.id, demand, seen)
+        # The answer may be on its way now: what else is to be reckoned is reckoned meanwhile.
         if trace is not None:
             trace.tries, trace.picture = attempt + 1, picture(nodes, free, request, row, scores)
-        if row is None:
+        if row is None or reserving is None:
             raise _refusal(scores)
-        record = nodes.record(row)
-        # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to a
-        # refusal; and the last attempt takes the place if there is one.
-        looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
-        seen = int(nodes.generation[row]) if looks_again else None
-        if await state.reserve(record.id, request.id, demand, seen):
-            forecast, needs = _forecast(scores, row), work(nodes, row, request)
-            return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs)
+        placed = _placed(nodes, row, request, scores)
+        if await reserving:
+            return placed
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
+
+
+def _placed(nodes: NodeTable, row: int, request: PlacementRequest, scores: Scores | None) -> Placed:
+    record, forecast = nodes.record(row), _forecast(scores, row)
+    return Placed(record.id, record.epoch, record.url, forecast, record.pool, work(nodes, row, request))
 
 
 def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
@@ -101,8 +113,8 @@ def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: froze
 def _forecast(scores: Scores | None, row: int) -> float | None:
     if scores is None:
         return None
-    value = float(scores.terms.ttft[np.searchsorted(scores.terms.candidates, row)])
-    return value if np.isfinite(value) else None
+    value = float(scores.terms.ttft[scores.terms.candidates.searchsorted(row)])
+    return value if math.isfinite(value) else None
 
 
 def _refusal(scores: Scores | None) -> ServiceError:
