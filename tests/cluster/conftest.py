@@ -3,9 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from worlds import World
+from worlds import PATIENCE, World
 
 from benchmarks.redis_server import RedisServer, redis_server
+from cluster import redis_state
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +14,12 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     """One server for a module; worlds keep apart by their prefixes."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker has published it also sees, however slow the host."""
+    monkeypatch.setattr(redis_state, "CATCH_UP_SECONDS", PATIENCE)
 
 
 @pytest.fixture(params=["memory", "redis"])
