@@ -11,9 +11,6 @@ and places are reserved in this worker alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any
 
 import msgspec
 
@@ -97,28 +94,11 @@ class RedisClusterState:
     async def nodes(self) -> list[NodeView]:
         return self._book.views(self._clock(), self._aged())
 
-    def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> Coroutine[Any, Any, bool]:
-        """As ClusterState has it. Redis is asked before this returns: its caller may do something else before it
-        awaits the answer, as it must."""
-        asked: Coroutine[Any, Any, tuple[int, int, int]] | None = None
-        with suppress(RedisAway):
-            asked = self._reserve(node_id, request_id, demand, seen)
-        return self._reserved(asked, node_id, request_id, demand, seen)
-
-    async def _reserved(
-        self,
-        asked: Coroutine[Any, Any, tuple[int, int, int]] | None,
-        node_id: str,
-        request_id: str,
-        demand: Demand,
-        seen: int | None,
-    ) -> bool:
-        """`asked`: the script's answer; None while Redis is away."""
+    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
+        table = await self.table()
         try:
-            for restored in (False, True):
-                if asked is None:
-                    break
-                taken, version, generation = await asked
+            for _ in range(2):
+                taken, version, generation = await self._reserve(node_id, request_id, demand, seen)
                 if taken > 0:
                     if version > self._version:  # else its message has come already
                         self._hold_ahead(_Held(node_id, request_id, demand), version, generation)
@@ -126,16 +106,15 @@ class RedisClusterState:
                 if taken == 0:
                     await self._catch_up(version)
                     return False
-                if restored or not await self._restore(node_id):
+                if not await self._restore(node_id):
                     return False
                 seen = None  # Redis had lost its count
-                asked = self._reserve(node_id, request_id, demand, seen)
         except RedisAway:
-            pass
+            return reserve_in(self._book, table, node_id, request_id, demand, seen, self._end())
         except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
             await self._free(node_id, request_id)
             raise
-        return reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, self._end())
+        return False
 
     async def release(self, node_id: str, request_id: str) -> None:
         if not self._book.is_held(node_id, request_id):
@@ -178,10 +157,7 @@ class RedisClusterState:
         taken, version = await run("publish", keys, [*own, *bounds, *record.acknowledged])
         return taken, version
 
-    def _reserve(
-        self, node_id: str, request_id: str, demand: Demand, seen: int | None
-    ) -> Coroutine[Any, Any, tuple[int, int, int]]:
-        """What the script returns, asked for at once. Raises RedisAway, then or now."""
+    async def _reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> tuple[int, int, int]:
         payload = msgspec.msgpack.encode(_Held(node_id, request_id, demand))
         expiry = round(min(self._expiry, self._book.forget_seconds) * 1000)  # a node that is forgotten is not there
         known = "" if seen is None else seen
@@ -189,7 +165,8 @@ class RedisClusterState:
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
         args: list[Value] = [request_id, payload, known, expiry]
         args += [round(self._reservation_seconds * 1000), self._channel, room]
-        return self._link.run("reserve", self._keys(node_id), args)
+        taken, version, generation = await self._link.run("reserve", self._keys(node_id), args)
+        return taken, version, generation
 
     async def _restore(self, node_id: str, *, resuming: bool = False) -> bool:
         """Give Redis a node back that it has lost; whether there was one to give. Raises RedisAway."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -76,27 +74,19 @@ async def place(
             break
         row = policy.choose(nodes, free, request)
         scores = policy.last if isinstance(policy, ScoringPolicy) else None
-        reserving: Coroutine[Any, Any, bool] | None = None
-        if row is not None:
-            # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to
-            # a refusal; and the last attempt takes the place if there is one.
-            looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
-            seen = int(nodes.generation[row]) if looks_again else None
-            reserving = state.reserve(nodes.record(row).id, request.id, demand, seen)
-        # The answer may be on its way now: what else is to be reckoned is reckoned meanwhile.
         if trace is not None:
             trace.tries, trace.picture = attempt + 1, picture(nodes, free, request, row, scores)
-        if row is None or reserving is None:
+        if row is None:
             raise _refusal(scores)
-        placed = _placed(nodes, row, request, scores)
-        if await reserving:
-            return placed
+        record = nodes.record(row)
+        # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to a
+        # refusal; and the last attempt takes the place if there is one.
+        looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
+        seen = int(nodes.generation[row]) if looks_again else None
+        if await state.reserve(record.id, request.id, demand, seen):
+            forecast, needs = _forecast(scores, row), work(nodes, row, request)
+            return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs)
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
-
-
-def _placed(nodes: NodeTable, row: int, request: PlacementRequest, scores: Scores | None) -> Placed:
-    record, forecast = nodes.record(row), _forecast(scores, row)
-    return Placed(record.id, record.epoch, record.url, forecast, record.pool, work(nodes, row, request))
 
 
 def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
 
 import msgspec
 import pytest
-from worlds import PATIENCE, World, record, until
+from worlds import World, record, until
 
 from benchmarks.redis_server import RedisServer, redis_server
 from cluster.node_table import Demand
@@ -156,28 +155,6 @@ def test_a_hung_redis_is_given_up(own_redis: RedisServer) -> None:
             own_redis.wake()
             assert await link.wait_until_up(20)
             assert await state.reserve("a", "r2", Demand(), None)
-
-    asyncio.run(main())
-
-
-def test_redis_is_asked_for_a_place_before_anybody_waits_for_the_answer(own_redis: RedisServer) -> None:
-    async def main() -> None:
-        world = World(own_redis)
-        async with world.worker() as (link, state):
-            await state.publish(record(queue_limit=5))
-            await agree([state], {"a": 0})
-            assert await state.reserve("a", "r0", Demand(), None), "so that Redis knows the script"
-            reserving = state.reserve("a", "r1", Demand(), None)
-            deadline = monotonic() + PATIENCE
-            while own_redis.client.zcard(link.key("ends", "a")) < 2:  # the event loop stands still meanwhile
-                assert monotonic() < deadline
-            assert await reserving
-            own_redis.kill()
-            await until(lambda: _true(state.stale is not None))
-            reserving = state.reserve("a", "r2", Demand(), None)
-            assert (await reserved(state))["a"] == 2, "nothing is taken here before it is awaited"
-            assert await reserving
-            await agree([state], {"a": 3})
 
     asyncio.run(main())
 
