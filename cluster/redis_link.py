@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from cluster.redis_url import shown_url
-from cluster.redis_wire import RedisWire, Value, open_wire
+from cluster.redis_wire import RedisWire, Value, WireFull, open_wire
 
 CALL_SECONDS = 1.0
 """Longest wait for one answer."""
@@ -172,6 +172,8 @@ class RedisLink:
             if wire is None:
                 raise ConnectionError("there is no connection")
             return await wire.ask(*command)
+        except WireFull as error:
+            raise RedisAway(f"Redis at {self._shown} does not keep up: {error}") from error
         except (HiredisError, OSError, TimeoutError) as error:
             if isinstance(error, ReplyError) and str(error).startswith("NOSCRIPT"):
                 return UNKNOWN_SCRIPT
@@ -187,6 +189,10 @@ class RedisLink:
         if self._wire is not None:
             self._wire.abort()
         self._break(RedisAway(f"Redis at {self._shown} is away"))
+
+    def _lose_messages(self, error: Exception) -> None:
+        """Redis may well answer, as it does when it ends a connection whose messages pile up."""
+        self._break(OutOfStep(f"the connection of the messages was lost: {error}"))
 
     def _break(self, error: Exception) -> None:
         if not self._lost.done():
@@ -220,19 +226,21 @@ class RedisLink:
         if self._wire is None or self._wire.closed:
             if self._wire is not None:
                 await self._wire.close()
-            self._wire = await self._open(None)
-        messages = await self._open(self._heard)
+            self._wire = await self._open(self._lose)
+        messages = await self._open(self._lose_messages, self._heard)
         try:
             yield messages
         finally:
             await messages.close()
 
-    async def _open(self, on_message: Callable[[bytes, bytes], None] | None) -> RedisWire:
+    async def _open(
+        self, on_lost: Callable[[Exception], None], on_message: Callable[[bytes, bytes], None] | None = None
+    ) -> RedisWire:
         return await open_wire(
             self._url,
             connect_seconds=CONNECT_SECONDS,
             call_seconds=CALL_SECONDS,
-            on_lost=self._lose,
+            on_lost=on_lost,
             on_message=on_message,
         )
 

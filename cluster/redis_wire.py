@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import hiredis
@@ -24,6 +25,10 @@ GRACE_SECONDS = 0.02
 """In which what has come is read."""
 
 Value = str | bytes | int | float
+
+
+class WireFull(Exception):
+    """MAX_ASKED answers are still to come; the wire goes on."""
 
 
 async def open_wire(
@@ -77,12 +82,12 @@ class RedisWire(asyncio.Protocol):
         self._transport.set_protocol(self)
 
     async def ask(self, *command: Value) -> Any:
-        """The answer. Raises hiredis.ReplyError when Redis refuses, ConnectionError when the wire is lost or full,
-        TimeoutError when an answer takes too long."""
+        """The answer. Raises hiredis.ReplyError when Redis refuses, ConnectionError when the wire is lost, TimeoutError
+        when an answer takes too long, WireFull."""
         if self.closed or self._transport.is_closing():
             raise ConnectionError("the connection is closed")
         if len(self._asked) >= MAX_ASKED:
-            raise ConnectionError(f"{MAX_ASKED} answers are still to come")
+            raise WireFull(f"{MAX_ASKED} answers are still to come")
         answer = self._loop.create_future()
         self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # says a tuple of one
         self._asked.append((self._loop.time(), answer))
@@ -102,18 +107,17 @@ class RedisWire(asyncio.Protocol):
             self._transport.abort()
             self._refuse(ConnectionError("the connection was closed"))
 
-    def _look(self, overdue: asyncio.Future[Any] | None = None) -> None:
-        """Whether the oldest answer is overdue. It may have come while this process stood still: so the second time
-        that it is seen to be."""
+    def _look(self, *, again: bool = False) -> None:
+        """Whether the oldest answer is overdue. It may have come while this process stood still: so what has come is
+        read before, and whichever is the oldest then counts."""
         self._watch = None
         if self.closed or not self._asked:
             return
-        asked, oldest = self._asked[0]
-        left = asked + self._call_seconds - self._loop.time()
+        left = self._asked[0][0] + self._call_seconds - self._loop.time()
         if left > 0:
             self._watch = self._loop.call_later(left, self._look)
-        elif oldest is not overdue:
-            self._watch = self._loop.call_later(GRACE_SECONDS, self._look, oldest)
+        elif not again:
+            self._watch = self._loop.call_later(GRACE_SECONDS, partial(self._look, again=True))
         else:
             self._lose(TimeoutError(f"no answer within {self._call_seconds:g} s"))
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from worlds import World, record, until
+from worlds import PATIENCE, World, record, until
 
 from benchmarks.redis_server import RedisServer, redis_server
+from cluster import redis_link, redis_wire
 from cluster.node_table import Demand
 from cluster.redis_link import RedisAway, check_redis, prefix_of
 from cluster.redis_state import RedisClusterState
@@ -98,6 +99,45 @@ def test_a_lost_message_is_noticed(shared_redis: RedisServer) -> None:
 
 async def _true(value: bool) -> bool:
     return value
+
+
+def test_a_lost_connection_of_the_messages_ends_no_call(
+    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis ends it when messages pile up. It is made anew, and what it missed is found out."""
+    monkeypatch.setattr(redis_link, "CALL_SECONDS", PATIENCE)
+
+    async def main() -> None:
+        world = World(shared_redis)
+        async with world.worker() as (link, state), world.worker() as (_, other):
+            await state.publish(record())
+            await agree([state, other], {"a": 0})
+            assert link._wire is not None
+            call = asyncio.create_task(link._wire.ask("BLPOP", link.key("here"), 0))
+            await asyncio.sleep(0)
+            assert shared_redis.client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") == 2
+            assert await other.reserve("a", "r1", Demand(), None)
+            await asyncio.sleep(0.2)  # for the loss to be noticed
+            shared_redis.client.rpush(link.key("here"), "something")
+            assert await call == [link.key("here").encode(), b"something"]
+            await agree([state, other], {"a": 1})
+            assert link.is_up
+
+    asyncio.run(main())
+
+
+def test_a_call_too_many_ends_no_other(shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_wire, "MAX_ASKED", 3)
+
+    async def main() -> None:
+        async with World(shared_redis).worker() as (link, _):
+            sent = [link.send("nobody", b"here") for _ in range(4)]
+            *rest, last = await asyncio.gather(*sent, return_exceptions=True)
+            assert rest == [None] * 3
+            assert isinstance(last, RedisAway)
+            assert link.is_up
+
+    asyncio.run(main())
 
 
 def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer) -> None:

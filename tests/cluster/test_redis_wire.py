@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from worlds import until
 
 from benchmarks.redis_server import RedisServer, redis_server
 from cluster import redis_wire
-from cluster.redis_wire import RedisWire, open_wire
+from cluster.redis_wire import RedisWire, WireFull, open_wire
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 Told = list[tuple[bytes, bytes]]
@@ -194,6 +195,41 @@ async def _answers_nothing_asked(reader: Reader, writer: Writer) -> None:
     await reader.read()
 
 
+async def _is_ever_later(reader: Reader, writer: Writer) -> None:
+    """There is always an answer that has just come."""
+    due: deque[float] = deque()
+
+    async def answer() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            if due and due[0] < time.monotonic() - 0.5:
+                due.popleft()
+                writer.write(b"+PONG\r\n")
+
+    answering = asyncio.create_task(answer())
+    try:
+        while await read_command(reader):
+            due.append(time.monotonic())
+    finally:
+        answering.cancel()
+
+
+def test_answers_that_are_all_late_are_overdue() -> None:
+    async def main() -> None:
+        lost: list[Exception] = []
+        async with peer(_is_ever_later) as url, wire_to(url, lost, seconds=0.2) as wire:
+            calls = []
+            async with asyncio.timeout(20):
+                while not lost:
+                    calls.append(asyncio.create_task(wire.ask("PING")))
+                    await asyncio.sleep(0.02)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(lost[0], TimeoutError)
+        assert b"PONG" not in answers
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("serve", "raised"),
     [
@@ -260,8 +296,9 @@ def test_how_much_may_be_asked_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         async with peer(_hangs) as url, wire_to(url) as wire:
             calls = [asyncio.create_task(wire.ask("PING")) for _ in range(3)]
             await asyncio.sleep(0)
-            with pytest.raises(ConnectionError, match="3 answers"):
+            with pytest.raises(WireFull, match="3 answers"):
                 await wire.ask("PING")
+            assert not any(call.done() for call in calls)
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
