@@ -75,10 +75,10 @@ def _integers(record: NodeRecord) -> Iterator[tuple[str, int]]:
 def _check_url(url: str, peer: str, allowed_hosts: Collection[str]) -> None:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises where there is none that could be
+        port = parts.port  # raises where there is none that could be
     except ValueError as error:
         raise BadRecord(f"url: {error}, found {url[:100]!r}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.username is not None:
         raise BadRecord(f"url: expected http://HOST:PORT, found {url[:100]!r}")
     if parts.path.strip("/") or parts.query or parts.fragment:
         raise BadRecord(f"url: expected a host and a port alone, found {url[:100]!r}")

@@ -7,10 +7,12 @@ every first token's way (docs/scheduling.md).
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from urllib.parse import SplitResult, urlsplit
 
 import httptools
+from aiohappyeyeballs import start_connection
 
 KEEP_SECONDS = 30.0
 """Less than nodes keep a connection that is not used."""
@@ -18,6 +20,8 @@ HEAD_BYTES = 64 << 10
 """Of an answer, until its headers have ended."""
 BUFFER_BYTES = 128 << 10
 """That may wait to be read; then the node waits, too."""
+NEXT_ADDRESS_SECONDS = 0.25
+"""After which a name's next address is tried as well (RFC 8305)."""
 
 
 class NodeConnections:
@@ -31,9 +35,13 @@ class NodeConnections:
 
     async def post(self, url: str, path: str, body: bytes) -> NodeResponse:
         """The answer, once its headers are there. Raises OSError, TimeoutError among them."""
-        connection = self._idle[url][-1] if url in self._idle else await self._open(url)
         try:
-            await connection.ask(self._head(url, path, len(body)) + body)
+            request = self._head(url, path, len(body)) + body
+            connection = self._kept(url) or await self._open(url)
+        except UnicodeError as error:  # a name that the DNS can't have
+            raise ConnectionError(f"{url} is no address: {error}") from error
+        try:
+            await connection.ask(request)
         except BaseException:
             connection.close()
             raise
@@ -54,6 +62,14 @@ class NodeConnections:
         if not idle:
             del self._idle[connection.url]
 
+    def _kept(self, url: str) -> NodeResponse | None:
+        while url in self._idle:
+            connection = self._idle[url][-1]
+            if connection.is_open:
+                return connection
+            connection.abort()  # it is kept no longer
+        return None
+
     def _head(self, url: str, path: str, size: int) -> bytes:
         parts = urlsplit(url)
         lines = f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {parts.netloc}\r\n{self._headers}"
@@ -62,11 +78,18 @@ class NodeConnections:
     async def _open(self, url: str) -> NodeResponse:
         parts = urlsplit(url)
         tls = self._context() if parts.scheme == "https" else None
+        host = parts.hostname or ""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._connect):
-            _, connection = await loop.create_connection(
-                lambda: NodeResponse(self, url), parts.hostname or "", _port(parts), ssl=tls
-            )
+            addresses = await loop.getaddrinfo(host, _port(parts), type=socket.SOCK_STREAM)
+            opened = await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_SECONDS)
+            try:
+                _, connection = await loop.create_connection(
+                    lambda: NodeResponse(self, url), sock=opened, ssl=tls, server_hostname=host if tls else None
+                )
+            except BaseException:
+                opened.close()
+                raise
         return connection
 
     def _context(self) -> ssl.SSLContext:
@@ -103,11 +126,15 @@ class NodeResponse(asyncio.Protocol):
         self._paused = self._complete = self._keeps = False
         self._failure: Exception | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._lost is None and not self._transport.is_closing()
+
     async def ask(self, request: bytes) -> None:
         """Returns when the answer's headers are there. Raises OSError."""
         self._forget()
         self._begin()
-        if self._lost is not None or self._transport.is_closing():
+        if not self.is_open:
             raise self._lost or ConnectionError("the connection is closed")
         self._transport.write(request)
         while not self.status:
@@ -133,10 +160,12 @@ class NodeResponse(asyncio.Protocol):
         self._wake()
 
     def close(self) -> None:
-        """The answer is of no use any more. A connection whose answer was read to its end is kept."""
+        """The answer is of no use any more. The connection is kept when the answer was read to its end, and the node
+        has the whole of its request: it may have answered before."""
         if self._expiry is not None:
             return
-        if self._complete and not self._waiting and self._keeps and self._lost is None:
+        is_read = self._complete and not self._waiting
+        if is_read and self._keeps and self.is_open and not self._transport.get_write_buffer_size():
             self._expiry = self._loop.call_later(KEEP_SECONDS, self.abort)
             self._owner.keep(self)
         else:
@@ -189,7 +218,7 @@ class NodeResponse(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(ConnectionError(f"what came is no HTTP ({error})"))
             return
         if not self.status and self._head_bytes > HEAD_BYTES:

@@ -68,6 +68,7 @@ def test_urls_of_the_sender(url: str, peer: str, allowed: tuple[str, ...]) -> No
         "http://[10.0.0.7:81",
         "http://10.0.0.7:port",
         "http://10.0.0.7:99999",
+        "http://10.0.0.7:0",
         "",
     ],
 )

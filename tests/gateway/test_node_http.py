@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,8 +32,12 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _bounded(main: Callable[[], Awaitable[None]]) -> None:
+    """Nothing may be left to the event loop to complain of."""
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     async with asyncio.timeout(30):
         await main()
+    assert not complaints
 
 
 def chunk(body: bytes) -> bytes:
@@ -151,6 +156,7 @@ def test_answers_in_drawn_pieces(body: bytes, sizes: list[int], width: int) -> N
         b"SSH-2.0-OpenSSH\r\n",
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * (HEAD_BYTES + 10),
         HEAD + chunk(b"half") + b"nonsense\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: other\r\nconnection: upgrade\r\n\r\n",
     ],
 )
 def test_a_broken_answer(told: bytes) -> None:
@@ -214,6 +220,89 @@ def test_a_connection_that_must_not_be_used_again(reply: bytes) -> None:
                 response.close()
                 await asyncio.sleep(0.05)
                 assert (kept._idle, len(made)) == ({}, number + 1)
+
+    run(main)
+
+
+def test_a_connection_with_a_request_half_sent_is_not_used_again() -> None:
+    """The node answered before it had read the whole."""
+
+    async def serve(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + END)
+        await asyncio.sleep(1)
+
+    async def main() -> None:
+        async with node(serve) as (url, made), connections() as kept:
+            for number in range(2):
+                response = await kept.post(url, "/generate", bytes(32 << 20))
+                assert await whole(response) == b""
+                response.close()
+                assert (kept._idle, len(made)) == ({}, number + 1)
+
+    run(main)
+
+
+def test_a_kept_connection_that_is_closing_is_not_used_again() -> None:
+    """Its loss is told in the next turn of the event loop only."""
+
+    async def serve(reader: Reader, writer: Writer) -> None:
+        while True:
+            await request_of(reader)
+            writer.write(HEAD + END)
+
+    async def main() -> None:
+        async with node(serve) as (url, made), connections() as kept:
+            for _ in range(2):
+                both = [await kept.post(url, "/generate", b"") for _ in range(2)]
+                for response in both:
+                    await whole(response)
+                    response.close()
+                for response in both:
+                    response._transport.close()
+            assert len(made) == 4
+
+    run(main)
+
+
+def test_a_name_with_an_address_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is tried, also when nothing comes back from the first."""
+
+    async def serve(reader: Reader, writer: Writer) -> None:
+        await request_of(reader)
+        writer.write(HEAD + chunk(b"there") + END)
+
+    async def main() -> None:
+        silent = socket.create_server(("127.0.0.1", 0), backlog=0)
+        waiting = [socket.socket() for _ in range(4)]  # its queue is full: who else connects hears nothing
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(silent.getsockname())
+        try:
+            async with node(serve) as (url, _), connections() as kept:
+
+                async def addresses(*_: object, **__: object) -> list[object]:
+                    ports = [silent.getsockname()[1], int(url.rpartition(":")[2])]
+                    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for port in ports]
+
+                monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", addresses, raising=False)
+                response = await kept.post("http://node.example:1", "/generate", b"")
+                monkeypatch.undo()
+                assert await whole(response) == b"there"
+                response.close()
+        finally:
+            for each in [silent, *waiting]:
+                each.close()
+
+    asyncio.run(_bounded(main))
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "\u0131\u0307.\u2488com"])
+def test_a_name_that_nobody_can_have(host: str) -> None:
+    async def main() -> None:
+        async with connections() as kept:
+            with pytest.raises(OSError):
+                await kept.post(f"http://{host}:1", "/generate", b"")
 
     run(main)
 
