@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Any
@@ -126,11 +126,12 @@ class RedisLink:
     def _pausing(self) -> float:
         return 0.0 if self.away_since is None else min(self.clock() - self.away_since, self._stale_seconds)
 
-    async def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """What the script returns. Raises RedisAway, at once while the link is down."""
+    def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Coroutine[Any, Any, Any]:
+        """What the script returns. It is asked for at once, so its caller may do something else before it awaits the
+        answer, as it must. Raises RedisAway, then or now."""
         if not self.is_up:
             raise RedisAway(f"Redis at {self._shown} is away")
-        return await self._run(script, keys, args)
+        return self._run(script, keys, args)
 
     async def send(self, channel: str, message: bytes) -> None:
         """To all workers, this one too. Raises RedisAway."""
@@ -156,30 +157,47 @@ class RedisLink:
             if self._wire is not None:
                 await self._wire.close()
 
-    async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
+    def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Coroutine[Any, Any, Any]:
         """As `run`, for `on_resume`, while the link is not called up yet."""
-        return await self._run(script, keys, args)
+        return self._run(script, keys, args)
 
-    async def _run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        found = await self._ask("EVALSHA", self._hashes[script], len(keys), *keys, *args)
+    def _run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Coroutine[Any, Any, Any]:
+        asked = self._ask("EVALSHA", self._hashes[script], len(keys), *keys, *args)
+        return self._ran(asked, script, keys, args)
+
+    async def _ran(
+        self, asked: Coroutine[Any, Any, Any], script: str, keys: Sequence[str], args: Sequence[Value]
+    ) -> Any:
+        found = await asked
         if found is not UNKNOWN_SCRIPT:
             return found
         return await self._ask("EVAL", self._scripts[script], len(keys), *keys, *args)  # Redis knows it from then on
 
-    async def _ask(self, *command: Value) -> Any:
+    def _ask(self, *command: Value) -> Coroutine[Any, Any, Any]:
+        """Sent at once, as by `run`."""
         wire = self._wire
+        if wire is None:
+            raise self._away(None, ConnectionError("there is no connection"))
         try:
-            if wire is None:
-                raise ConnectionError("there is no connection")
-            return await wire.ask(*command)
+            return self._answer(wire, wire.ask(*command))
         except WireFull as error:
             raise RedisAway(f"Redis at {self._shown} does not keep up: {error}") from error
+        except OSError as error:
+            raise self._away(wire, error) from error
+
+    async def _answer(self, wire: RedisWire, asked: asyncio.Future[Any]) -> Any:
+        try:
+            return await asked
         except (HiredisError, OSError, TimeoutError) as error:
             if isinstance(error, ReplyError) and str(error).startswith("NOSCRIPT"):
                 return UNKNOWN_SCRIPT
-            if wire is self._wire:  # else there is another by now, which may well answer
-                self._lose(error)
-            raise RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})") from error
+            raise self._away(wire, error) from error
+
+    def _away(self, wire: RedisWire | None, error: Exception) -> RedisAway:
+        """After `error` on this wire."""
+        if wire is self._wire:  # else there is another by now, which may well answer
+            self._lose(error)
+        return RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})")
 
     def _lose(self, error: BaseException) -> None:
         if self.is_up:

@@ -81,9 +81,10 @@ class RedisWire(asyncio.Protocol):
         self._transport = writer.transport
         self._transport.set_protocol(self)
 
-    async def ask(self, *command: Value) -> Any:
-        """The answer. Raises hiredis.ReplyError when Redis refuses, ConnectionError when the wire is lost, TimeoutError
-        when an answer takes too long, WireFull."""
+    def ask(self, *command: Value) -> asyncio.Future[Any]:
+        """Sent at once; the future gets the answer, or hiredis.ReplyError when Redis refuses, ConnectionError when the
+        wire is lost, TimeoutError when an answer takes too long. Raises ConnectionError when nothing can be sent,
+        and WireFull."""
         if self.closed or self._transport.is_closing():
             raise ConnectionError("the connection is closed")
         if len(self._asked) >= MAX_ASKED:
@@ -93,7 +94,7 @@ class RedisWire(asyncio.Protocol):
         self._asked.append((self._loop.time(), answer))
         if self._watch is None:
             self._watch = self._loop.call_later(self._call_seconds, self._look)
-        return await answer
+        return answer
 
     async def close(self) -> None:
         """Whoever waits for an answer gets ConnectionError. May be called again."""

@@ -188,6 +188,8 @@ class Generation:
                 shared.metrics.count_retry()
             finally:
                 self._wait(False)
+                if placed.confirmation is not None:
+                    placed.confirmation.cancel()
                 await shared.state.release(placed.node_id, self.request.id)
 
     async def _attempt(

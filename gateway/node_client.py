@@ -18,7 +18,7 @@ from cluster.state import ClusterState
 from gateway.breaker import Breakers
 from gateway.connected import cut_short
 from gateway.node_http import NodeConnections, NodeResponse
-from gateway.scheduling.placement import Placed
+from gateway.scheduling.placement import Placed, all_full
 
 TICK = 1.0
 """Seconds between two looks at whether the node still lives."""
@@ -80,7 +80,7 @@ class NodeClient:
         """Events up to Done or Failed. Closing the iterator closes the connection, which cancels the request there.
 
         Raises NodeFailure when the node can't be reached, dies, or says something else; ServiceError when `revoked`
-        is set or the deadline has passed by far.
+        is set, the deadline has passed by far, or the place turns out to be another's: before any event.
         """
         node = placed.node_id, placed.epoch
         self.breakers.begin(*node)
@@ -111,8 +111,12 @@ class NodeClient:
             # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
             # all else. Who gives the request up wakes whoever waits for bytes.
             given_up.add_done_callback(partial(_end_stream, watch, response))
+            if placed.confirmation is not None:
+                placed.confirmation.add_done_callback(partial(_end_unconfirmed, watch, response))
             frames = Frames(EVENT_LIMIT)
             while chunk := await response.read():
+                if placed.confirmation is not None and not (watch.has_token or await placed.confirmation):
+                    raise all_full()
                 for event in _decode(frames, chunk, placed.node_id):
                     watch.has_token = watch.has_token or isinstance(event, Token)
                     if isinstance(event, Done | Failed):
@@ -158,6 +162,12 @@ def _end_stream(watch: _Watch, response: NodeResponse, given_up: asyncio.Task[Ex
         error = given_up.exception() or given_up.result()
         assert isinstance(error, Exception)
         response.fail(error)
+
+
+def _end_unconfirmed(watch: _Watch, response: NodeResponse, confirmation: asyncio.Future[bool]) -> None:
+    """The node may keep its first event until it has room."""
+    if not (watch.over or confirmation.cancelled() or confirmation.exception() or confirmation.result()):
+        response.fail(all_full())
 
 
 def _node_failed(message: str) -> NodeFailure:

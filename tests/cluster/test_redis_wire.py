@@ -160,11 +160,11 @@ def test_answers_in_drawn_pieces(sizes: list[int], leave: set[int]) -> None:
 
     async def main() -> None:
         async with peer(serve) as url, wire_to(url) as wire:
-            calls = [asyncio.create_task(wire.ask("ECHO", "x" * number)) for number in range(11)]
+            calls = [asyncio.ensure_future(wire.ask("ECHO", "x" * number)) for number in range(11)]
             await asyncio.sleep(0)
             for number in leave & set(range(11)):
                 calls[number].cancel()
-            calls.append(asyncio.create_task(wire.ask("ECHO", "last")))
+            calls.append(asyncio.ensure_future(wire.ask("ECHO", "last")))
             for number, answer in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
                 if number in leave and number < 11:
                     assert isinstance(answer, asyncio.CancelledError)
@@ -221,7 +221,7 @@ def test_answers_that_are_all_late_are_overdue() -> None:
             calls = []
             async with asyncio.timeout(20):
                 while not lost:
-                    calls.append(asyncio.create_task(wire.ask("PING")))
+                    calls.append(wire.ask("PING"))
                     await asyncio.sleep(0.02)
             answers = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(lost[0], TimeoutError)
@@ -263,7 +263,7 @@ def test_a_process_that_stood_still_reads_what_has_come(shared_redis: RedisServe
     async def main() -> None:
         lost: list[Exception] = []
         async with wire_to(shared_redis.url, lost, seconds=0.2) as wire:
-            answer = asyncio.create_task(wire.ask("ECHO", "there"))
+            answer = asyncio.ensure_future(wire.ask("ECHO", "there"))
             await asyncio.sleep(0)
             time.sleep(0.5)  # noqa: ASYNC251  (that is the point)
             assert await answer == b"there"
@@ -280,7 +280,7 @@ def test_is_closed_by_its_owner(shared_redis: RedisServer) -> None:
     async def main() -> None:
         lost: list[Exception] = []
         async with wire_to(shared_redis.url, lost) as wire:
-            asked = asyncio.create_task(wire.ask("BLPOP", "nothing", 0))
+            asked = asyncio.ensure_future(wire.ask("BLPOP", "nothing", 0))
             await asyncio.sleep(0.05)
         with pytest.raises(ConnectionError):
             await asked
@@ -294,7 +294,7 @@ def test_how_much_may_be_asked_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def main() -> None:
         async with peer(_hangs) as url, wire_to(url) as wire:
-            calls = [asyncio.create_task(wire.ask("PING")) for _ in range(3)]
+            calls = [asyncio.ensure_future(wire.ask("PING")) for _ in range(3)]
             await asyncio.sleep(0)
             with pytest.raises(WireFull, match="3 answers"):
                 await wire.ask("PING")
