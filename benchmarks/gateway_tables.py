@@ -9,10 +9,12 @@ from benchmarks.report import origin
 
 def gateway_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
+    left_out = figures.get("rounds_left_out")
+    disturbed = f" ({left_out:.0f} more, in which the host took processors away, are left out)" if left_out else ""
     lines = [
         f"{settings['streams']} streams of {settings['rate']:.0f} tokens/s, {settings['workers']} gateway "
         f"{'workers that share a Redis' if settings['workers'] > 1 else 'worker'}, "
-        f"median of {settings['rounds']} alternated rounds; client, gateway and stub node share the "
+        f"median of {settings['rounds']} alternated rounds{disturbed}; client, gateway and stub node share the "
         f"cores. {origin(document)}",
         "",
         "| added by the gateway | p50 | p99 |",
