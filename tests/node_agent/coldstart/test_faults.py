@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from adapters.artifact import read_header
@@ -28,11 +29,15 @@ from tests.node_agent.adapter_world import Turnstile
 from tests.s3_proxy import Fault, Proxy
 
 STORY = [1, *range(50, 90)]
-LIMITS = S3Limits(connect=2.0, read=0.3, call=1.0, attempts=2, part=5 << 20)
+LIMITS = S3Limits(connect=60.0, read=60.0, call=300.0, attempts=2, part=5 << 20)
+"""No healthy answer is late for these, however busy the machine is."""
+HURRIED = msgspec.structs.replace(LIMITS, read=1.0, call=1.0)
+"""For an answer that never comes whole."""
 ALWAYS = 1000
 LAYER = 2
 """The one whose reads fail."""
 KINDS = ["reset", "refuse", "stall", "cut", "drip", "flip", "whole"]
+ENDLESS = ("stall", "drip")
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +56,19 @@ def proxy(s3_endpoint: str) -> Iterator[Proxy]:
 
 
 @pytest.fixture(scope="module")
-def faulty_store(proxy: Proxy) -> Callable[[S3Place], S3Store]:
-    """Stores behind the proxy, of one client: to make one takes longer than a test."""
+def faulty_stores(proxy: Proxy) -> tuple[S3Store, S3Store]:
+    """Behind the proxy, the second one hurried. For all tests: to make one takes longer than a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-        store = S3Store(S3Place("garnish-tests"), LIMITS)
-
-    def at(place: S3Place) -> S3Store:
-        store.place = place
-        return store
-
-    return at
+        return S3Store(S3Place("garnish-tests"), LIMITS), S3Store(S3Place("garnish-tests"), HURRIED)
 
 
 @pytest.fixture
 def far(
+    request: pytest.FixtureRequest,
     make_engine: MakeEngine,
     proxy: Proxy,
-    faulty_store: Callable[[S3Place], S3Store],
+    faulty_stores: tuple[S3Store, S3Store],
     monkeypatch: pytest.MonkeyPatch,
 ) -> LocalEngine:
     """An engine whose registry is on S3; it reads through the proxy, layer by layer, and computes as layers come."""
@@ -77,7 +77,10 @@ def far(
     proxy.faults, proxy.requests = [], []
     place = S3Place("garnish-tests", uuid.uuid4().hex)
     engine = make_engine(registry=f"s3://{place.bucket}/{place.prefix}", cpu_workers=0)
-    engine.engine.store.loader.store = faulty_store(place)
+    kind = request.getfixturevalue("kind") if "kind" in request.fixturenames else None
+    store = faulty_stores[kind in ENDLESS]
+    store.place = place
+    engine.engine.store.loader.store = store
     engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan("pipeline")  # type: ignore[method-assign]
     return engine
 
