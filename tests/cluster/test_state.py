@@ -62,17 +62,17 @@ def test_remembered_epochs_are_bounded(world: World) -> None:
 def test_an_old_record_does_not_keep_a_node_alive(world: World) -> None:
     async def main(state: ClusterState) -> None:
         await state.publish(record(seq=5))
-        await world.wait(1.5)
+        await world.wait(3.0)
         await state.publish(record(seq=4))
-        await world.wait(0.5)
+        await world.wait(1.0)
         assert await state.nodes() == []
         assert not await state.reserve("a", "r", Demand(), None)
-        assert await state.silence("a", "1") >= 2.0
+        assert await state.silence("a", "1") >= 4.0
         assert await state.silence("a", "2") == await state.silence("z", "1") == math.inf
         await state.publish(record(seq=6))
-        assert [node.age < 2.0 for node in await state.nodes()] == [True]
+        assert [node.age < 4.0 for node in await state.nodes()] == [True]
 
-    world.run(main, expiry=2.0)
+    world.run(main, expiry=4.0)
 
 
 def test_reservations_count_and_end(world: World) -> None:
@@ -173,11 +173,11 @@ def test_nodes_are_bounded_and_forgotten(world: World) -> None:
             await state.publish(record(id=node_id))
         with pytest.raises(TooManyNodes):
             await state.publish(record(id="d"))
-        await world.wait(2.0)
+        await world.wait(5.0)
         assert await state.publish(record(id="d"))
         assert [node.record.id for node in await state.nodes()] == ["d"]
 
-    world.run(main, max_nodes=3, forget_seconds=2.0)
+    world.run(main, max_nodes=3, forget_seconds=5.0)
 
 
 def test_other_protocol_versions_are_refused(world: World) -> None:

@@ -46,7 +46,7 @@ def test_a_lease_that_cannot_be_prolonged_runs_out(
     gateway: Running, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autoscaling, "RENEW_SECONDS", 0.05)
-    monkeypatch.setattr(autoscaling, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(autoscaling, "LEASE_SECONDS", 4.0)
     keeper = LeaseKeeper(state)
     with keeper.running():
         assert keeper.trouble() is None

@@ -29,7 +29,7 @@ def served_by_the_other(running: Running, hung: StubNode, good: StubNode) -> Non
 
 def test_a_node_that_accepts_and_says_nothing(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its records still come."""
-    monkeypatch.setattr("gateway.node_client.ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("gateway.node_client.ANSWER_SECONDS", 2.0)
     running = start()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         hung = running.node(echo, "a-hung", publish=False)
@@ -40,7 +40,7 @@ def test_a_node_that_accepts_and_says_nothing(start: Callable[..., Running], mon
 
 def test_a_node_that_falls_silent_before_the_first_token(start: Callable[..., Running]) -> None:
     """Its connection lives, and its records have stopped: as long as there is another node, nobody waits for it."""
-    running = start(record_expiry=2.0, node_silence=600.0)
+    running = start(record_expiry=4.0, node_silence=600.0)
     hung = running.node(hang_before_first, "a-hung")
     good = running.node(echo, "b-good", publish=False)
     with ThreadPoolExecutor(1) as pool:
@@ -52,7 +52,7 @@ def test_a_node_that_falls_silent_before_the_first_token(start: Callable[..., Ru
 
 
 def test_without_another_node_a_silent_one_gets_its_time(start: Callable[..., Running]) -> None:
-    running = start(record_expiry=0.5, node_silence=600.0)
+    running = start(record_expiry=3.0, node_silence=600.0)
     node = running.node(hang_before_first)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(running.client().post, PATH, json=CALL)
@@ -67,7 +67,7 @@ def test_without_another_node_a_silent_one_gets_its_time(start: Callable[..., Ru
 
 
 def test_a_stream_that_has_begun_is_not_begun_again(start: Callable[..., Running]) -> None:
-    running = start(record_expiry=0.5, node_silence=1.0)
+    running = start(record_expiry=3.0, node_silence=4.0)
     node = running.node(hang_after_first, "a-hung")
     other = running.node(echo, "b-other", publish=False)
     with ThreadPoolExecutor(1) as pool:

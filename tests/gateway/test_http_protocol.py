@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from running_gateway import Running
-from stub_node import flood, hang_after_first
+from stub_node import flood, hang_after_first, hang_before_first
 
 from gateway.http_protocol import HEAD_BYTES, _HeadWithBody
 
@@ -94,11 +96,22 @@ def test_who_does_not_go_on_is_closed(gateway: Running, monkeypatch: pytest.Monk
     assert got == b"" or got.startswith(b"HTTP/1.1 405")
 
 
-def test_a_slow_reply_outlives_the_deadline_of_heads(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.http_protocol.HEAD_SECONDS", 0.05)
-    client = gateway.client()
-    for _ in range(3):
-        assert client.post("/invoke/stories260K", json={"prompt": "x"}).status_code == 200
+def test_a_slow_reply_outlives_the_deadline_of_heads(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a second request on the same connection."""
+    monkeypatch.setattr("gateway.http_protocol.HEAD_SECONDS", 1.5)
+    running = start()
+    node, client = running.node(hang_before_first), running.client()
+    for _ in range(2):
+        node.began.clear()
+        node.go_on.clear()
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(client.post, "/invoke/stories260K", json={"prompt": "x"})
+            assert node.began.wait(30)
+            time.sleep(1.6)
+            node.go_on.set()
+            assert call.result(60).status_code == 200
 
 
 def test_who_does_not_read_is_cut_off(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
