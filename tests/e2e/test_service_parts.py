@@ -67,7 +67,10 @@ def test_gateway_and_node_started_one_by_one(
     no_secret = service.run("node", "--gateway", service.url, "--state", "state")
     assert no_secret.returncode == 1
     assert "--secret-file" in no_secret.stderr
-    with running(service, "gateway", "--port", str(service.port)), httpx.Client(base_url=service.url) as http:
+    with (
+        running(service, "gateway", "--port", str(service.port)),
+        httpx.Client(base_url=service.url, timeout=60) as http,
+    ):
         assert eventually(lambda: answers(http, "/healthz"), 60)
         assert http.get("/readyz").status_code == 503
         with running(service, "node", "--gateway", service.url, "--node-id", "gpu-1"):

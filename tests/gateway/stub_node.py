@@ -99,6 +99,7 @@ class StubNode:
             f"{gateway_url}/cluster/record",
             content=msgspec.msgpack.encode(self.record(state, **changed)),
             headers=authorization(self.secret),
+            timeout=60,
         )
 
     async def until(self, event: threading.Event) -> None:

@@ -61,6 +61,16 @@ class Pair:
                     os.kill(pid, signal.SIGCONT)
             yield client
 
+    def publish(self, *clients: httpx.Client, **told: object) -> None:
+        assert self.node.publish(self.url, **told).status_code == 204
+        self.wait_until_known(*clients)
+
+    def wait_until_known(self, *clients: httpx.Client) -> None:
+        """The workers of these clients have been told of the node, by Redis."""
+        self.until(lambda: self.node.seq > 0)
+        for client in clients:
+            self.until(lambda client=client: bool(client.get("/nodes").json()["nodes"]))  # type: ignore[misc]
+
     def until(self, condition: Callable[[], bool]) -> None:
         """A test's own time limit bounds it."""
         while not condition():
@@ -88,6 +98,7 @@ def pair(config: GatewayConfig, tmp_path: Path) -> Iterator[Pair]:  # noqa: F811
 def stream(client: httpx.Client, path: str = PATH) -> Iterator[Iterator[httpx_sse.ServerSentEvent]]:
     """Whose first token has come."""
     with httpx_sse.connect_sse(client, "POST", path, json={"prompt": "x", "stream": True}) as source:
+        assert source.response.status_code == 200, source.response.read()
         events = source.iter_sse()
         assert next(events).event == "token"
         yield events
@@ -101,7 +112,7 @@ def test_what_one_worker_is_told_the_other_knows(pair: Pair, pirate: dict[str, A
     Tenants(LocalStore(Path(pair.config.registry))).put("default", slo=Slo(ttft_ms=60_000.0))
     with ExitStack() as stack:
         one, two = [stack.enter_context(pair.client(worker)) for worker in pair.workers]
-        assert pair.node.publish(pair.url).status_code == 204
+        pair.publish(one, two)
         assert served(one) and served(two)
         assert [node["record"]["seq"] for node in two.get("/nodes").json()["nodes"]] == [1]
 
@@ -137,7 +148,7 @@ def test_an_autoscaler_sees_the_load_of_both_workers(pair: Pair) -> None:
     pair.node.script = hang_after_first
     with ExitStack() as stack:
         one, two = [stack.enter_context(pair.client(worker)) for worker in pair.workers]
-        assert pair.node.publish(pair.url, pool="here").status_code == 204
+        pair.publish(one, two, pool="here")
 
         def sees(opened: int) -> bool:
             told = [client.get("/pools").json() for client in (one, two)]
@@ -164,8 +175,8 @@ def test_a_limit_holds_for_both_workers_until_one_dies(pair: Pair) -> None:
     pair.node.script = hang_after_first
     first, second = pair.workers
     with ExitStack() as stack, publishing(pair.node, pair.url):
-        pair.until(lambda: pair.node.seq > 0)
         one, two = [stack.enter_context(pair.client(worker)) for worker in (first, second)]
+        pair.wait_until_known(one, two)
         with stream(one):
             refused = two.post(PATH, json=CALL)
             assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limited")
@@ -179,7 +190,7 @@ def test_a_place_that_turns_out_to_be_taken(pair: Pair) -> None:
     """The only node begins while Redis is asked. Whoever is refused sees nothing of it, and the node is told."""
     with ExitStack() as stack:
         clients = [stack.enter_context(pair.client(worker)) for worker in pair.workers]
-        assert pair.node.publish(pair.url).status_code == 204
+        pair.publish(*clients)
         assert all(map(served, clients))
         (key,) = pair.redis.client.scan_iter("*:node:*")
         pair.redis.client.hset(key, "limit", 0)  # as if others had taken all its places: nobody was told
@@ -206,7 +217,7 @@ async def say_nothing(node: StubNode, asked: GenerateRequest) -> AsyncIterator[E
 def test_redis_goes_and_comes_back(pair: Pair, tmp_path: Path) -> None:
     with ExitStack() as stack:
         one, two = [stack.enter_context(pair.client(worker)) for worker in pair.workers]
-        assert pair.node.publish(pair.url).status_code == 204
+        pair.publish(one, two)
         assert served(one) and served(two)
         pair.redis.kill()
         assert served(one) and served(two)
@@ -239,11 +250,9 @@ def test_a_reload_of_two_workers_breaks_nothing_off(pair: Pair) -> None:
     pair.node.script = hang_after_first
     before = pair.workers
     with ExitStack() as stack, publishing(pair.node, pair.url):
-        pair.until(lambda: pair.node.seq > 0)
-        streams = []
-        for worker in before:
-            client = stack.enter_context(pair.client(worker))
-            streams.append(stack.enter_context(stream(client)))
+        clients = [stack.enter_context(pair.client(worker)) for worker in before]
+        pair.wait_until_known(*clients)
+        streams = [stack.enter_context(stream(client)) for client in clients]
         pair.child.send_signal(signal.SIGHUP)
         pair.until(lambda: len(set(pair.workers) - set(before)) == 2)
         with pair.client(min(set(pair.workers) - set(before))) as fresh, stream(fresh) as events:

@@ -49,13 +49,13 @@ def test_ready_only_with_a_ready_node(start: Callable[..., Running]) -> None:
 def test_records_need_the_secret(gateway: Running) -> None:
     body = msgspec.msgpack.encode(gateway.nodes[0].record())
     for headers in ({}, authorization("x" * 43), authorization(gateway.keys["admin"])):
-        reply = httpx.post(f"{gateway.url}/cluster/record", content=body, headers=headers)
+        reply = httpx.post(f"{gateway.url}/cluster/record", content=body, headers=headers, timeout=60)
         assert (reply.status_code, reply.json()["error"]["type"]) == (401, "unauthenticated")
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"id": 1}), b"\x91" * 100_000])
 def test_records_that_are_none(gateway: Running, body: bytes) -> None:
-    reply = httpx.post(f"{gateway.url}/cluster/record", content=body, headers=authorization(gateway.secret))
+    reply = httpx.post(f"{gateway.url}/cluster/record", content=body, headers=authorization(gateway.secret), timeout=60)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request")
 
 

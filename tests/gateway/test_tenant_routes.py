@@ -229,7 +229,7 @@ def test_a_revoked_key_ends_on_every_gateway(
     one, two = start(), start(tmp_dir=str(tmp_path / "second" / "uploads"))
     admin = one.client("admin")
     key = admin.post("/tenants/acme/keys").json()
-    calls = [httpx.Client(base_url=running.url, headers=bearer(key["key"])) for running in (one, two)]
+    calls = [httpx.Client(base_url=running.url, headers=bearer(key["key"]), timeout=60) for running in (one, two)]
     assert [call.get("/functions").status_code for call in calls] == [200, 200]
     assert admin.delete(f"/tenants/acme/keys/{key['key_id']}").status_code == 204
     assert calls[0].get("/functions").status_code == 401, "at once where it was revoked"
@@ -273,7 +273,7 @@ def test_ids_that_name_nothing(gateway: Running, name: str, method: str, key_id:
     before = {info.key for info in store.list("")}
     path = f"/tenants/{name}" if key_id is None else f"/tenants/{name}/keys/{key_id}"
     target = httpx.URL(gateway.url).copy_with(raw_path=_quoted(path))
-    with httpx.Client(headers=bearer(gateway.keys["admin"])) as client:
+    with httpx.Client(headers=bearer(gateway.keys["admin"]), timeout=60) as client:
         reply = client.request("DELETE" if key_id else method, target, json={})
     assert reply.status_code in (200, 201, 204, 307, 404, 405), reply.text
     made = {info.key for info in store.list("")} - before

@@ -197,6 +197,7 @@ def test_at_most_max_cold_passes_are_open(make_engine: MakeEngine, by_size: list
 def test_all_who_wait_for_a_broken_adapter_fail_together(make_engine: MakeEngine, by_size: list[Path]) -> None:
     """One failed read answers all of them; what was read of it is freed, and others load."""
     engine = make_engine(max_rows=1, host_memory=1 << 20)
+    engine.engine.store.hosts.failure_memory = 600.0  # nobody comes so late that the load is tried anew
     broken, healthy = engine.deploy(by_size[-1]), engine.deploy(by_size[0])
     valve = Valve(engine)
     valve.broken.add(broken.artifact)
