@@ -128,7 +128,7 @@ def test_from_none_to_one_for_a_call_that_waits_and_back(applied: Scaled) -> Non
             assert eventually(lambda: bool(second.decided), 60)
             assert applied.call() == 200, (first.decided[-5:], applied.service.logs())
             assert applied.sized(0), first.decided[-5:]
-            assert eventually(lambda: first.moves() == [(0, 1), (1, 0)])
+            assert eventually(lambda: first.moves() == [(0, 1), (1, 0)], 60), first.decided[-20:]
             assert {entry["action"] for entry in second.decided} == {"held"}
             assert "leads" in second.decided[-1]["reason"]
             first.end()

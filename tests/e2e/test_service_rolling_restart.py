@@ -81,7 +81,7 @@ def test_rolling_restart(make_service: MakeService, stories_dir: Path, stories_a
             lambda: all((service.state / name).exists() for name in ("cluster.secret", "credentials.toml")), 60
         )
         first, second = [processes.enter_context(process(service, *node(name))) for name in ("a", "b")]
-        assert eventually(lambda: ready_nodes(service) == {"a", "b"}, 90)
+        assert eventually(lambda: ready_nodes(service) == {"a", "b"}, 150), service.logs()
         deployed = service.run("deploy", "-f", "serverless.yml", "--state", "state", "--yes", "--json")
         assert deployed.returncode == 0, deployed.stderr
         assert json.loads(deployed.stdout)["plan"]["functions"][0]["action"] == "create"

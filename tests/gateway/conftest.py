@@ -41,6 +41,7 @@ def start(stories_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]
                 secret_file=str(secret_file),
                 tmp_dir=str(tmp_path / "uploads"),
                 record_expiry=600.0,
+                node_silence=600.0,
             )
             config = msgspec.structs.replace(config, **changed)
             running = Running(config, load_base_model(stories_dir, "stories260K"), secret, keys, stack)

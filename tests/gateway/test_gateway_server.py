@@ -48,6 +48,7 @@ def config(stories_dir: Path, tmp_path: Path) -> GatewayConfig:
         port=port,
         auth="none",
         record_expiry=600.0,
+        node_silence=600.0,
         shutdown_seconds=1.0,
     )
 

@@ -381,10 +381,10 @@ def test_a_node_that_can_not_be_reached() -> None:
         await reader.read()
 
     async def main() -> None:
-        async with connections(connect=0.2) as kept:
-            async with node(serve) as (url, _):
-                with pytest.raises(TimeoutError):
-                    await kept.post(url.replace("http:", "https:"), "/generate", b"")
+        async with connections(connect=0.2) as hurried, node(serve) as (url, _):
+            with pytest.raises(TimeoutError):
+                await hurried.post(url.replace("http:", "https:"), "/generate", b"")
+        async with connections() as kept:
             with pytest.raises(ConnectionRefusedError):
                 await kept.post(url, "/generate", b"")
 
