@@ -15,7 +15,7 @@ import msgspec
 from cluster.crowd import Crowd
 from cluster.errors import ServiceError
 from cluster.limits import LimitState
-from cluster.messages import Done, Failed, GenerateRequest, Started, Token
+from cluster.messages import RECORD_EXPIRY, Done, Failed, GenerateRequest, Started, Token
 from cluster.state import ClusterState
 from gateway.attainment import Attainment, judge
 from gateway.called import CalledDigests
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from gateway.invocation import Invocation
 
 ATTEMPTS = 2
-FIRST_RECORDS_SECONDS = 1.0
-"""Within which a gateway that was just started, or reloaded, has heard of every node."""
-
 JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed", "internal"})
 """Outcomes of which the service, and not its caller, has to answer whether a promise was kept."""
 
@@ -77,7 +74,8 @@ class Dispatcher:
 
     async def hear_of_nodes(self, deadline: float) -> None:
         """Returns when there is a node, or when there surely is none; at the deadline (monotonic) at the latest."""
-        until = min(deadline, self._began + FIRST_RECORDS_SECONDS)
+        # Whichever node has not reported by then would be held dead, too.
+        until = min(deadline, self._began + RECORD_EXPIRY)
         # The state may be shared, so that no event of this process tells.
         while time.monotonic() < until and not (await self.state.table()).live.any():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

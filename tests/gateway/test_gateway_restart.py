@@ -26,7 +26,9 @@ def patient(config: GatewayConfig) -> GatewayConfig:  # noqa: F811
 
 @contextmanager
 def publishing(node: StubNode, url: str) -> Iterator[None]:
-    """The node reports all the time, as real ones do; a gateway that does not listen is tried again."""
+    """The node has reported, and goes on to all the time, as real ones do; a gateway that does not listen is tried
+    again."""
+    node.publish(url).raise_for_status()
     ended = threading.Event()
 
     def report() -> None:
