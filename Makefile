@@ -1,5 +1,9 @@
-# Every command rests on `install`, which is quick when neither pyproject.toml nor constraints.txt has changed.
-# PIP_ARGS goes to every pip install (for instance another index for torch), PYTEST_ARGS to pytest.
+# `make up` installs what serving and the demo need; `make test` adds what tests, checks and benchmarks need, in the same
+# .venv. Both installs are quick when neither pyproject.toml nor constraints.txt has changed.
+# PIP_ARGS goes to every pip install (for instance another index), PYTEST_ARGS to pytest. Without an NVIDIA GPU torch is
+# PyTorch's CPU build, from PyTorch's own index; where that can't be reached it is the one that pip finds, which may
+# bring 4 GB of CUDA libraries. GPU=yes, or GPU=no, makes a new .venv for a host of the other kind; one that is there
+# stays as it is.
 # Tests of a file stay together, in one of two processes: much of their time is spent in waiting.
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
@@ -7,18 +11,33 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	&& { echo $$python; break; }; done)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+GPU ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes || echo no)
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEV_STAMP := .venv/.installed-dev
+PIP_INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: install demo-model up test test-long lint bench clean
+.PHONY: install install-dev demo-model up test test-long lint bench wheel foreign-clients clean
 
 install: $(STAMP)
+
+install-dev: $(DEV_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Garnish needs Python 3.11 or 3.12; name one with make PYTHON=/path/to/python" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt --upgrade pip torch==2.13.0
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[node,lightllm,dev]'
+	$(PIP_INSTALL) --upgrade pip
+	@index=; if [ "$(GPU)" = yes ]; then echo "torch: the CUDA build"; \
+	elif $(BIN)/python -c 'import urllib.request; urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' 2>/dev/null; \
+	then echo "torch: the CPU build (no NVIDIA GPU found)"; index="--extra-index-url $(TORCH_INDEX)"; \
+	else echo "torch: no NVIDIA GPU found, and $(TORCH_INDEX) can't be reached: the build that pip finds"; fi; \
+	set -x; $(PIP_INSTALL) $$index torch==2.13.0
+	$(PIP_INSTALL) -e '.[node,demo]'
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP_INSTALL) -e '.[node,demo,lightllm,dev]'
 	@touch $@
 
 demo-model: install
@@ -28,19 +47,19 @@ demo-model: install
 up: install demo-model
 	@exec $(BIN)/garnish up -f serverless.yml
 
-test: install demo-model
+test: install-dev demo-model
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
 
-test-long: install demo-model
+test-long: install-dev demo-model
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-lint: install
+lint: install-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install demo-model
+bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.exactness --json benchmarks/results/exactness.json
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json
@@ -61,5 +80,16 @@ bench: install demo-model
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 
+# vLLM's and guidellm's load generators, each in an environment of its own, against the service; docs/clients.md.
+foreign-clients: install-dev demo-model
+	$(BIN)/python -m benchmarks.foreign_clients --json benchmarks/results/foreign_clients.json
+
+# For instances that `garnish infra` starts: copy dist/*.whl to S3 and name it in infra.aws.package.
+# setuptools would take files that no longer exist from a former build.
+wheel: install
+	rm -rf build dist
+	$(BIN)/python -m pip wheel $(PIP_ARGS) --no-deps --wheel-dir dist .
+	@rm -rf build; ls dist/*.whl
+
 clean:
-	rm -rf .venv models .garnish
+	rm -rf .venv models .garnish build dist .foreign-clients

@@ -49,6 +49,15 @@ class NotFound(AdapterError):
     """The function, version, alias, tenant or object does not exist (or belongs to someone else)."""
 
 
+class NoSuchFunction(NotFound):
+    """The tenant has no function of this name."""
+
+    def __init__(self, tenant: str, function: str) -> None:
+        super().__init__(f"there is no function {function[:100]!r}")
+        self.tenant = tenant
+        self.function = function
+
+
 class Conflict(AdapterError):
     """It exists already, and what was asked would need it not to."""
 

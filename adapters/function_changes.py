@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from adapters.aliases import checked_weights, history_room, rolled_back
-from adapters.errors import InvalidRequest, NotFound, PreconditionFailed
+from adapters.errors import InvalidRequest, NoSuchFunction, NotFound, PreconditionFailed
 from adapters.functions import FunctionRecord, Policy, parse_policy, with_alias, with_aliases
 from adapters.names import NAME_RULE, is_alias, is_name
+from adapters.nearest import did_you_mean
 from adapters.records import update_record
 from adapters.store import ObjectStore
 
@@ -43,7 +44,8 @@ class FunctionChanges:
         def back(record: FunctionRecord) -> FunctionRecord:
             known = record.aliases.get(alias)
             if known is None:
-                raise NotFound(f"function {name} has no alias {alias[:100]!r}")
+                hint = did_you_mean(alias, record.aliases)
+                raise NotFound(f"function {name} has no alias {alias[:100]!r}{hint}")
             earlier = rolled_back(known, record.numbers(), time.time(), history_room(len(record.aliases)))
             return with_aliases(record, {alias: earlier})
 
@@ -74,7 +76,7 @@ class FunctionChanges:
 
         def apply(record: FunctionRecord | None) -> FunctionRecord:
             if record is None or record.deleted:
-                raise NotFound(f"there is no function {name[:100]!r}")
+                raise NoSuchFunction(tenant, name)
             if matches is not None and record.generation not in matches:
                 raise PreconditionFailed(
                     f"function {name} has changed meanwhile: it is at generation {record.generation}"
@@ -82,7 +84,7 @@ class FunctionChanges:
             return change(record)
 
         if not is_name(name) or not is_name(tenant):
-            raise NotFound(f"there is no function {name[:100]!r}")
+            raise NoSuchFunction(tenant, name)
         return update_record(self.store, function_key(tenant, name), FunctionRecord, apply)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from adapters.errors import Problem
+from adapters.foreign_fields import OTHER_COMPUTATION, ignored_warning, is_training_note
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 512
@@ -69,8 +70,11 @@ class LoraSettings(msgspec.Struct, frozen=True):
 
 def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Problem], list[str]]:
     """(settings, problems, warnings); settings are None if a field that they need is unusable."""
-    problems = [*_check_kind(config), *_check_refused(config)]
-    warnings: list[str] = []
+    if (other := _other_file(config)) is not None:
+        return None, [other], []
+    refused, ignored = _check_others(config)
+    problems = [*_check_kind(config), *refused]
+    warnings = [ignored_warning(ignored)] if ignored else []
     if config.get("fan_in_fan_out"):
         warnings.append("fan_in_fan_out is ignored, as PEFT ignores it: the base's projections are Linear layers")
     reader = _Reader(config)
@@ -121,14 +125,31 @@ def _check_kind(config: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def _check_refused(config: dict[str, Any]) -> list[Problem]:
+def _other_file(config: dict[str, Any]) -> Problem | None:
+    """What the file is, if it is evidently no adapter's: one problem instead of one for each of its fields."""
+    if "peft_type" in config:
+        return None
+    if "architectures" in config or "hidden_size" in config:
+        return Problem(CONFIG_FILE, "a whole model's config.json, not an adapter's: deploy PEFT's adapter_config.json")
+    if "lora_parameters" in config:
+        return field_problem("lora_parameters", OTHER_COMPUTATION["lora_parameters"])
+    return None
+
+
+def _check_others(config: dict[str, Any]) -> tuple[list[Problem], list[str]]:
+    """(problems, fields that are ignored) of what is neither read nor known to be harmless."""
     problems: list[Problem] = []
+    ignored: list[str] = []
     for field, value in config.items():
         if field in SERVED or field in HARMLESS or value is None or value is False or value in ([], {}, ""):
             continue
-        reason = REFUSED.get(field, "this field is not known, so it can't be ignored safely")
+        if is_training_note(field):
+            ignored.append(field)
+            continue
+        unknown = "this field is not known, so it can't be ignored safely; remove it if it only concerned training"
+        reason = REFUSED.get(field) or OTHER_COMPUTATION.get(field, unknown)
         problems.append(field_problem(field, reason, "PEFT's default", value))
-    return problems
+    return problems, ignored
 
 
 class _Reader:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from adapters import strict_json
 from adapters.errors import InvalidAdapter, Problem, TooLarge
 from adapters.peft_config import CONFIG_FILE
+from adapters.wrong_files import LFS_POINTER, PICKLE_PROBLEM, POINTER_PROBLEM
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -73,6 +74,8 @@ def read_config(data: bytes) -> dict[str, Any]:
     """adapter_config.json as a dict. Raises InvalidAdapter or TooLarge."""
     if len(data) > MAX_CONFIG_BYTES:
         raise TooLarge(f"{CONFIG_FILE} has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are read", MAX_CONFIG_BYTES)
+    if data.startswith(LFS_POINTER):
+        raise InvalidAdapter([Problem(CONFIG_FILE, POINTER_PROBLEM)])
     try:
         parsed = strict_json.loads(data)
     except strict_json.InvalidJson as error:
@@ -87,7 +90,7 @@ def read_tensor_table(weights: Path) -> dict[str, TensorRef]:
     with weights.open("rb") as stream:
         total = stream.seek(0, 2)
         stream.seek(0)
-        start = stream.read(9)
+        start = stream.read(len(LFS_POINTER))
         _refuse_other_formats(start)
         length = int.from_bytes(start[:8], "little")
         if length > MAX_HEADER_BYTES:
@@ -125,12 +128,14 @@ def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
 def _refuse_other_formats(start: bytes) -> None:
     """Tell apart the formats that people upload by mistake, by their first bytes alone."""
     if start.startswith(b"PK\x03\x04"):
-        raise _file_problem("a zip archive, as torch.save writes it: it holds a pickle, which is never read")
+        raise _file_problem(f"a zip archive, as torch.save writes it: {PICKLE_PROBLEM}")
     # A safetensors header of 640 + 256 n bytes starts like a pickle, but its ninth byte opens a JSON object.
     if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and start[8:9] != b"{":
-        raise _file_problem("a pickle, which is never read, for it could run code: save the adapter as safetensors")
+        raise _file_problem(PICKLE_PROBLEM)
     if start.startswith(b"GGUF"):
-        raise _file_problem("a GGUF file: save the adapter with PEFT as safetensors")
+        raise _file_problem("a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from")
+    if start.startswith(LFS_POINTER):
+        raise _file_problem(POINTER_PROBLEM)
     if len(start) < 9 or start[8:9] != b"{":
         raise _file_problem("not a safetensors file")
 

@@ -23,7 +23,15 @@ import msgspec
 from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.contents import Contents
-from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, Problem, StoreUnavailable
+from adapters.errors import (
+    Conflict,
+    InvalidAdapter,
+    InvalidRequest,
+    NoSuchFunction,
+    NotFound,
+    Problem,
+    StoreUnavailable,
+)
 from adapters.function_changes import FunctionChanges, check_alias, function_key
 from adapters.functions import (
     FunctionRecord,
@@ -36,6 +44,7 @@ from adapters.functions import (
     without_version,
 )
 from adapters.names import NAME_RULE, is_name
+from adapters.nearest import did_you_mean
 from adapters.peft_format import read_peft
 from adapters.quota import Quota, Room
 from adapters.records import read_record, read_records, update_record
@@ -73,6 +82,8 @@ class Deployment(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
     created: bool
     """Whether a new version was made; False when this adapter was deployed under this name before, and in a dry run."""
+    dtype: str
+    """Of the tensors as stored: `bytes` counts them in it."""
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -174,14 +185,15 @@ class Registry:
         weights = record.aliases[wanted].weights if wanted in record.aliases else {wanted: 1.0}
         entries = [entry for entry in record.versions if str(entry.version) in weights]
         if len(entries) != len(weights):
-            raise NotFound(f"function {name} has no version or alias {wanted[:100]!r}")
+            hint = did_you_mean(wanted, record.aliases)
+            raise NotFound(f"function {name} has no version or alias {wanted[:100]!r}{hint}")
         return [self._choice(tenant, record, entry, weights[str(entry.version)]) for entry in entries]
 
     def function(self, tenant: str, name: str) -> FunctionRecord:
         """The function's record. Raises NotFound."""
         found = self._read(tenant, name) if is_name(name) and is_name(tenant) else None
         if found is None or found.deleted:
-            raise NotFound(f"there is no function {name[:100]!r}")
+            raise NoSuchFunction(tenant, name)
         return found
 
     def functions(self, tenant: str, after: str = "", limit: int = 100) -> tuple[list[FunctionRecord], str | None]:
@@ -206,6 +218,11 @@ class Registry:
             if len(names) < size:
                 return records, None
         return records, after
+
+    def names(self, tenant: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
+        """A page of the tenant's names in a fixed order, deleted functions of which something is left included."""
+        _check_tenant(tenant)
+        return self.store.folders(f"tenants/{tenant}/functions/", after, limit)
 
     def manifest(self, tenant: str, name: str, version: int) -> Manifest:
         """One version's manifest. Raises NotFound unless the function lists that version."""
@@ -382,4 +399,5 @@ def _deployment(name: str, version: int | None, layout: LoraLayout, *, created: 
         bytes=layout.bytes,
         warnings=layout.warnings,
         created=created,
+        dtype=layout.dtype,
     )

@@ -12,9 +12,11 @@ import numpy as np
 
 from adapters.base_model import PROJECTIONS, BaseModel
 from adapters.errors import InvalidAdapter, Problem
+from adapters.other_base import other_base_problem
 from adapters.peft_config import check_config, field_problem, scale
 from adapters.peft_format import PeftAdapter, TensorRef, read_tensor
 from adapters.peft_targets import MODULES, Target, find_targets, module_names
+from adapters.tensor_names import with_plain_names
 
 DIGEST_FORMAT = 1
 """Part of every digest: a change of meaning of what is stored makes other digests."""
@@ -64,6 +66,10 @@ def validate(adapter: PeftAdapter, base: BaseModel) -> LoraLayout:
     Raises InvalidAdapter with every problem of the config, of the mapping and of the tensors' values.
     """
     settings, problems, warnings = check_config(adapter.config)
+    try:
+        adapter = with_plain_names(adapter)
+    except InvalidAdapter as error:
+        raise InvalidAdapter([*error.problems, *problems]) from None
     targets: list[Target] = []
     if settings is not None:
         try:
@@ -134,6 +140,7 @@ def _map(
     problems: list[Problem] = []
     layers: list[list[LoraPair]] = [[] for _ in range(base.num_layers)]
     used: set[str] = set()
+    pairs: list[tuple[int, TensorRef | None, TensorRef | None]] = []
     for target in targets:
         place = _place(target.module, base)
         if place is None:
@@ -154,9 +161,12 @@ def _map(
                     Problem(name, "wrong shape for this base and rank", str(list(shape)), str(list(ref.shape)))
                 )
         a, b = found
+        pairs.append((projection, a, b))
         if a is not None and b is not None:
             factor = scale(target.alpha, target.rank, use_rslora)
             layers[layer].append(LoraPair(projection=projection, rank=target.rank, scale=factor, a=a, b=b))
+    if (other := other_base_problem(adapter, base, pairs)) is not None:
+        return (), [other]
     problems += [_unmapped(ref, base) for name, ref in adapter.tensors.items() if name not in used]
     ordered = tuple(tuple(sorted(pairs, key=lambda pair: pair.projection)) for pairs in layers)
     return ordered, problems

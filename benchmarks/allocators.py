@@ -148,7 +148,7 @@ class BestFit:
 
 
 class UnifiedRows:
-    """S-LoRA's pool: rows of the base's hidden width, any of them; a wider weight row takes several."""
+    """Our code after S-LoRA's pool: rows of the base's hidden width, any of them; a wider weight row takes several."""
 
     def __init__(self, pool: int, base: BaseModel) -> None:
         self.row = 2 * base.hidden_size

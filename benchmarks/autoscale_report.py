@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import origin
+from benchmarks.report import caption
 
 
 def autoscale_plot(document: dict[str, Any]) -> Figure:
@@ -37,11 +37,11 @@ def autoscale_plot(document: dict[str, Any]) -> Figure:
 def autoscale_text(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
     steps = ", ".join(f"{number} for {seconds:g} s" for number, seconds in settings["steps"])
-    return (
+    text = (
         f"{settings['model']}, {settings['dtype']}; callers: {steps}. {figures['requests']:.0f} requests, "
         f"{figures['lost']:.0f} lost. The first call was held for {figures['held_first_call_s']:.1f} s, until a first "
         f"node was ready; three nodes were ready {figures['three_nodes_after_s']:.1f} s after the step; TTFT p50 "
         f"{figures['ttft_p50_ms_before']:.0f} ms until then and {figures['ttft_p50_ms_three_nodes']:.0f} ms with "
-        f"three. {figures['nodes_at_end']:.0f} nodes at the end. {origin(document)}\n\n"
-        "![Callers, nodes and TTFT over time](images/autoscale.svg)"
+        f"three. {figures['nodes_at_end']:.0f} nodes at the end."
     )
+    return f"{caption(document, text)}\n\n![Callers, nodes and TTFT over time](images/autoscale.svg)"

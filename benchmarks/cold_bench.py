@@ -57,7 +57,8 @@ VARIANTS = PLAIN | {
     for column in ("fast", "slowed", "fourfold")
     for name, way in ASSISTED.items()
 }
-"""S-LoRA's load-then-prefill, and what is added to it one at a time. Without a suffix, workers are as fast as here."""
+"""Load, then prefill (our code path, as S-LoRA does it), and what is added to it one at a time. Without a suffix,
+workers are as fast as here."""
 
 
 class Bench:

@@ -7,50 +7,80 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cold_single import FORCED, INTERRUPTING_RPS, PIPELINING_RANKS
-from benchmarks.report import origin
+from benchmarks.report import caption
+from benchmarks.rule import table, wrapped
 
 TITLES = {
     "cached_all_cores": "cached, all cores", "assist_slowed": "assist, slowed workers",
     "full_slowed": "full, slowed workers", "full_fourfold": "full, workers slowed four times more",
 }  # fmt: skip
+FULL = ("full", "full_slowed", "full_fourfold")
+"""The planner's choice, by the speed of the CPU workers."""
+TIMES = ("ttft", "tpt", "e2e")
+COLUMNS = ("fast", "slowed")
+"""CPU workers as fast as they are, and slowed to the papers' ratio."""
+
+Row = dict[str, Any]
+
+
+def over_cached(row: Row, name: str, kind: str) -> list[float]:
+    """A variant's mean time over CACHED's, of each round of one setting."""
+    rounds = row["rounds"]
+    return [each[kind] / cached[kind] for each, cached in zip(rounds[name], rounds["cached"], strict=True)]
+
+
+def full_settings(document: dict[str, Any], kind: str) -> dict[tuple[str, str], float]:
+    """(setting, variant of FULL) -> its time over CACHED, median of its rounds; all that were measured."""
+    return {
+        (row["part"], name): median(over_cached(row, name, kind))
+        for row in document["rows"]
+        for name in FULL
+        if name in row.get("rounds", {})
+    }
 
 
 def coldstart_table(document: dict[str, Any]) -> str:
     """Every setting and variant, as ratios to CACHED."""
-    figures, settings = document["figures"], document["settings"]
+    settings = document["settings"]
     rows = [row for row in document["rows"] if "cached" in row.get("rounds", {}) and row["part"] != "busy"]
-    lines = [
-        f"Simulated link{_links(rows)}. {settings['model']}, {settings['dtype']}, "
-        f"{settings['calls']} calls a round (fewer where prompts are long). {_slowed(rows)}{origin(document)}",
-        "",
-        "| setting (rounds) | way | TTFT (largest round) | TPT | E2E | exposed, ms a call |",
-        "|---|---|---|---|---|---|",
-    ]
+    text = (
+        f"Simulated link{_links(rows)}. {settings['model']}, {settings['dtype']}, {settings['calls']} calls a round "
+        f"(fewer where prompts are long). Means of a round's calls over those of CACHED; median of the rounds, the "
+        f"worst round in brackets. {_slowed(rows)}"
+    )
+    lines = [caption(document, text)]
     for row in rows:
-        for name, each in row["rounds"].items():
-            values = {kind: figures[f"{kind}_{name}_{row['part']}"] for kind in ("exposed_ms",)} | {
-                kind: figures[f"{kind}_over_cached_{name}_{row['part']}"] for kind in ("ttft", "tpt", "e2e")
-            }
-            most = figures[f"ttft_over_cached_{name}_max_{row['part']}"]
-            lines.append(
-                f"| {row['part']} ({len(each)}) | {TITLES.get(name, name)} | {values['ttft']:.2f} ({most:.2f}) "
-                f"| {values['tpt']:.2f} | {values['e2e']:.2f} | {values['exposed_ms']:.0f} |"
-            )
-    lines += ["", f"Contention probe: {_probes(document)}."]
-    return "\n".join(lines)
+        lines += ["", *_setting_lines(row, document["figures"])]
+    return "\n".join([*lines, "", f"Contention probe: {_probes(document)}."])
 
 
-def _links(rows: Sequence[dict[str, Any]]) -> str:
+def _setting_lines(row: Row, figures: dict[str, float]) -> list[str]:
+    rounds = row["rounds"]
+    cells = []
+    for name in rounds:
+        if name == "cached":
+            continue
+        ratios = (over_cached(row, name, kind) for kind in TIMES)
+        exposed = figures[f"exposed_ms_{name}_{row['part']}"]
+        cells.append((
+            TITLES.get(name, name), *(f"{median(found):.2f} ({max(found):.2f})" for found in ratios), f"{exposed:.0f}"
+        ))  # fmt: skip
+    count = len(rounds["cached"])
+    head = ("over CACHED", "TTFT", "TPT", "E2E", "exposed, ms a call")
+    return [f"**{row['part']}**, {count} round{'s' if count > 1 else ''}", "", *table(head, cells)]
+
+
+def _links(rows: Sequence[Row]) -> str:
     rates = [row["link_bytes_s"] for row in rows]
     return f" of {median(rates) / 1e6:.0f} MB/s" if rates else ""
 
 
-def _slowed(rows: Sequence[dict[str, Any]]) -> str:
+def _slowed(rows: Sequence[Row]) -> str:
     found = [row for row in rows if "repeats" in row]
     if not found:
         return ""
     share, repeats = found[0]["worker_over_prefill"], found[0]["repeats"]["slowed"]
-    return f"A worker's part takes {share:.2f} of a prefill; slowed, it repeats its work {repeats} times. "
+    return f"A worker's part takes {share:.2f} of a prefill; slowed, it repeats its work {repeats} times."
 
 
 def _probes(document: dict[str, Any]) -> str:
@@ -64,53 +94,58 @@ def _probes(document: dict[str, Any]) -> str:
 def planning_table(document: dict[str, Any]) -> str:
     """What the planner lost, what the pipeline gained, and how often loads interrupt."""
     figures, parts = document["figures"], {row["part"]: row for row in document["rows"]}
-    lines: list[str] = []
-    if "regret" in parts:
-        lines += [
-            f"FULL against the best single plan at each of {figures['planner_regret_points']:.0f} points, "
-            f"{len(parts['regret']['rows'][0]['full'])} rounds: "
-            f"{figures['planner_regret']:+.1%} at the worst, {figures['planner_regret_p50']:+.1%} in the middle.",
-            "",
-            "| prompt tokens | link, times | loads at once | workers | wait | pipeline | assist | full |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in parts["regret"]["rows"]:
-            seconds = " | ".join(f"{1e3 * median(row[name]):.0f} ms" for name in (*FORCED, "full"))
-            lines.append(f"| {row['tokens']} | {row['rate']:g} | {row['loads']} | {row['column']} | {seconds} |")
+    lines = _regret_lines(figures, parts["regret"]) if "regret" in parts else []
     if "pipelining" in parts:
-        gains = ", ".join(f"rank {rank}: {figures[f'full_over_assist_r{rank}']:.2f}" for rank in PIPELINING_RANKS)
-        lines += ["", f"A lone cold prompt of 256 tokens, ASSIST's time over FULL's, slowed workers: {gains}."]
+        lines += ["", wrapped(f"A lone cold prompt of 256 tokens, ASSIST's time over FULL's: {_gains(figures)}.")]
     if "interruptions" in parts:
         shares = "; ".join(
             f"{rps} requests/s: {figures[f'interruption_share_{rps}rps']:.0%} of a request's time, "
             f"{figures[f'interruptions_p50_{rps}rps']:.0f} interruptions in the middle"
             for rps in INTERRUPTING_RPS
         )
-        lines += ["", f"Loads of others that interrupt ONDMD's answers of 32 tokens on average: {shares}."]
+        lines += ["", wrapped(f"Loads of others that interrupt ONDMD's answers of 32 tokens on average: {shares}.")]
     if "busy" in parts:
-        rounds = len(parts["busy"]["rounds"]["full"])
-        ratios = ", ".join(
-            f"{kind.upper()} {figures[f'{kind}_over_cached_full_busy']:.2f}" for kind in ("ttft", "tpt", "e2e")
-        )
-        lines += [
-            "",
-            f"The whole service on a busy host, FULL over CACHED, {rounds} rounds: {ratios}.",
-        ]
+        busy = parts["busy"]
+        ratios = ", ".join(f"{kind.upper()} {_worst(over_cached(busy, 'full', kind))}" for kind in TIMES)
+        rounds = len(busy["rounds"]["full"])
+        lines += ["", wrapped(f"The whole service on a busy host, FULL over CACHED, {rounds} rounds: {ratios}.")]
     return "\n".join(lines) or "Not measured yet."
+
+
+def _worst(ratios: list[float]) -> str:
+    return f"{median(ratios):.2f} ({max(ratios):.2f})"
+
+
+def _gains(figures: dict[str, float]) -> str:
+    columns = (
+        f"{column} workers " + ", ".join(f"{figures[f'full_over_assist_r{r}_{column}']:.2f} (rank {r})" for r in ranks)
+        for column, ranks in ((column, PIPELINING_RANKS) for column in COLUMNS)
+    )
+    return "; ".join(columns)
+
+
+def _regret_lines(figures: dict[str, float], regret: Row) -> list[str]:
+    text = (
+        f"FULL against the best single plan at each of {figures['planner_regret_points']:.0f} points, "
+        f"{len(regret['rows'][0]['full'])} rounds: {figures['planner_regret_p50']:+.1%} in the median, "
+        f"{figures['planner_regret']:+.1%} at the worst."
+    )
+    cells = []
+    for row in regret["rows"]:
+        point = f"{row['tokens']} tokens, link x {row['rate']:g}, {row['loads']} at once, {row['column']} workers"
+        cells.append((point, *(f"{1e3 * median(row[name]):.0f} ms" for name in (*FORCED, "full"))))
+    return [wrapped(text), "", *table(("prompt, link, loads, workers", "wait", "pipeline", "assist", "full"), cells)]
 
 
 def streaming_table(document: dict[str, Any]) -> str:
     parts, figures = {row["part"]: row for row in document["rows"]}, document["figures"]
     if "stream" not in parts:
         return "Not measured yet."
-    lines = [
-        "| fetch : warm prefill | TTFT over ideal | over the ideal of what the server delivered "
-        "| gain over download, then load |",
-        "|---|---|---|---|",
-    ]
+    cells = []
     for row in parts["stream"]["rows"]:
         tail = f"{row['ratio']:g}"
         gain = f"{figures[f'stream_gain_{tail}']:.2f}" if f"stream_gain_{tail}" in figures else ""
         over = figures[f"stream_over_ideal_{tail}"], figures[f"stream_over_ideal_as_arrived_{tail}"]
-        lines.append(f"| {tail} | {over[0]:.2f} | {over[1]:.2f} | {gain} |")
-    return "\n".join(lines)
+        cells.append((tail, f"{over[0]:.2f}", f"{over[1]:.2f}", gain))
+    head = ("fetch : warm prefill", "TTFT over ideal", "over ideal as delivered", "gain over download, then load")
+    return "\n".join(table(head, cells))

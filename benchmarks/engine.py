@@ -1,13 +1,16 @@
-"""The engine in process against PEFT's own `generate`, with equal threads; the whole service over HTTP beside them.
+"""The engine in process against PEFT's own `generate`, with equal threads; the whole service over HTTP behind them.
 
-Every round runs each variant once, in turn; figures are medians over rounds. TTFT is the median over the batch's
-requests, all sent at once. Tokens/s counts generated tokens over the whole run, prefill included.
+Every round runs each variant in process once, in turn; figures are medians over rounds. PEFT (for the base:
+transformers) runs in bf16 and in fp32, and counts in the one that is faster for the workload. TTFT is the median over
+the batch's requests, all sent at once. Tokens/s counts generated tokens over the whole run, prefill included. A step is
+the median of those in which the whole batch decoded.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,11 +21,16 @@ from benchmarks.http_service import HttpService
 from benchmarks.in_process import RANKS, TARGETS, Measured, PeftGenerate, Workload, run_engine
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
-from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from benchmarks.prompts import measure_prompts, prompt_figures
+from benchmarks.report import ROOT, arguments, contention_probe, hold_to_level, publish, report
 from benchmarks.step_profile import breakdown
 from cluster.messages import Adapter
 from node_agent.cores import usable_cores
 
+PEERS = ("bfloat16", "float32")
+WARM_TOKENS = 4
+Run = Callable[[Workload, int], Measured]
+"""(workload, output tokens of each request)"""
 WORKLOADS = (
     Workload("base_1", (None,)),
     Workload("base_8", (None,) * 8),
@@ -42,18 +50,22 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     ]
     engine = LocalEngine(model_dir, root / "registry", dtype=options.dtype, threads=threads, kv_memory=512 << 20)
     adapters = [engine.deploy(path) for path in paths]
-    peft = PeftGenerate(model_dir, paths, dtype)
+    peers = {name: PeftGenerate(model_dir, paths, getattr(torch, name)) for name in PEERS}
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(3, engine.base.vocab_size - 64, (8, length), generator=generator).tolist()
-    variants: dict[str, Callable[[Workload], Measured]] = {
-        "engine": lambda w: run_engine(engine, adapters, w, prompts[: len(w.adapters)], count),
-        "peft": lambda w: peft.run(w, prompts[: len(w.adapters)], count),
+    variants: dict[str, Run] = {
+        "engine": lambda w, tokens: run_engine(engine, adapters, w, prompts[: len(w.adapters)], tokens),
     }
+    for name, peer in peers.items():
+        variants[f"peft_{name}"] = partial(_run_peer, peer, prompts)
     before = contention_probe()
+    rows = measure(variants, rounds, count)
+    # Only now: a service that nobody calls for some seconds measures its performance model.
     with HttpService(model_dir, paths, root / "service", options.dtype, threads) as service:
-        variants["http"] = lambda w: Measured(*service.run(w.adapters, length, count))
-        rows = measure(variants, rounds)
-    figures = summarise(rows)
+        over_http: dict[str, Run] = {"http": lambda w, tokens: Measured(*service.run(w.adapters, length, tokens))}
+        rows += measure(over_http, rounds, count)
+        prompt_rows = measure_prompts(engine, adapters, service, rounds)
+    figures = summarise(rows) | prompt_figures(prompt_rows)
     batches: dict[str, Sequence[Adapter | None]] = {"base_8": [None] * 8, "mixed_8": adapters}
     for name, held in batches.items():
         spent = breakdown(engine, held, prompts)
@@ -63,43 +75,55 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     settings = {
         "model": model_dir.name, "dtype": options.dtype, "threads": threads, "rounds": rounds, "prompt_tokens": length,
         "output_tokens": count, "ranks": RANKS, "targets": "q,k,v", "quick": options.quick,
+        "peer_dtype": "their faster one for each workload",
     }  # fmt: skip
-    return report("engine", settings, options.seed, rows, figures)
+    return report("engine", settings, options.seed, rows + prompt_rows, figures)
 
 
-def measure(variants: dict[str, Callable[[Workload], Measured]], rounds: int) -> list[dict[str, Any]]:
+def _run_peer(peer: PeftGenerate, prompts: list[list[int]], workload: Workload, count: int) -> Measured:
+    return peer.run(workload, prompts[: len(workload.adapters)], count)
+
+
+def measure(variants: dict[str, Run], rounds: int, count: int) -> list[dict[str, Any]]:
     for workload in WORKLOADS:  # warm: adapters loaded, code paths taken once
         for run in variants.values():
-            run(workload)
+            run(workload, WARM_TOKENS)
     rows: list[dict[str, Any]] = []
     for index in range(rounds):
         for workload in WORKLOADS:
             for name, run in variants.items():
-                found = run(workload)
+                found = run(workload, count)
                 rows.append({
                     "round": index, "workload": workload.name, "variant": name,
                     "ttft_ms": round(found.ttft * 1e3, 2), "tok_s": round(found.tokens_per_second, 2),
+                    "step_ms": None if found.step is None else round(found.step * 1e3, 3),
                 })  # fmt: skip
     return rows
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over rounds; ratios are medians of the per-round ratios."""
+    """Medians over rounds; ratios are medians of the per-round ratios, each with its worst round."""
     figures: dict[str, float] = {}
-    prefixes = {"engine": "", "peft": "peft_", "http": "http_"}
     by_key = {(row["workload"], row["variant"], row["round"]): row for row in rows}
     rounds = sorted({row["round"] for row in rows})
-    for workload in WORKLOADS:
-        kind, size = workload.name.split("_")
-        for variant, prefix in prefixes.items():
+
+    def values(workload: str, variant: str, unit: str) -> list[float]:
+        return [by_key[workload, variant, index][unit] for index in rounds]
+
+    for name in (workload.name for workload in WORKLOADS):
+        kind, size = name.split("_")
+        peer = max((f"peft_{dtype}" for dtype in PEERS), key=lambda p: median(values(name, p, "tok_s")))
+        for variant, prefix in {"engine": "", peer: "peft_", "http": "http_"}.items():
             for unit in ("tok_s", "ttft_ms"):
-                values = [by_key[workload.name, variant, r][unit] for r in rounds]
-                figures[f"{prefix}{kind}_{unit}_{size}"] = median(values)
-        ratios = [
-            by_key[workload.name, "engine", r]["tok_s"] / by_key[workload.name, "peft", r]["tok_s"] for r in rounds
-        ]
-        figures[f"over_peft_{workload.name}"] = median(ratios)
-        figures[f"over_peft_{workload.name}_min"] = min(ratios)
+                figures[f"{prefix}{kind}_{unit}_{size}"] = median(values(name, variant, unit))
+        pairs = zip(values(name, "engine", "tok_s"), values(name, peer, "tok_s"), strict=True)
+        ratios = [own / other for own, other in pairs]
+        figures |= {f"over_peft_{name}": median(ratios), f"over_peft_{name}_min": min(ratios)}
+        stepper = min((f"peft_{dtype}" for dtype in PEERS), key=lambda p: median(values(name, p, "step_ms")))
+        pairs = zip(values(name, stepper, "step_ms"), values(name, "engine", "step_ms"), strict=True)
+        ratios = [other / own for other, own in pairs]
+        figures |= {f"step_over_peft_{name}": median(ratios), f"step_over_peft_{name}_min": min(ratios)}
+        figures[f"{name}_alone_step_ms"] = median(values(name, "engine", "step_ms"))
     figures["over_peft"] = min(figures[f"over_peft_{w.name}"] for w in WORKLOADS)
     return figures
 
@@ -111,6 +135,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    hold_to_level(options.level)
     with tempfile.TemporaryDirectory() as root:
         publish(study(options, Path(root)), options.json)
 

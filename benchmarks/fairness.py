@@ -20,6 +20,7 @@ says whether it could be).
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,7 @@ import numpy as np
 from benchmarks.fair_load import Client, Seen, drive, drive_backlogged, poisson
 from benchmarks.local_engine import LocalEngine
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from node_agent.performance.idle import IdleMeasurement
 from node_agent.performance.setup import use_performance
 
 WEIGHTS = (1.0, 1.0, 2.0, 4.0)
@@ -155,6 +157,15 @@ def _summary(calls: list[Seen]) -> dict[str, float]:
     return {"calls": len(calls), "unanswered": len(calls) - len(ttft), **found}
 
 
+def give_performance(engine: LocalEngine) -> None:
+    """A performance model, as an idle engine process measures it."""
+    if not use_performance(engine.engine, engine.config, engine.base):
+        idle = IdleMeasurement(engine.engine, engine.config, engine.base)
+        while not idle.ended:
+            if not idle.work(lambda: False):
+                time.sleep(0.05)
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
@@ -174,7 +185,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         engine = LocalEngine(options.model, root, **limits)
         try:
-            use_performance(engine.engine, engine.config, engine.base)  # as the engine process does
+            give_performance(engine)
             study = Study(engine, adapters, settings, options.seed)
             figures = {"share_error": study.shares()}
             figures["victim_ttft_ratio"], figures["victim_ttft_ratio_max"] = study.flood()

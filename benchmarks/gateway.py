@@ -4,9 +4,8 @@
 the gap between two tokens; `added_p50_ms` and `added_p99_ms` are the larger of both. Two gateway workers, which share
 a Redis, unless `--workers 1` is asked for; client, stub node and Redis use the same cores.
 
-Where the host of a virtual machine gives its cores to others, a round tells of them. So a round in which it took more
-than MOST_STOLEN of the processors' time is measured again, until there are enough, or ROUNDS_AGAIN times as many were
-measured. All are in the report; when too few were left alone, the figures are of all.
+Where the host of a virtual machine gives its cores to others, a round tells of them. Every round counts all the same;
+figures of the rounds in which it took next to nothing stand beside (benchmarks/gateway_rounds.py).
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import time
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.gateway_rig import Rig, rig, steady
+from benchmarks.gateway_rounds import figures_of
 from benchmarks.latency import Sample, percentiles
 from benchmarks.redis_server import redis_server
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
@@ -29,28 +28,17 @@ from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 RATE = 20.0
 """Tokens per second of one stream."""
 PREFILL = 0.02
-MOST_STOLEN = 0.05
-ROUNDS_AGAIN = 8
 CALLERS = 32
 """Of the closed loop of calls of one token, which gives `rps`."""
 
 
 async def measure(found: Rig, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    rows: list[dict[str, Any]] = []
-    calm: list[dict[str, Any]] = []
-    for number in range(settings["rounds"] * ROUNDS_AGAIN):
-        both: list[dict[str, Any]] = [
-            {"round": number, "server": server, **await _steady(found, server, settings)}
-            for server in ("direct", "gateway")
-        ]
-        rows += both
-        if max(row["stolen_share"] for row in both) <= MOST_STOLEN:
-            calm += both
-        if len(calm) == 2 * settings["rounds"]:
-            break
-    enough = len(calm) == 2 * settings["rounds"]
-    figures = _added(calm if enough else rows)
-    figures["rounds_left_out"] = (len(rows) - len(calm)) / 2 if enough else 0.0
+    rows: list[dict[str, Any]] = [
+        {"round": number, "server": server, **await _steady(found, server, settings)}
+        for number in range(settings["rounds"])
+        for server in ("direct", "gateway")
+    ]
+    figures = figures_of(rows)
     figures["rps"] = await _rps(found, settings["rps_seconds"])
     figures["idle_streams_held"] = await _idle(found, settings["idle_streams"], settings["idle_seconds"])
     return rows, figures
@@ -73,20 +61,6 @@ async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str
         **percentiles("gap", gaps),
         **percentiles("delay", streams.delays),
     }
-
-
-def _added(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over the rounds of what each round's gateway run has more than its direct one."""
-    figures: dict[str, float] = {}
-    for name in ("ttft", "gap", "delay"):
-        for share in (50, 99):
-            key = f"{name}_p{share}_ms"
-            added = [after[key] - before[key] for before, after in zip(rows[::2], rows[1::2], strict=True)]
-            figures[f"{name}_added_p{share}_ms"] = median(added)
-    for share in (50, 99):
-        figures[f"added_p{share}_ms"] = max(figures[f"{name}_added_p{share}_ms"] for name in ("ttft", "gap"))
-    figures["errors"] = sum(row["errors"] for row in rows)
-    return figures
 
 
 async def _rps(found: Rig, seconds: float) -> float:
@@ -128,7 +102,7 @@ def _cpu_seconds(pid: int) -> float:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--workers", type=int, default=2, help="of the gateway; 1 goes without Redis")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     options = parser.parse_args()

@@ -4,57 +4,67 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.report import origin
+from benchmarks.gateway_rounds import MOST_STOLEN, figures_of
+from benchmarks.report import caption
+from benchmarks.rule import table, wrapped
+
+ADDED = {"ttft": "time to first token", "gap": "gap between two tokens", "delay": "each token"}
 
 
 def gateway_table(document: dict[str, Any]) -> str:
-    figures, settings = document["figures"], document["settings"]
-    left_out = figures.get("rounds_left_out")
-    disturbed = f" ({left_out:.0f} more, in which the host took processors away, are left out)" if left_out else ""
-    lines = [
-        f"{settings['streams']} streams of {settings['rate']:.0f} tokens/s, {settings['workers']} gateway "
-        f"{'workers that share a Redis' if settings['workers'] > 1 else 'worker'}, "
-        f"median of {settings['rounds']} alternated rounds{disturbed}; client, gateway and stub node share the "
-        f"cores. {origin(document)}",
-        "",
-        "| added by the gateway | p50 | p99 |",
-        "|---|---|---|",
-    ]
-    for title, name in (("time to first token", "ttft"), ("gap between two tokens", "gap"), ("each token", "delay")):
-        p50, p99 = figures[f"{name}_added_p50_ms"], figures[f"{name}_added_p99_ms"]
-        lines.append(f"| {title} | {p50:.2f} ms | {p99:.2f} ms |")
-    lines += [
-        "",
-        f"{figures['rps']:.0f} streamed calls of one token per second; {figures['idle_streams_held']:.0f} streams held "
-        f"open for {settings['idle_seconds']:.0f} s between two tokens. {_probe(settings)}",
-    ]
-    return "\n".join(lines)
+    """Medians over all rounds, the worst round, and the calm rounds beside them."""
+    settings, figures = document["settings"], document["figures"]
+    added = figures_of(document["rows"])
+    servers = "workers that share a Redis" if settings["workers"] > 1 else "worker"
+    text = (
+        f"{settings['streams']} streams of {settings['rate']:.0f} tokens/s, {settings['workers']} gateway {servers}, "
+        f"median of all {added['rounds']:.0f} alternated rounds (worst round); client, gateway and stub node share the "
+        "cores."
+    )
+    rows = []
+    for kind, title in ADDED.items():
+        cells = [
+            f"{added[f'{kind}_added_p{share}_ms']:.2f} ms ({added[f'{kind}_added_p{share}_max_ms']:.0f} ms)"
+            for share in (50, 99)
+        ]
+        calm = (added.get(f"calm_{kind}_added_p{share}_ms") for share in (50, 99))
+        rows.append((title, *cells, *("" if value is None else f"{value:.2f} ms" for value in calm)))
+    rest = (
+        f"*Calm* are the {added['calm_rounds']:.0f} rounds of which the host of the virtual machine took at most "
+        f"{MOST_STOLEN:.0%} of the processors' time. {figures['rps']:.0f} streamed calls of one token per second; "
+        f"{figures['idle_streams_held']:.0f} streams held open for {settings['idle_seconds']:.0f} s between two "
+        f"tokens. {_probe(settings)}"
+    )
+    head = ("added by the gateway", "p50", "p99", "p50, calm", "p99, calm")
+    return "\n".join([caption(document, text), "", *table(head, rows), "", wrapped(rest)])
 
 
 def scale_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
-    lines = [
-        f"A directory, adapters of stories260K. {origin(document)}",
-        "",
-        "| functions | deploy | a page of 100 |",
-        "|---|---|---|",
+    rows = [
+        (f"{row['functions']}", f"{row['deploy_ms']:.1f} ms", f"{row['list_page_ms']:.1f} ms")
+        for row in document["rows"]
+        if "functions" in row
     ]
-    for row in document["rows"]:
-        if "functions" in row:
-            lines.append(f"| {row['functions']} | {row['deploy_ms']:.1f} ms | {row['list_page_ms']:.1f} ms |")
     names = settings["names"]
-    lines += [
-        "",
+    rest = (
         f"Resolving a name that is in the cache, among {names}: {figures[f'resolve_us_at_{names}']:.1f} us; one that "
-        f"is read: {figures['resolve_read_us'] / 1e3:.2f} ms. {_probe(settings)}",
-    ]
-    return "\n".join([*lines, *(_bucket_lines(row) for row in document["rows"] if "s3_functions" in row)])
+        f"is read: {figures['resolve_read_us'] / 1e3:.2f} ms. {_probe(settings)}"
+    )
+    return "\n".join([
+        caption(document, "A directory, adapters of stories260K."),
+        "",
+        *table(("functions", "deploy", "a page of 100"), rows),
+        "",
+        wrapped(rest),
+        *(_bucket_lines(row) for row in document["rows"] if "s3_functions" in row),
+    ])  # fmt: skip
 
 
 def _bucket_lines(row: dict[str, Any]) -> str:
     count = row["s3_functions"]
-    return (
-        f"\nOn S3 (moto's server) with {count} functions: a page of 100 takes {row['list_page_requests']} requests, "
+    return "\n" + wrapped(
+        f"On S3 (moto's server) with {count} functions: a page of 100 takes {row['list_page_requests']} requests, "
         f"{row['list_page_ms']:.0f} ms; `registry gc` {row['gc_requests']} requests, {row['gc_s']:.0f} s, with "
         f"{row['gc_removed']} files to remove; `registry verify` {row['verify_requests']} requests, "
         f"{row['verify_s']:.0f} s."
@@ -62,20 +72,16 @@ def _bucket_lines(row: dict[str, Any]) -> str:
 
 
 def placement_table(document: dict[str, Any]) -> str:
-    lines = [
-        f"{document['settings']['requests']} requests, p50 (p99) in us. {origin(document)}",
-        "",
-        "| nodes | policy | the choice alone | placed, with reservation and explanation | a record taken in |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for row in document["rows"]:
-        values = [
+        values = (
             f"{row[f'{name}_p50_us']:.0f} ({row[f'{name}_p99_us']:.0f})" for name in ("scoring", "place", "publish")
-        ]
+        )
         nodes = f"{row['nodes']}{', over Redis' if row.get('state') == 'redis' else ''}"
-        lines.append(f"| {nodes} | {row['policy']} | {' | '.join(values)} |")
-    lines += ["", _probe(document["settings"])]
-    return "\n".join(lines)
+        rows.append((nodes, row["policy"], *values))
+    head = ("nodes", "policy", "the choice alone", "placed, reserved, explained", "a record taken in")
+    text = f"{document['settings']['requests']} requests, p50 (p99) in us."
+    return "\n".join([caption(document, text), "", *table(head, rows), "", _probe(document["settings"])])
 
 
 def _probe(settings: dict[str, Any]) -> str:

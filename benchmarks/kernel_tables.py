@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.report import origin
+from benchmarks.report import caption
 
 WIDTH = 4096
 """The width whose shapes the page shows; the report has the others."""
@@ -12,7 +12,7 @@ WIDTH = 4096
 
 def floor_table(document: dict[str, Any]) -> str:
     lines = [
-        f"bf16. {origin(document)}",
+        caption(document, "bf16."),
         "",
         "| requests x tokens, ranks, widths | adapter bytes | all bytes | launches | programs: shrink, expand |",
         "|---|---|---|---|---|",
@@ -30,7 +30,7 @@ def resource_table(document: dict[str, Any]) -> str:
     found = [row["resources"] for row in document["rows"] if "resources" in row]
     targets = sorted({(row["sm"], row["dtype"]) for row in found})
     lines = [
-        f"Triton {document['versions']['triton']}. {origin(document)}",
+        caption(document, f"Triton {document['versions']['triton']}."),
         "",
         "| kernel | " + " | ".join(f"sm_{sm} {dtype}" for sm, dtype in targets) + " |",
         "|---" * (len(targets) + 1) + "|",
@@ -48,8 +48,9 @@ def resource_table(document: dict[str, Any]) -> str:
 def cpu_table(document: dict[str, Any]) -> str:
     figures, threads = document["figures"], document["settings"]["threads"]
     lines = [
-        f"{threads} threads. {origin(document)} Contention probe: {figures['probe_before_ms']:.2f} ms before, "
-        f"{figures['probe_after_ms']:.2f} ms after.",
+        caption(document, f"{threads} threads."),
+        "",
+        f"Contention probe: {figures['probe_before_ms']:.2f} ms before, {figures['probe_after_ms']:.2f} ms after.",
         "",
         "| layers, weights | ranks | adapter bytes | compiled | torch | read | compiled / read | torch / compiled |",
         "|---|---|---|---|---|---|---|---|",

@@ -14,7 +14,7 @@ from adapters.registry import Registry
 from cluster.messages import Adapter, Sampling
 from node_agent.config import EngineConfig
 from node_agent.engine.setup import LoadModel, build_engine
-from node_agent.ipc import Admitted, Answer, Finished, Generated, Question, Submit
+from node_agent.ipc import Admitted, Answer, Finished, Generated, PromptScored, Question, Submit, Top
 from node_agent.runner.transformers_runner import load_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -27,6 +27,8 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    prompt_scores: list[Top] = field(default_factory=list)
+    """of the prompt's tokens but the first"""
     admitted: str = ""
     finished: Finished | None = None
 
@@ -102,6 +104,10 @@ class LocalEngine:
                 outcome.tokens.append(event.token_id)
                 outcome.times.append(now)
                 outcome.logprobs.append(event.top)
+            elif isinstance(event, PromptScored):
+                outcome = self.outcomes[event.id]
+                assert event.index == len(outcome.prompt_scores) + 1, "a token was scored twice, or not at all"
+                outcome.prompt_scores += event.scores
             elif isinstance(event, Admitted):
                 self.outcomes[event.id].admitted = event.state
             elif isinstance(event, Finished):

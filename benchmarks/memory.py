@@ -1,4 +1,4 @@
-"""Adapter memory under a real trace: pages against fixed slots, best-fit contiguous memory and S-LoRA's unified rows.
+"""Adapter memory under a real trace: pages against fixed slots, best-fit contiguous memory and unified rows.
 
 Every call names an adapter. If it is not in memory, least recently used adapters that no running request holds are
 evicted until it fits. All four allocators get the same calls, adapters, pool and eviction; no weights are moved.

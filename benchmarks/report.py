@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,11 +15,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.rule import host, wrapped
+from kernels.level import LEVELS, OTHER, SWITCH, host_level, level_environment, levels_up_to, used_level
 from node_agent.cores import usable_cores
 from node_agent.device import cpu_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+LEVEL_NAMES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX512", "avx2": "AVX2", OTHER: "below AVX2"}
+"""As reports call the levels of kernels/level.py."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "tokenizers", "numpy")
 
 
@@ -27,6 +33,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its figures mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--level", choices=LEVELS, help="use no instructions above this level")
     return parser
 
 
@@ -66,16 +73,37 @@ def load(study: str) -> dict[str, Any]:
 
 def origin(document: dict[str, Any]) -> str:
     """Where a report's figures come from, as a sentence."""
-    of, versions = document["machine"], document["versions"]
+    versions = document["versions"]
     return (
-        f"Commit {document['commit']}, {of['cores']} cores of {of['cpu']}, torch {versions['torch']}, "
+        f"Commit {document['commit']}, {host(document)}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}, PEFT {versions['peft']}, seed {document['seed']}."
     )
 
 
+def caption(document: dict[str, Any], text: str) -> str:
+    """The lines above a table: what it shows, and where its figures come from."""
+    return wrapped(f"{text} {origin(document)}".lstrip())
+
+
 def machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": cpu_name(), "cores": usable_cores(), "gpu": gpu}
+    return {
+        "cpu": cpu_name(),
+        "level": LEVEL_NAMES[used_level()],
+        "host_level": LEVEL_NAMES[host_level()],
+        "cores": usable_cores(),
+        "gpu": gpu,
+    }
+
+
+def hold_to_level(level: str | None) -> None:
+    """Starts this study again, held to a level of instructions, unless it is. Raises ValueError for one that this
+    processor lacks."""
+    if level is None or os.environ.get(SWITCH) == level:
+        return
+    if level not in levels_up_to(host_level()):
+        raise ValueError(f"--level {level}: this processor has {host_level()} at most")
+    os.execve(sys.executable, sys.orig_argv, os.environ | level_environment(level))
 
 
 def contention_probe() -> float:

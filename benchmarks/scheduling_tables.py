@@ -2,95 +2,118 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
-from benchmarks.report import origin
+from benchmarks.policy_cases import bed_cases, rate_title, simulated_cases, verdict
+from benchmarks.report import caption
+from benchmarks.rule import table, wrapped
+
+Row = dict[str, Any]
 
 
 def scheduling_table(document: dict[str, Any]) -> str:
     rows, figures, settings = document["rows"], document["figures"], document["settings"]
-    lines = [
-        f"SLO {settings['slo']}, ranks {settings['ranks']}, {settings['mean_output']} output tokens on average. "
-        f"{origin(document)}"
-    ]
+    text = f"SLO {settings['slo']}, ranks {settings['ranks']}, {settings['mean_output']} output tokens on average."
+    lines = [caption(document, text)]
     for profile in dict.fromkeys(row["profile"] for row in rows):
-        lines += _simulated(profile, rows, figures, settings) + _bed(profile, rows)
+        found = [row for row in rows if row["profile"] == profile]
+        lines += _simulated(profile, found, figures, settings) + _bed(profile, found)
     return "\n".join(lines)
 
 
-def _simulated(
-    profile: str, rows: list[dict[str, Any]], figures: dict[str, float], settings: dict[str, Any]
-) -> list[str]:
-    found = [row for row in rows if row["study"] == "sim60" and row["profile"] == profile and row["piece"] == "whole"]
+def _simulated(profile: str, rows: list[Row], figures: dict[str, float], settings: dict[str, Any]) -> list[str]:
+    found = [row for row in rows if row["study"] == "sim60" and row["piece"] == "whole"]
     if not found:
         return []
-    lines = [
-        "",
-        f"**Simulated: {settings['sim_nodes']} nodes, `{profile}`, {settings['sim_seconds']:.0f} s**",
-        "",
-        "| requests/s | left out | policy | within the SLO | mean TPT | TPT p99 | TTFT p50 | TTFT p99 "
-        "| cold starts | utilisation | decision p99 |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in found:
-        cold = 1 - row["cold_starts"].get("none", 0) / max(1, row["done"])
-        lines.append(
-            f"| {row['rate']:.3g} | top {row['without_top']} | {row['policy']} | {row['attainment']:.2%} "
-            f"| {row['tpt']['mean'] * 1e3:.1f} ms | {row['tpt']['p99'] * 1e3:.1f} ms "
-            f"| {row['ttft']['p50'] * 1e3:.0f} ms | {row['ttft']['p99'] * 1e3:.0f} ms "
-            f"| {cold:.1%} | {row['utilisation']:.0%} | {row['decision_p99_us']:.0f} us |"
-        )
+    lines = ["", f"**Simulated: {settings['sim_nodes']} nodes, `{profile}`, {settings['sim_seconds']:.0f} s**"]
+    for title, each in groupby(found, rate_title):
+        lines += ["", f"{title}:", "", *_rate_lines(list(each))]
     kept = [row["attainable"] for row in found]
-    lines += ["", f"Empty nodes would keep the SLO of {min(kept):.2%} to {max(kept):.2%} of the requests, by rate."]
     gap = figures[f"oracle_gap_{profile}"]
-    lines += [
+    return [
+        *lines,
         "",
-        f"Mean TPT of rank_aware over the oracle's, on the first {settings['oracle_seconds']:.0f} s: {gap:+.1%}.",
+        wrapped(verdict(simulated_cases(found))),
+        "",
+        wrapped(
+            f"Empty nodes would keep the SLO of {min(kept):.2%} to {max(kept):.2%} of the requests, by rate. Mean TPT "
+            f"of rank_aware over the oracle's, on the first {settings['oracle_seconds']:.0f} s: {gap:+.1%}. "
+            f"{_refused(found)} {_decisions(found)}"
+        ),
     ]
-    return lines
 
 
-def _bed(profile: str, rows: list[dict[str, Any]]) -> list[str]:
-    found = [row for row in rows if row["study"] == "testbed8" and row["profile"] == profile]
+def _rate_lines(rows: list[Row]) -> list[str]:
+    head = ("policy", "within the SLO", "TPT: mean, p99", "TTFT: p50, p99", "cold starts")
+    return table(head, (
+        (
+            row["policy"], f"{row['attainment']:.2%}",
+            f"{row['tpt']['mean'] * 1e3:.1f}, {row['tpt']['p99'] * 1e3:.0f} ms",
+            f"{row['ttft']['p50'] * 1e3:.0f}, {row['ttft']['p99'] * 1e3:.0f} ms",
+            f"{1 - row['cold_starts'].get('none', 0) / max(1, row['done']):.1%}",
+        )
+        for row in rows
+    ))  # fmt: skip
+
+
+def _refused(rows: list[Row]) -> str:
+    """Of requests that found every queue full: outside the SLO, and in no mean."""
+    shares = [row["rejected"] / row["requests"] for row in rows if row["rejected"]]
+    if not shares:
+        return "No request found every queue full."
+    return f"Where queues were full, {min(shares):.1%} to {max(shares):.1%} of the requests were refused, by policy."
+
+
+def _decisions(rows: list[Row]) -> str:
+    slowest = {row["policy"]: 0.0 for row in rows}
+    for row in rows:
+        slowest[row["policy"]] = max(slowest[row["policy"]], row["decision_p99_us"])
+    return "A decision took, p99 at the worst rate: " + ", ".join(f"{p} {us:.0f} us" for p, us in slowest.items()) + "."
+
+
+def _bed(profile: str, rows: list[Row]) -> list[str]:
+    found = [row for row in rows if row["study"] == "testbed8"]
     if not found:
         return []
-    lines = [
-        "",
-        f"**Eight nodes timed by `{profile}` behind a real gateway** (each a process; client and gateway share the "
-        "cores with them)",
-        "",
-        "| policy | load | requests/s | within the SLO | mean TPT | TTFT p50 | errors | sent late by at most |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    return lines + [
-        f"| {row['policy']} | {row['load']:g} | {row['rate']:.1f} | {row['attainment']:.2%} "
-        f"| {row['mean_tpt_ms']:.1f} ms | {row['ttft_p50_ms']:.0f} ms | {row['errors']} | {row['late_max_ms']:.0f} ms |"
-        for row in found
-    ]
+    lines = ["", f"**Eight nodes timed by `{profile}` behind a real gateway**"]
+    for load, each in groupby(found, lambda row: row["load"]):
+        of_load = list(each)
+        head = ("policy", "within the SLO", "mean TPT", "TTFT p50", "sent late by at most")
+        cells = (
+            (
+                row["policy"], f"{row['attainment']:.2%}", f"{row['mean_tpt_ms']:.1f} ms",
+                f"{row['ttft_p50_ms']:.0f} ms", f"{row['late_max_ms']:.0f} ms",
+            )
+            for row in of_load
+        )  # fmt: skip
+        lines += ["", f"Load {load:g}, {of_load[0]['rate']:.1f} requests/s:", "", *table(head, cells)]
+    errors = sum(row["errors"] for row in found)
+    slo = f"The SLO is a TPT of {found[0]['slo_ms']:.1f} ms. {errors} of {_requests(found)} calls failed."
+    return [*lines, "", wrapped(f"{slo} {verdict(bed_cases(found))}")]
+
+
+def _requests(rows: list[Row]) -> int:
+    return sum(row["requests"] for row in rows)
 
 
 def fidelity_table(document: dict[str, Any]) -> str:
-    figures, settings = document["figures"], document["settings"]
-    lines = [
-        f"{settings['model']}, {settings['nodes']} nodes of one thread, policy {settings['policy']}. "
-        f"{origin(document)}",
-        "",
-        "| load | requests | the nodes' correction | TTFT, real | simulated | TPT, real | simulated "
-        "| within the SLO, real | difference |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['load']:g} | {row['requests']} | {row['corrected']:.2f} "
-        f"| {row['ttft_real_ms']:.1f} ms | {row['ttft_simulated_ms']:.1f} ms "
-        f"| {row['tpt_real_ms']:.1f} ms | {row['tpt_simulated_ms']:.1f} ms "
-        f"| {row['attain_real']:.1%} | {row['attain_gap']:.1%} |"
-        for row in document["rows"]
-    ]
-    lines += [
-        "",
+    figures, settings, rows = document["figures"], document["settings"], document["rows"]
+    text = f"{settings['model']}, {settings['nodes']} nodes of one thread, policy {settings['policy']}."
+    head = ("load", "correction", "TTFT: real, simulated", "TPT: real, simulated", "within the SLO: real, gap")
+    cells = (
+        (
+            f"{row['load']:g} ({row['requests']} requests)", f"{row['corrected']:.2f}",
+            f"{row['ttft_real_ms']:.1f}, {row['ttft_simulated_ms']:.1f} ms",
+            f"{row['tpt_real_ms']:.1f}, {row['tpt_simulated_ms']:.1f} ms",
+            f"{row['attain_real']:.1%}, {row['attain_gap']:.1%}",
+        )
+        for row in rows
+    )  # fmt: skip
+    rest = (
         f"Largest errors of the means: TTFT {figures['ttft_error']:.1%}, TPT {figures['tpt_error']:.1%}; "
-        f"overhead {document['rows'][0]['overhead_ms']:.1f} ms; the "
-        f"simulation ran {figures['speedup_over_real_time']:.0f} times as fast as time. Contention probe: "
-        f"{settings['probe_before_ms']:.2f} ms before, {settings['probe_after_ms']:.2f} ms after.",
-    ]
-    return "\n".join(lines)
+        f"overhead {rows[0]['overhead_ms']:.1f} ms; the simulation ran {figures['speedup_over_real_time']:.0f} times "
+        f"as fast as time. Contention probe: {settings['probe_before_ms']:.2f} ms before, "
+        f"{settings['probe_after_ms']:.2f} ms after."
+    )
+    return "\n".join([caption(document, text), "", *table(head, cells), "", wrapped(rest)])

@@ -5,71 +5,109 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from benchmarks.report import origin
+from benchmarks.report import caption
+from benchmarks.rule import table, wrapped
+
+Row = dict[str, Any]
 
 
 def fairness_table(document: dict[str, Any]) -> str:
-    figures, settings, rows = document["figures"], document["settings"], document["rows"]
+    settings, rows = document["settings"], document["rows"]
     bound = "passes bounded by its performance model" if settings["performance_model"] else "no performance model"
-    lines = [
+    text = (
         f"{settings['model']}, {settings['max_rows']} rows, {bound}, median of {settings['rounds']} alternated rounds "
-        f"of {settings['round_seconds']:.0f} s. {origin(document)}",
-        "",
-        "| tenant | weight | share of the service | due |",
-        "|---|---|---|---|",
-        *(
-            f"| {row['tenant']} | {row['weight']:g} | {row['share']:.2%} | {row['due']:.2%} |"
-            for row in rows
-            if row["part"] == "shares"
-        ),
-        "",
-        "| | TTFT p50 | TTFT p95 | TPOT p50 | served, cost/s |",
-        "|---|---|---|---|---|",
+        f"of {settings['round_seconds']:.0f} s, the worst round in brackets."
+    )
+    shares = [
+        (row["tenant"], f"{row['weight']:g}", f"{row['share']:.2%}", f"{row['due']:.2%}")
+        for row in rows
+        if row["part"] == "shares"
     ]
+    probe = f"{settings['probe_before_ms']:.2f} ms before, {settings['probe_after_ms']:.2f} ms after"
+    return "\n".join([
+        caption(document, text),
+        "",
+        *table(("tenant", "weight", "share of the service", "due"), shares),
+        "",
+        *_flood_lines(document),
+        "",
+        *_strict_lines(rows),
+        "",
+        f"Contention probe: {probe}.",
+    ])  # fmt: skip
+
+
+def _flood_lines(document: dict[str, Any]) -> list[str]:
+    figures = document["figures"]
+    rows = []
     for case, title in (("alone", "three tenants, without the flood"), ("flood", "beside ten times a share")):
-        found = [row for row in rows if row["part"] == "flood" and row["case"] == case]
-        ttft, late, tpot = (
-            f"{median(row[name] for row in found):.0f} ms" for name in ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms")
-        )
-        lines.append(f"| {title} | {ttft} | {late} | {tpot} | {median(row['served'] for row in found):.0f} |")
-    promise = next(row for row in rows if row["part"] == "strict")
-    lines += [
-        "",
-        f"Shares err by {figures['share_error']:.2%} at most. Median TTFT with the flood over that without it: "
-        f"{figures['victim_ttft_ratio']:.2f} (worst round {figures['victim_ttft_ratio_max']:.2f}).",
-        "",
-        f"Calls that are promised {promise['ttft_ms']:.0f} ms TTFT and {promise['tpot_ms']:.0f} ms TPOT, beside three "
-        "times the capacity of best effort:",
-        "",
-        "| class | kept both promises | worst round | TTFT p50 | TTFT p95 | TPOT p50 |",
-        "|---|---|---|---|---|---|",
-    ]
+        found = [row for row in document["rows"] if row["part"] == "flood" and row["case"] == case]
+        times = (_worst_ms(found, name) for name in ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms"))
+        rows.append((title, *times, f"{median(row['served'] for row in found):.0f}"))
+    ratios = ", ".join(
+        f"{name} {_text(flood_ratio(document, key))}"
+        for name, key in (("TTFT p50", "ttft_p50_ms"), ("TTFT p95", "ttft_p95_ms"), ("TPOT p50", "tpot_p50_ms"))
+    )
+    rest = f"Shares err by {figures['share_error']:.2%} at most. With the flood over without it, by round: {ratios}."
+    return [*table(("", "TTFT p50", "TTFT p95", "TPOT p50", "served, cost/s"), rows), "", wrapped(rest)]
+
+
+def flood_ratio(document: dict[str, Any], key: str) -> tuple[float, float]:
+    """Of the other tenants' time with the flood to that without it: median and worst of the rounds."""
+    cases: dict[str, list[float]] = {"alone": [], "flood": []}
+    for row in document["rows"]:
+        if row["part"] == "flood":
+            cases[row["case"]].append(row[key])
+    ratios = [flood / alone for flood, alone in zip(cases["flood"], cases["alone"], strict=True)]
+    return median(ratios), max(ratios)
+
+
+def _text(ratio: tuple[float, float]) -> str:
+    return f"{ratio[0]:.2f} ({ratio[1]:.2f})"
+
+
+def _strict_lines(rows: list[Row]) -> list[str]:
+    calls = [row for row in rows if row["part"] == "strict"]
+    cells = []
     for case in ("strict", "standard"):
-        found = [row for row in rows if row["part"] == "strict" and row["case"] == case]
-        times = (
-            f"{median(row[name] for row in found):.0f} ms" for name in ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms")
-        )
-        kept = f"{figures[f'{case}_attain']:.1%} | {min(row['attain'] for row in found):.1%}"
-        lines.append(f"| {case} | {kept} | {' | '.join(times)} |")
-    lines += [
-        "",
-        f"Contention probe: {settings['probe_before_ms']:.2f} ms before, {settings['probe_after_ms']:.2f} ms after.",
-    ]
-    return "\n".join(lines)
+        found = [row for row in calls if row["case"] == case]
+        kept = f"{median(row['attain'] for row in found):.1%} ({min(row['attain'] for row in found):.1%})"
+        times = (_worst_ms(found, name) for name in ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms"))
+        cells.append((case, kept, *times))
+    slo = f"{calls[0]['ttft_ms']:.0f} ms TTFT and {calls[0]['tpot_ms']:.0f} ms TPOT"
+    text = f"Calls with an SLO of {slo}, beside three times the capacity of best effort:"
+    return [text, "", *table(("class", "within both", "TTFT p50", "TTFT p95", "TPOT p50"), cells)]
+
+
+def _worst_ms(found: list[Row], name: str) -> str:
+    values = [row[name] for row in found]
+    return f"{median(values):.0f} ms ({max(values):.0f})"
 
 
 def chaos_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
-    harm = ", ".join(f"{way} {count}" for way, count in sorted(document["rows"][0]["kills"].items()))
-    named = ("requests", "done", "refused", "cut", "wrong_tokens", "unanswered", "lost_acknowledged", "leaked")
-    lines = [
+    harm = ", ".join(f"{name} {count}" for name, count in sorted(document["rows"][0]["kills"].items()))
+    text = (
         f"{settings['model']}, {settings['seconds'] / 60:.0f} minutes, {settings['callers']} callers, "
-        f"{figures['deploys']:.0f} deploys. {origin(document)}",
+        f"{figures['deploys']:.0f} deploys, {figures['kills']:.0f} parts harmed."
+    )
+    zero = ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked")
+    calls = (f"{figures['requests']:.0f}", f"{figures['done']:.0f}", _refused(figures), f"{figures['cut']:.0f}")
+    return "\n".join([
+        caption(document, text),
         "",
-        f"| harmed | {' | '.join(name.replace('_', ' ') for name in named)} |",
-        "|---" * (len(named) + 1) + "|",
-        f"| {figures['kills']:.0f} | {' | '.join(f'{figures[name]:.0f}' for name in named)} |",
+        *table(("requests", "done", "refused", "cut, called again"), [calls]),
+        "",
+        *table([name.replace("_", " ") for name in zero], [[f"{figures[name]:.0f}" for name in zero]]),
         "",
         f"What was harmed: {harm}.",
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
+
+
+def _refused(figures: dict[str, float]) -> str:
+    return f"{figures['refused']:.0f} ({refused_share(figures):.0%})"
+
+
+def refused_share(figures: dict[str, float]) -> float:
+    """The share of requests that were answered by an error of the contract."""
+    return figures["refused"] / figures["requests"]

@@ -1,204 +1,132 @@
-"""Writes the tables of docs/ from the reports in benchmarks/results/, between their markers."""
+"""Writes the figures of README and docs from the reports in benchmarks/results/, between their markers.
+
+The rule by which a figure is stated is in benchmarks/rule.py, for readers in docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import front_page
 from benchmarks.autoscale_report import autoscale_text
 from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
+from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
+from benchmarks.front_page import ENGINE, SERVE, Reports
 from benchmarks.gateway_tables import gateway_table, placement_table, scale_table
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
+from benchmarks.memory_tables import memory_settings_table, memory_table
 from benchmarks.perfmodel_report import perfmodel_table
-from benchmarks.report import RESULTS, ROOT, load, origin
+from benchmarks.report import RESULTS, ROOT, caption
+from benchmarks.rule import table, wrapped
 from benchmarks.scheduling_tables import fidelity_table, scheduling_table
 from benchmarks.service_tables import chaos_table, fairness_table
-from benchmarks.step_profile import KINDS
-
-
-def engine_table(document: dict[str, Any]) -> str:
-    figures, settings = document["figures"], document["settings"]
-    rows = [
-        ("base, 1 request", "base", 1),
-        ("base, 8 requests", "base", 8),
-        ("one adapter of rank 64, 1 request", "mixed", 1),
-        ("eight adapters of ranks 8-128, 8 requests", "mixed", 8),
-    ]
-    lines = [
-        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads for each, "
-        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
-        f"median of {settings['rounds']} alternated rounds. "
-        f"{origin(document)}",
-        "",
-        "| | engine | PEFT `generate` | ratio (lowest round) | engine TTFT | PEFT TTFT | service over HTTP |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for title, kind, n in rows:
-        ratio, lowest = figures[f"over_peft_{kind}_{n}"], figures[f"over_peft_{kind}_{n}_min"]
-        lines.append(
-            f"| {title} | {figures[f'{kind}_tok_s_{n}']:.0f} tok/s | {figures[f'peft_{kind}_tok_s_{n}']:.0f} tok/s "
-            f"| {ratio:.2f} ({lowest:.2f}) | {figures[f'{kind}_ttft_ms_{n}']:.0f} ms "
-            f"| {figures[f'peft_{kind}_ttft_ms_{n}']:.0f} ms | {figures[f'http_{kind}_tok_s_{n}']:.0f} tok/s |"
-        )
-    kinds = [*KINDS, "other operators"]
-    lines += [
-        "",
-        "A decode step of 8 requests, ms (operators' own time by torch's profiler; the step without it):",
-        "",
-        f"| | step | {' | '.join(kinds)} |",
-        "|---" * (len(kinds) + 2) + "|",
-    ]
-    for title, name in (("base", "base_8"), ("eight adapters", "mixed_8")):
-        values = [figures[f"{name}_{kind.replace(' ', '_')}_ms"] for kind in ["step", *kinds]]
-        lines.append(f"| {title} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
-    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
-    lines += ["", f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."]
-    return "\n".join(lines)
 
 
 def exactness_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
-    return "\n".join([
-        f"{settings['model']}, fp32, {settings['adapters']} drawn adapters. {origin(document)}",
-        "",
-        "| cases | tokens compared | mismatches | excused ties |",
-        "|---|---|---|---|",
-        f"| {figures['cases']} | {figures['tokens']} | {figures['mismatches']} | {figures['ties']} |",
-        "",
+    text = f"{settings['model']}, fp32, {settings['adapters']} drawn adapters."
+    cells = (str(figures[name]) for name in ("cases", "tokens", "mismatches", "ties"))
+    rest = (
         f"{figures['cold']} of them found their adapter on its way. Their chunks: {figures['chunks_wait']} waited, "
         f"{figures['chunks_pipeline']} were pipelined, {figures['chunks_assist']} assisted; {figures['layers_cpu']} "
         f"layers were computed by CPU workers, {figures['layers_device']} on the device before the adapter was whole. "
         f"{figures['workers_killed']} times a worker was killed and {figures['workers_stopped']} times stopped; "
-        f"{figures['replays']} chunks were computed again.",
-    ])  # fmt: skip
-
-
-def memory_table(document: dict[str, Any]) -> str:
-    settings = document["settings"]
-    names = {"pages": "pages (Garnish)", "slots": "fixed slots", "bestfit": "best fit", "slora": "unified rows"}
-    lines = [
-        f"{settings['calls']} calls of {settings['functions']} functions at most, "
-        f"ranks {settings['ranks']} in equal parts, "
-        f"{settings['running']} requests at once. {origin(document)}",
-        "",
-        "| base, projections, pool | left out | demand / pool | memory | utilisation | fragmentation "
-        "| adapters per GiB | hits |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in document["rows"]:
-        lines.append(
-            f"| {row['base']}, {row['targets']}, {row['pool_gib']} GiB "
-            f"| top {row['without_top']} | {row['demand']:.1f} "
-            f"| {names[row['allocator']]} | {row['utilisation']:.3f} | {row['fragmentation']:.3f} "
-            f"| {row['adapters_per_gib']:.2f} | {row['hit_rate']:.3f} |"
-        )
-    return "\n".join(lines)
-
-
-def serve_table(document: dict[str, Any]) -> str:
-    figures, settings = document["figures"], document["settings"]
-    lines = [
-        f"{settings['dtype']}, {settings['threads']} threads for each, {settings['concurrency']} requests at once, "
-        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
-        f"median of {settings['rounds']} alternated rounds, the worst round in brackets. {origin(document)}",
-        "",
-        "| | base | eight adapters | over PEFT, base | over PEFT, adapters | step: base | adapters | padded "
-        "| padded / mixed | added / floor |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, title in settings["models"].items():
-        of = {figure.removesuffix(f"_{name}"): value for figure, value in figures.items() if figure.endswith(name)}
-        steps = " | ".join(f"{of[f'{kind}_step_ms']:.1f} ms" for kind in ("base", "mixed", "padded"))
-        ratios = [
-            f"{of[figure]:.2f} ({of[f'{figure}_{worst}']:.2f})"
-            for figure, worst in (
-                ("over_peft_static_base", "min"), ("over_peft", "min"), ("padded_over_mixed_step", "min"),
-                ("added_step_over_floor", "max"),
-            )
-        ]  # fmt: skip
-        lines.append(
-            f"| {title} | {of['base_tok_s']:.0f} tok/s | {of['mixed_tok_s']:.0f} tok/s | {ratios[0]} | {ratios[1]} "
-            f"| {steps} | {ratios[2]} | {ratios[3]} |"
-        )
-    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
-    lines += [
-        "",
-        f"Over HTTP ({settings['models']['smollm2']}, the client on the same cores): "
-        f"{figures['http_base_tok_s']:.0f} tok/s for the base and {figures['http_mixed_tok_s']:.0f} tok/s for eight "
-        f"adapters. Open loop, {figures['open_rate']:.2f} requests/s: TTFT p50 {figures['open_ttft_p50_ms']:.0f} ms "
-        f"and p99 {figures['open_ttft_p99_ms']:.0f} ms, TPOT p50 {figures['open_tpot_p50_ms']:.0f} ms, sends late by "
-        f"{figures['open_late_max_ms']:.1f} ms at most. The gateway adds {figures['gateway_added_p50_ms']:.1f} ms to "
-        f"the median TTFT of {settings['pairs']} short requests, each sent through it and straight to the node.",
-        "",
-        f"Contention probe: {before:.2f} ms before, {after:.2f} ms after.",
-    ]
-    return "\n".join(lines)
+        f"{figures['replays']} chunks were computed again."
+    )
+    head = ("cases", "tokens compared", "mismatches", "excused ties")
+    return "\n".join([caption(document, text), "", *table(head, [cells]), "", wrapped(rest)])
 
 
 def handoff_table(document: dict[str, Any]) -> str:
-    settings = document["settings"]
-    lines = [
+    settings, figures = document["settings"], document["figures"]
+    text = (
         f"Rank {settings['rank']} on q, k, v, {settings['dtype']}, {settings['calls']} round trips a row, "
-        f"p50 (p99) in us; engine and workers on cores of their own. {origin(document)}",
-        "",
-        "| width, tokens | workers | empty round trip | over a socket | product on pinned workers | on torch threads |",
-        "|---|---|---|---|---|---|",
-    ]
+        "p50 (p99) in us; engine and workers on cores of their own."
+    )
+    cells = []
     for row in document["rows"]:
-        values = [
+        values = (
             f"{row[f'{kind}_p50_us']:.1f} ({row[f'{kind}_p99_us']:.1f})"
             for kind in ("roundtrip", "socket", "pinned", "threads")
-        ]
-        lines.append(f"| {row['width']}, {row['tokens']} | {row['workers']} | {' | '.join(values)} |")
-    before, after = document["figures"]["probe_before_ms"], document["figures"]["probe_after_ms"]
-    lines += ["", f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."]
-    return "\n".join(lines)
+        )
+        cells.append((f"{row['width']}, {row['tokens']}, {row['workers']}", *values))
+    head = ("width, tokens, workers", "empty round trip", "over a socket", "pinned workers", "torch threads")
+    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
+    probe = f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."
+    return "\n".join([caption(document, text), "", *table(head, cells), "", probe])
 
 
-TABLES: dict[Path, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
+def one(study: str, of: Callable[[dict[str, Any]], str]) -> Callable[[Reports], str]:
+    """The block of one report."""
+    return each((study,), of)
+
+
+def each(studies: tuple[str, ...], of: Callable[[dict[str, Any]], str]) -> Callable[[Reports], str]:
+    """A block for each of the reports that are there."""
+
+    def blocks(reports: Reports) -> str:
+        return "\n\n".join(of(reports[study]) for study in studies if study in reports) or "Not measured yet."
+
+    return blocks
+
+
+TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
+    ROOT / "README.md": {
+        "figures: status": front_page.status,
+        "figures: benefits": front_page.benefits,
+        "figures": front_page.figures,
+    },
     ROOT / "docs" / "benchmarks.md": {
-        "engine": ("engine", engine_table),
-        "exactness": ("exactness", exactness_table),
-        "serve": ("serve", serve_table),
-        "memory": ("memory", memory_table),
-        "gateway": ("gateway", gateway_table),
-        "scale": ("scale", scale_table),
-        "fairness": ("fairness", fairness_table),
-        "chaos": ("chaos", chaos_table),
+        "engine": each(ENGINE, engine_table),
+        "exactness": one("exactness", exactness_table),
+        "serve": each(SERVE, serve_table),
+        "neighbours": each(("neighbours",), neighbours_table),
+        "memory": one("memory", memory_table),
+        "memory-settings": one("memory", memory_settings_table),
+        "gateway": one("gateway", gateway_table),
+        "scale": one("scale", scale_table),
+        "fairness": one("fairness", fairness_table),
+        "chaos": one("chaos", chaos_table),
     },
     ROOT / "docs" / "kernels.md": {
-        "floors": ("kernels", floor_table),
-        "resources": ("kernels", resource_table),
-        "cpu": ("kernels", cpu_table),
+        "floors": one("kernels", floor_table),
+        "resources": one("kernels", resource_table),
+        "cpu": one("kernels", cpu_table),
     },
     ROOT / "docs" / "scheduling.md": {
-        "placement": ("placement", placement_table),
+        "placement": one("placement", placement_table),
     },
     ROOT / "docs" / "cold-start.md": {
-        "coldstart": ("coldstart", coldstart_table),
-        "planning": ("coldstart", planning_table),
-        "streaming": ("coldstart", streaming_table),
-        "handoff": ("handoff", handoff_table),
+        "coldstart": one("coldstart", coldstart_table),
+        "planning": one("coldstart", planning_table),
+        "streaming": one("coldstart", streaming_table),
+        "handoff": one("handoff", handoff_table),
     },
     ROOT / "docs" / "simulate.md": {
-        "fidelity": ("fidelity", fidelity_table),
-        "scheduling": ("scheduling", scheduling_table),
-        "scheduling-measured": ("scheduling_measured", scheduling_table),
-        "testbed": ("testbed", scheduling_table),
+        "fidelity": one("fidelity", fidelity_table),
+        "scheduling": one("scheduling", scheduling_table),
+        "scheduling-measured": one("scheduling_measured", scheduling_table),
+        "testbed": one("testbed", scheduling_table),
     },
-    ROOT / "docs" / "autoscale.md": {"autoscale": ("autoscale", autoscale_text)},
-    ROOT / "docs" / "performance-model.md": {"perfmodel": ("perfmodel", perfmodel_table)},
+    ROOT / "docs" / "autoscale.md": {"autoscale": one("autoscale", autoscale_text)},
+    ROOT / "docs" / "performance-model.md": {"perfmodel": one("perfmodel", perfmodel_table)},
 }
-"""Page -> markers -> (study, what turns its report into a table)"""
+"""Page -> marker -> what makes the lines between its markers"""
 
 
-def render(page: Path, text: str) -> str:
+def committed() -> Reports:
+    """Every report in benchmarks/results/."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def render(page: Path, text: str, reports: Reports) -> str:
     """The page's text with its tables made anew. Raises ValueError."""
-    for marker, (study, table) in TABLES[page].items():
-        measured = (RESULTS / f"{study}.json").exists()
-        block = f"<!-- {marker} -->\n{table(load(study)) if measured else 'Not measured yet.'}\n<!-- /{marker} -->"
+    for marker, lines in TABLES[page].items():
+        block = f"<!-- {marker} -->\n{lines(reports)}\n<!-- /{marker} -->"
         verbatim = block.replace("\\", r"\\")
         text, found = re.subn(f"<!-- {marker} -->.*?<!-- /{marker} -->", verbatim, text, flags=re.DOTALL)
         if found != 1:
@@ -207,8 +135,9 @@ def render(page: Path, text: str) -> str:
 
 
 def main() -> None:
+    reports = committed()
     for page in TABLES:
-        page.write_text(render(page, page.read_text()))
+        page.write_text(render(page, page.read_text(), reports))
 
 
 if __name__ == "__main__":

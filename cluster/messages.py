@@ -24,7 +24,10 @@ from cluster.frames import frame
 from cluster.performance_model import PerformanceModel
 
 PROTOCOL_VERSION = 1
-ACCEPTED_VERSIONS = (PROTOCOL_VERSION,)
+PARAMETERS_VERSION = 2
+"""Of a GenerateRequest that states one of NEWER_PARAMETERS. Nodes that would ignore these refuse the version, and get
+no such call (`NodeRecord.accepts`). A request that states none of them is version 1, which all nodes serve."""
+ACCEPTED_VERSIONS = (PROTOCOL_VERSION, PARAMETERS_VERSION)
 """The version before the current one joins this tuple when there is one."""
 
 RECORD_INTERVAL = 0.2
@@ -37,7 +40,11 @@ SloClass = Literal["strict", "standard", "best_effort"]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 are off."""
+    """How tokens are chosen, and which of them end the text. The one struct that carries a call's parameters from the
+    gateway to the engine.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 are off.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -50,6 +57,42 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     logprobs: int | None = None
     """None: none. k: the chosen token's log probability and the k most likely ones."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that the prompt or the output has."""
+    logit_bias: dict[int, float] = {}
+    """Token id -> what is added to its logit."""
+    min_tokens: int = 0
+    """Before so many tokens are generated, end tokens and `stop_token_ids` are masked and stop strings don't count."""
+    stop_token_ids: list[int] = []
+    bad_words: list[list[int]] = []
+    """Token sequences that the output must not have."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, of the prompt's tokens but the first."""
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    """The stop string, or the token that ends the text, is part of the text."""
+
+
+NEWER_PARAMETERS = (
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "include_stop",
+)
+"""Fields of Sampling that nodes of protocol version 1 don't know."""
+
+
+def version_for(sampling: Sampling) -> int:
+    """The protocol version that a node must serve so as not to ignore any of these parameters."""
+    plain = all(getattr(sampling, field) == getattr(_PLAIN, field) for field in NEWER_PARAMETERS)
+    return PROTOCOL_VERSION if plain else PARAMETERS_VERSION
+
+
+_PLAIN = Sampling()
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -88,11 +131,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     v: int = PROTOCOL_VERSION
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     token: str
     token_id: int
     logprob: float
     top: list[TopLogprob] = []
+    rank: int = 0
+    """Among the whole vocabulary, of a prompt's token; 1 is the likeliest. 0: not asked for."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -118,6 +163,13 @@ class Token(msgspec.Struct, frozen=True, tag_field="event", tag="token", omit_de
     index: int
     """Index of the first of `token_ids` among the generated tokens."""
     logprobs: list[TokenLogprob] = []
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, tag_field="event", tag="prompt_logprobs", omit_defaults=True):
+    """Of the prompt's tokens from `index` on; the prompt's first token has none. All come before the first Token."""
+
+    index: int
+    logprobs: list[TokenLogprob]
 
 
 class ColdStart(msgspec.Struct, frozen=True):
@@ -161,6 +213,8 @@ class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defa
     timing: Timing
     text: str = ""
     """What was still held back for an incomplete character or a possible stop string."""
+    stop_reason: int | str | None = None
+    """The stop string, or the one of `stop_token_ids`, that ended the text. None: something else did."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag_field="event", tag="failed", omit_defaults=True):
@@ -173,7 +227,7 @@ class Failed(msgspec.Struct, frozen=True, tag_field="event", tag="failed", omit_
     retry_after: float | None = None
 
 
-Event = Started | Token | Done | Failed
+Event = Started | PromptLogprobs | Token | Done | Failed
 
 
 class Resident(msgspec.Struct, frozen=True):
@@ -244,8 +298,14 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """None: not measured."""
     forecast_ratio: float | None = None
     """Median of observed / forecast over its last passes, by `performance`; None: it has computed none."""
+    measuring: float | None = None
+    """How much of the measurement that will give it a `performance` is done (0 to 1); None: none goes on."""
     adapter_bytes_free: int = 0
     adapter_bytes: int = 0
+    largest_adapter: int = 0
+    """Bytes that one adapter may have here; calls of a larger one are answered `too_large`. 0: not reported."""
+    adapter_itemsize: int = 0
+    """Bytes of an element of an adapter's weights here, whatever its file has. 0: not reported."""
     residents: list[Resident] = []
     acknowledged: list[str] = []
     """Ids of requests received since the record before; ends their reservations."""
@@ -254,6 +314,8 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why the engine is not ready, when it is not."""
     pool: str = ""
     """The node pool that it belongs to; empty: none."""
+    accepts: int = PROTOCOL_VERSION
+    """The newest version of GenerateRequest that it serves."""
     v: int = PROTOCOL_VERSION
 
 

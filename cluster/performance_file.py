@@ -12,7 +12,7 @@ from cluster.node_table import ASSUMED
 from cluster.performance_fit import (
     LEAST_R2,
     MOST_ERROR,
-    MOST_ERROR_AT_START,
+    MOST_ERROR_IDLE,
     DecodeFit,
     PaperForm,
     PrefillFit,
@@ -41,7 +41,7 @@ class PerformanceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     paper: tuple[PaperForm, ...] = ()
     """Toppings' two-parameter forms on its grid, where that was measured"""
     thorough: bool = False
-    """by `garnish profile`; otherwise shortly, when the node first started"""
+    """by `garnish profile`; otherwise by the node itself, while it was idle"""
     version: int = MODEL_VERSION
 
     @property
@@ -82,7 +82,7 @@ def write_performance(profile: PerformanceProfile, file: Path) -> None:
 
 
 def _poor(profile: PerformanceProfile) -> str:
-    most_error = MOST_ERROR if profile.thorough else MOST_ERROR_AT_START
+    most_error = MOST_ERROR if profile.thorough else MOST_ERROR_IDLE
     for name, quality in (("decode", profile.decode.quality), ("prefill", profile.prefill.quality)):
         if quality.r2 > 1 or quality.heldout_median_error < 0:
             found = f"R^2 of {name} is {quality.r2}, its held-out error {quality.heldout_median_error}"

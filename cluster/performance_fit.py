@@ -19,8 +19,8 @@ LEAST_R2 = 0.9
 MOST_ERROR = 0.1
 """Median held-out error with which a model is good whatever its R^2: steps that all take much the same time leave R^2
 nothing to explain."""
-MOST_ERROR_AT_START = 0.25
-"""The same for what a node measures in seconds when it starts: the alternative is a model of another machine."""
+MOST_ERROR_IDLE = 0.25
+"""The same for what a node measures while it is idle: the alternative is a model of another machine."""
 FOLDS = 5
 LEAST_SAMPLES = 12
 """Configurations."""

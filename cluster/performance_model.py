@@ -25,7 +25,7 @@ class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the numbers depend on; a model of another key says nothing of this node."""
 
     hardware: str
-    """the device's name, and how many threads compute where it is a CPU"""
+    """the device's name; of a CPU also how many threads compute, and how bf16 products are computed"""
     base: str
     """fingerprint"""
     dtype: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +50,68 @@ class BaseText:
         self.eos_ids = end_token_ids(directory)
         self._template = _compile_template(directory, settings)
         self._token_bytes = token_bytes(self.tokenizer)
+        self._added = _added_tokens(self.tokenizer)
 
-    def encode_prompt(self, prompt: str, limit: int | None = None) -> list[int]:
+    def encode_prompt(self, prompt: str, limit: int | None = None, keep: int | None = None) -> list[int]:
         """Token ids of a raw prompt with the special tokens that the tokenizer adds; BOS alone when it is empty.
 
+        With `keep`, at most so many: the last ones, but those that the tokenizer adds stay.
         Raises TextTooLong, at once, when there are certainly more than `limit` tokens.
         """
-        return self._ids(prompt, limit, special=True) if prompt else [self.bos_id]
+        if not prompt:
+            return [self.bos_id]
+        ids = self._ids(prompt, limit, special=True)
+        if keep is None or len(ids) <= keep:
+            return ids
+        before, after = self._added
+        own = max(keep - before - after, 0)
+        return [*ids[:before], *ids[len(ids) - after - own : len(ids) - after], *ids[len(ids) - after :]][:keep]
 
-    def encode_chat(self, messages: list[dict[str, Any]], limit: int | None = None) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn. Raises TextError, and TextTooLong as above."""
+    def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences of each word at a text's beginning and, where it is as long and begins otherwise, behind a
+        space: as vLLM has them."""
+        sequences: list[list[int]] = []
+        for word in words:
+            bare, spaced = (self._ids(space + word.lstrip(), None, special=False) for space in ("", " "))
+            sequences.append(bare)
+            if spaced[0] != bare[0] and len(spaced) == len(bare):
+                sequences.append(spaced)
+        return sequences
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of the text alone, without any special token around it; none when it is empty."""
+        return self._ids(text, None, special=False) if text else []
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, special ones included. Raises TextError for an id that no token has."""
+        self.token_strings(token_ids)
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it. Raises TextError as `decode` does."""
+        found: list[str] = []
+        for place, token_id in enumerate(token_ids):
+            token = self.tokenizer.id_to_token(token_id)
+            if token is None:
+                raise TextError(f"the base model has no token {token_id} (entry {place} of the list)")
+            found.append(token)
+        return found
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], limit: int | None = None, *, answer: bool = True, special: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation; with `answer` ready for the assistant's turn, with `special` between the special
+        tokens of a raw prompt. Raises TextError, and TextTooLong as above."""
         if self._template is None:
             raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
         try:
             text = self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._special
+                messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self._special
             )
         except TEMPLATE_ERRORS as error:
             raise TextError(f"the chat template refused the messages: {error}") from error
-        return self._ids(text, limit, special=False)
+        return self._ids(text, limit, special=special)
 
     def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:
         if limit is not None and self._token_bytes and self._token_bytes.fewest_tokens(text) > limit:
@@ -91,6 +135,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _added_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
+    """How many special tokens the tokenizer puts before and after a text."""
+    mask = tokenizer.encode("a", add_special_tokens=True).special_tokens_mask
+    before = next((place for place, special in enumerate(mask) if not special), 0)
+    after = next((place for place, special in enumerate(reversed(mask)) if not special), 0)
+    return before, after
 
 
 def _bos_id(tokenizer: Tokenizer, token: str | None, config: dict[str, Any]) -> int:

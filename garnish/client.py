@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import httpx
 
 from garnish.connection import Connection, find_connection
 from garnish.errors import GarnishError
+from garnish.hub import is_hub_place, local_folder
 from garnish.protocol import (
     AliasTarget,
     Call,
@@ -59,7 +62,8 @@ class Client:
         connection: Connection | None = None,
     ) -> None:
         found = connection or find_connection(url, key, os.environ, tenant=tenant)
-        with _told():
+        self._connection = found
+        with _explained(self._connection.url):
             self._http = httpx.Client(base_url=found.url, headers=base_headers(found))
 
     def __enter__(self) -> Client:
@@ -80,18 +84,17 @@ class Client:
     def invoke(
         self, name: str, prompt: Prompt, *, stream: bool = False, **options: Any
     ) -> InvokeReply | Iterator[Event]:
-        """Call a function (`name`, `name:alias` or `name:version`) with a prompt or messages.
+        """Call a function (`name`, `name:alias` or `name:version`) with a prompt, its token ids, or messages.
 
-        `options` are the request's fields: max_tokens, temperature, top_p, top_k, min_p, seed, stop,
-        presence_penalty, frequency_penalty, logprobs, ignore_eos, timeout, metadata; and `session`: calls with equal
-        ones are on the same side of an alias that splits its calls.
+        `options` are the request's other fields (docs/invoke.md): max_tokens, temperature, n, stop, logit_bias, ...;
+        and `session`: calls with equal ones are on the same side of an alias that splits its calls.
         With `stream` it yields TokenEvent after TokenEvent and at last one DoneEvent; closing the iterator cancels.
         """
         call = invoke_call(name, prompt, stream, options)
         return self._events(call) if stream else self._reply(call, InvokeReply)
 
     def deploy(self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False) -> DeployReply:
-        """Deploy a PEFT adapter's directory, or what lies in an allowed `s3://bucket/prefix`.
+        """Deploy a PEFT adapter's directory, `hf:org/name`, or what lies in an allowed `s3://bucket/prefix`.
 
         With `dry_run` it is only validated.
         """
@@ -133,10 +136,10 @@ class Client:
         self._done(delete_version_call(name, version))
 
     def _done(self, call: Call) -> None:
-        with _told():
+        with _explained(self._connection.url):
             response = self._http.request(**call.arguments())
         if response.is_error:
-            raise error_of(response)
+            raise error_of(response, self._connection)
 
     def ask(self, call: Call, kind: type[Reply]) -> Reply:
         """Any other request, such as those of garnish.operate; `kind` is the type of its reply."""
@@ -168,16 +171,16 @@ class Client:
         return self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     def _reply(self, call: Call, kind: type[Reply]) -> Reply:
-        with _told():
+        with _explained(self._connection.url):
             response = self._http.request(**call.arguments())
-        return parse(response, kind)
+        return parse(response, kind, self._connection)
 
     def _events(self, call: Call) -> Iterator[Event]:
         reader = EventReader()
-        with _told(), self._http.stream(**call.arguments()) as response:
+        with _explained(self._connection.url), self._http.stream(**call.arguments()) as response:
             if response.is_error:
                 response.read()
-                raise error_of(response)
+                raise error_of(response, self._connection)
             for line in response.iter_lines():
                 event = reader.line(line)
                 if event is not None:
@@ -197,7 +200,8 @@ class AsyncClient:
         connection: Connection | None = None,
     ) -> None:
         found = connection or find_connection(url, key, os.environ, tenant=tenant)
-        with _told():
+        self._connection = found
+        with _explained(self._connection.url):
             self._http = httpx.AsyncClient(base_url=found.url, headers=base_headers(found))
 
     async def __aenter__(self) -> AsyncClient:
@@ -230,6 +234,8 @@ class AsyncClient:
         self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False
     ) -> DeployReply:
         """As `Client.deploy`."""
+        if is_hub_place(adapter):
+            adapter = await asyncio.to_thread(local_folder, adapter, f"garnish deploy {name} {{}}")
         with deploy_call(name, adapter, alias, dry_run) as call:
             return await self._reply(call, DeployReply)
 
@@ -265,10 +271,10 @@ class AsyncClient:
         await self._done(delete_version_call(name, version))
 
     async def _done(self, call: Call) -> None:
-        with _told():
+        with _explained(self._connection.url):
             response = await self._http.request(**call.arguments())
         if response.is_error:
-            raise error_of(response)
+            raise error_of(response, self._connection)
 
     async def ask(self, call: Call, kind: type[Reply]) -> Reply:
         """As `Client.ask`."""
@@ -297,17 +303,17 @@ class AsyncClient:
         return await self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
-        with _told():
+        with _explained(self._connection.url):
             response = await self._http.request(**call.arguments())
-        return parse(response, kind)
+        return parse(response, kind, self._connection)
 
     async def _events(self, call: Call) -> AsyncIterator[Event]:
         reader = EventReader()
-        with _told():
+        with _explained(self._connection.url):
             async with self._http.stream(**call.arguments()) as response:
                 if response.is_error:
                     await response.aread()
-                    raise error_of(response)
+                    raise error_of(response, self._connection)
                 async for line in response.aiter_lines():
                     event = reader.line(line)
                     if event is not None:
@@ -316,14 +322,26 @@ class AsyncClient:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """httpx's failures as GarnishError: the service was not reached, or the connection broke."""
+def _explained(url: str) -> Iterator[None]:
+    """Raises httpx's failures as GarnishError: what was not reached at `url`, and what to do about it."""
     try:
         yield
-    except httpx.InvalidURL as error:
-        raise GarnishError("unreachable", f"not a URL: {error}") from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        problem = f"not a service's address: {url!r} (expected one such as http://127.0.0.1:8080)"
+        raise GarnishError("unreachable", problem) from error
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error):
+            problem = f"{url} can't be reached by TLS: {error}; does it speak http, without s?"
+        else:
+            problem = (
+                f"nothing answers at {url}: is it started? garnish up (or name another address: --url, GARNISH_URL)"
+            )
+        raise GarnishError("unreachable", problem) from error
     except httpx.TimeoutException as error:
-        raise GarnishError("unreachable", f"the service did not answer in time ({type(error).__name__})") from error
+        raise GarnishError("unreachable", f"{url} did not answer in time ({type(error).__name__})") from error
+    except httpx.RemoteProtocolError as error:
+        problem = f"the connection to {url} broke off, or no Garnish service answers there: {error}"
+        raise GarnishError("unreachable", problem) from error
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
-        raise GarnishError("unreachable", f"the service can't be reached: {reason}") from error
+        raise GarnishError("unreachable", f"{url} can't be reached: {reason}") from error

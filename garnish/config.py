@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,9 +11,12 @@ import msgspec
 
 from adapters.errors import InvalidRequest
 from adapters.names import is_alias, is_name
+from adapters.nearest import nearest
 from adapters.s3_url import parse_s3_url
 from cluster.redis_url import url_problem
-from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
+from garnish.adapter_folder import AdapterFiles, adapter_files
+from garnish.hub import is_hub_place, local_folder
+from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
 
@@ -42,6 +44,16 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
     def path(self, written: str) -> Path:
         """A path from the file, as it is meant: relative to the folder that holds the file."""
         return self.file.absolute().parent / Path(written).expanduser()
+
+    def adapter_folder(self, name: str) -> Path:
+        """The directory of a declared function's adapter; one on the Hub is fetched. Raises GarnishError."""
+        written = self.functions[name].adapter
+        use = f"functions.{name}.adapter: {{}}"
+        return local_folder(written, use) if is_hub_place(written) else self.path(written)
+
+    def adapter_files(self, name: str) -> AdapterFiles:
+        """The files of a declared function's adapter. Raises GarnishError with one line that says what is wrong."""
+        return adapter_files(self.adapter_folder(name), f"functions.{name}.adapter: {{}}")
 
 
 def load_service_file(file: Path, environment: Mapping[str, str] | None = None) -> ServiceFile:
@@ -132,6 +144,12 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
             ("infra", "gateway_url"),
             "expected no user and password: Terraform keeps the address in its plans and state",
         )
+    if loaded.infra.aws is not None and not re.fullmatch(WHEEL_URL, loaded.infra.aws.package):
+        raise document.error(
+            ("infra", "aws", "package"),
+            f"expected the s3:// address of a wheel, found {loaded.infra.aws.package!r}: the name garnish on PyPI is "
+            "not this project's. Run `make wheel`, copy dist/*.whl to a bucket and name it here",
+        )
     registry = loaded.registry or ""
     if registry.startswith("s3://"):
         try:
@@ -184,7 +202,7 @@ def _explained(document: Document, path: FieldPath, kind: type[Any], message: st
     inner = path + tuple(part for part in re.split(r"[.\[\]]+", where.rstrip("`")) if part)
     fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_encode_fields__", ())
     if found := re.match(r"Object contains unknown field `(.*)`$", problem):
-        near = difflib.get_close_matches(found[1], fields, 1)
+        near = nearest(found[1], fields)
         hint = f"did you mean `{near[0]}`? " if near else ""
         return document.error((*inner, found[1]), f"unknown key; {hint}expected one of {', '.join(fields)}")
     if found := re.match(r"Object missing required field `(.*)`$", problem):

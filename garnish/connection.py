@@ -21,6 +21,8 @@ class Connection(msgspec.Struct, frozen=True):
     """Empty: none is sent (a service with `auth: none`)."""
     tenant: str | None = None
     """Named in a header; needed with an admin key."""
+    key_from: str = ""
+    """Where the key was found, for whoever wonders which one was refused."""
 
 
 class _UserConfig(msgspec.Struct, frozen=True):
@@ -45,14 +47,18 @@ def find_connection(
     Raises StartError when a file is there but can't be read.
     """
     url = url or environment.get("GARNISH_URL")
-    key = key or environment.get("GARNISH_API_KEY")
+    key, source = (key, "given") if key else (environment.get("GARNISH_API_KEY"), "GARNISH_API_KEY")
     credentials = read_credentials(state / FILE_NAME)
     if credentials is not None and (url is None or _same(url, credentials.url)):
-        return Connection(credentials.url, key if key is not None else _key(credentials, tenant, admin), tenant)
+        if key is None:
+            key, source = _key(credentials, tenant, admin), str(state / FILE_NAME)
+        return Connection(credentials.url, key, tenant, source)
     config = _read_user_config(environment)
     if config.url is not None and (url is None or _same(url, config.url)):
-        return Connection(config.url, key if key is not None else config.api_key or "", tenant)
-    return Connection(url or config.url or DEFAULT_URL, key or "", tenant)
+        if key is None:
+            key, source = config.api_key or "", str(_user_file(environment))
+        return Connection(config.url, key, tenant, source)
+    return Connection(url or config.url or DEFAULT_URL, key or "", tenant, source)
 
 
 def _key(credentials: Credentials, tenant: str | None, admin: bool) -> str:
@@ -65,9 +71,13 @@ def _same(one: str, other: str) -> bool:
     return one.rstrip("/") == other.rstrip("/")
 
 
-def _read_user_config(environment: Mapping[str, str]) -> _UserConfig:
+def _user_file(environment: Mapping[str, str]) -> Path:
     folder = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    file = Path(folder) / "garnish" / "config.toml"
+    return Path(folder) / "garnish" / "config.toml"
+
+
+def _read_user_config(environment: Mapping[str, str]) -> _UserConfig:
+    file = _user_file(environment)
     try:
         return msgspec.convert(tomllib.loads(file.read_text()), _UserConfig)
     except FileNotFoundError:

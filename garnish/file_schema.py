@@ -15,7 +15,7 @@ import msgspec
 
 from adapters.names import NAME
 from garnish.config import BUILT, QUANTITIES
-from garnish.service_file import Function, Gateway, Infra, Node, NodePool, Tenant, Top
+from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import BYTES, SECONDS, parse_rate, parse_seconds
 
 FILE = Path(__file__).with_name("serverless.schema.json")
@@ -43,6 +43,7 @@ def document() -> Schema:
     _describe_sharing(definitions["Gateway"])
     sources = definitions["Gateway"]["properties"]["allowed_sources"]
     sources["anyOf"][0]["items"] = _text(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
+    definitions["Aws"]["properties"]["package"] = _text(WHEEL_URL)
     definitions["variable"] = {"type": "string", "pattern": r"\$\{env:[A-Za-z_][A-Za-z0-9_]*\}"}
     head = {
         "title": "serverless.yml",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from cluster.logs import readable, wants_colour
+from cluster.printable import printable
 from garnish.errors import FrontDoorError
 from garnish.up.logs import log_of
 from gateway.trace_log import CALL, Call
@@ -49,6 +52,15 @@ def last_lines(state: Path, name: str, count: int) -> list[str]:
     if name not in known:
         raise FrontDoorError(f"there is no log of {name!r} in {state / 'logs'}; there are: {', '.join(known)}")
     return list(deque(_lines(log_of(state, name)), maxlen=count))
+
+
+def for_people(line: str) -> str:
+    """Returns a JSON line as it is read on this process's standard output; anything else without control characters."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return printable(line)
+    return readable(entry, wants_colour(sys.stdout)) if isinstance(entry, dict) else printable(line)
 
 
 def trace_lines(state: Path) -> Iterator[TraceLine]:

@@ -11,17 +11,16 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from garnish.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, adapter_files
 from garnish.connection import Connection
 from garnish.errors import GarnishError
+from garnish.hub import local_folder
 from gateway import schema
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 SOURCE = "s3://"
 """How an adapter's place begins that is no directory of ours."""
-Prompt = str | list[dict[str, str]]
-"""A prompt, or messages such as {"role": "user", "content": "Hello"}."""
+Prompt = str | list[int] | list[dict[str, str]]
+"""A prompt, its token ids, or messages such as {"role": "user", "content": "Hello"}."""
 AliasTarget = int | Mapping[int, float] | Mapping[str, float]
 """A version, or shares of the calls by version."""
 CONNECT = 5.0
@@ -64,11 +63,16 @@ def base_headers(connection: Connection) -> dict[str, str]:
     return headers
 
 
+def _is_prompt(prompt: Prompt) -> bool:
+    """A text or its token ids, and not messages."""
+    return isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
+
+
 def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]) -> Call:
     """`options` are fields of the request by their names, and `session`, a header; None means not stated."""
     stated = {field: value for field, value in options.items() if value is not None}
     session = stated.pop("session", None)
-    body = {("prompt" if isinstance(prompt, str) else "messages"): prompt, **stated}
+    body = {("prompt" if _is_prompt(prompt) else "messages"): prompt, **stated}
     if stream:
         body["stream"] = True
     seconds = stated.get("timeout")
@@ -79,9 +83,10 @@ def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]
 
 @contextmanager
 def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool) -> Iterator[Call]:
-    """`adapter`: a directory, whose two files are kept open while the request is sent, or `s3://bucket/prefix`.
+    """`adapter`: a directory, whose two files are kept open while the request is sent, `hf:org/name` on the Hugging
+    Face Hub, which is fetched first, or `s3://bucket/prefix`.
 
-    Raises GarnishError when a file can't be read.
+    Raises GarnishError when it is none of these, or a file can't be read.
     """
     if isinstance(adapter, str) and adapter.startswith(SOURCE):
         yield Call(
@@ -92,9 +97,10 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
             timeout=_waiting(CALL_SECONDS),
         )
         return
-    directory = Path(adapter)
+    use = f"garnish deploy {name} {{}}"
+    files = adapter_files(local_folder(adapter, use), use)
     try:
-        with (directory / CONFIG_FILE).open("rb") as config, (directory / WEIGHTS_FILE).open("rb") as weights:
+        with files.config.open("rb") as config, files.weights.open("rb") as weights:
             yield Call(
                 method="POST",
                 url=f"/deploy/{quote(name, safe='')}",
@@ -104,10 +110,7 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
                 timeout=_waiting(CALL_SECONDS),
             )
     except OSError as error:
-        raise GarnishError(
-            "invalid_request",
-            f"{directory}: expected a PEFT adapter's {CONFIG_FILE} and {WEIGHTS_FILE} ({error.strerror})",
-        ) from None
+        raise GarnishError("invalid_request", f"{adapter} can't be read: {error.strerror}") from None
 
 
 def functions_call(limit: int, after: str | None) -> Call:
@@ -173,22 +176,46 @@ def usage_call(tenant: str | None, start: str | None, end: str | None, group_by:
     return Call(method="GET", url="/usage", params={name: value for name, value in stated.items() if value is not None})
 
 
-def parse(reply: httpx.Response, kind: type[Reply]) -> Reply:
-    """The typed content of a reply that was read. Raises GarnishError for an error, or what is not understood."""
-    if reply.is_error:
-        raise error_of(reply)
-    return _decode(reply.content, kind)
+def parse(reply: httpx.Response, kind: type[Reply], connection: Connection) -> Reply:
+    """Returns the typed content of a reply that was read. Raises GarnishError for an error and for what is no reply of
+    a Garnish service."""
+    if not reply.is_success:
+        raise error_of(reply, connection)
+    try:
+        return msgspec.json.decode(reply.content, type=kind)
+    except msgspec.DecodeError as error:
+        problem = (
+            f"the reply of {_address(reply)} is not understood: is it a Garnish service of this version? ({error})"
+        )
+        raise GarnishError("internal", problem) from error
 
 
-def error_of(reply: httpx.Response) -> GarnishError:
-    """What an error reply says; its content must have been read."""
+def _address(reply: httpx.Response) -> str:
+    """Returns the URL that was asked, without path and query."""
+    return str(reply.url.copy_with(raw_path=b"/")).rstrip("/")
+
+
+def error_of(reply: httpx.Response, connection: Connection) -> GarnishError:
+    """Returns what an error reply says; its content must have been read."""
     try:
         told = msgspec.json.decode(reply.content, type=schema.ErrorReply).error
     except msgspec.DecodeError:
-        message = f"the service answered {reply.status_code} without an explanation"
+        message = (
+            f"{_address(reply)} answered {reply.status_code}, but not as a Garnish service does: is the address right?"
+        )
         return GarnishError("internal", message, status=reply.status_code)
+    if reply.status_code == 401:
+        told = msgspec.structs.replace(told, message=f"{told.message} ({_key_used(connection)})")
     retry_after = reply.headers.get("retry-after", "")
     return _error(told, reply.status_code, float(retry_after) if retry_after.isdecimal() else None)
+
+
+def _key_used(connection: Connection) -> str:
+    if connection.key:
+        return f"the one that was sent: {connection.key_from}"
+    return (
+        f"none is known for {connection.url}: set GARNISH_API_KEY, or name the service's state directory with --state"
+    )
 
 
 def _error(told: schema.ErrorContent, status: int, retry_after: float | None = None) -> GarnishError:

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from garnish.adapter_folder import AdapterFiles
 from garnish.client import Client
 from garnish.config import ServiceFile, tenant_names, tenant_of
 from garnish.errors import GarnishError
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
 from gateway.schema import DeployReply
 
 
@@ -92,8 +92,8 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
     new = {step.tenant for step in tenants if step.action == "create"}
     functions = []
     for name, function in service.functions.items():
-        tenant, adapter = tenant_of(service, function), service.path(function.adapter)
-        functions.append(_plan_function(connect, tenant, name, function.alias or "latest", adapter, tenant in new))
+        tenant, files = tenant_of(service, function), service.adapter_files(name)
+        functions.append(_plan_function(connect, tenant, name, function.alias or "latest", files, tenant in new))
     return Plan(tenants, functions)
 
 
@@ -109,6 +109,24 @@ def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iter
             tell(str(entry))
             with connect(entry.tenant) as client:
                 yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
+
+
+def try_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
+    """Has the service check the adapters that would become versions, of tenants that exist. Nothing changes.
+
+    Raises GarnishError, naming the function, for the first that it refuses.
+    """
+    new = {step.tenant for step in plan.tenants if step.action == "create"}
+    for entry in plan.functions:
+        if entry.action != "create" or entry.tenant in new:
+            continue
+        tell(f"checking {entry.tenant}/{entry.function}")
+        try:
+            with connect(entry.tenant) as client:
+                yield client.deploy(entry.function, Path(entry.adapter), entry.alias, dry_run=True)
+        except GarnishError as error:
+            message = f"function {entry.tenant}/{entry.function}: {error.message}"
+            raise GarnishError(error.type, message, details=error.details, status=error.status) from error
 
 
 def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantStep:
@@ -132,9 +150,9 @@ def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantSte
 
 
 def _plan_function(
-    connect: Connect, tenant: str, name: str, alias: str, adapter: Path, new_tenant: bool
+    connect: Connect, tenant: str, name: str, alias: str, files: AdapterFiles, new_tenant: bool
 ) -> FunctionStep:
-    hashes = _sha256(adapter / CONFIG_FILE), _sha256(adapter / WEIGHTS_FILE)
+    hashes = _sha256(files.config), _sha256(files.weights)
     version: int | None = None
     points_to: int | dict[str, float] | None = None
     if not new_tenant:
@@ -151,7 +169,7 @@ def _plan_function(
     action: Literal["create", "move", "none"] = "create" if version is None else "move"
     if version is not None and points_to == version:
         action = "none"
-    return FunctionStep(tenant, name, alias, action, version, points_to, str(adapter))
+    return FunctionStep(tenant, name, alias, action, version, points_to, str(files.config.parent))
 
 
 def _settings(service: ServiceFile, tenant: str) -> dict[str, Any]:
@@ -165,8 +183,7 @@ def _sha256(file: Path) -> str:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        problem = f"{file.parent}: expected a PEFT adapter's {CONFIG_FILE} and {WEIGHTS_FILE} ({error.strerror})"
-        raise GarnishError("invalid_request", problem) from None
+        raise GarnishError("invalid_request", f"{file} can't be read: {error.strerror}") from None
 
 
 def _target(points_to: int | dict[str, float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -10,19 +11,23 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
-from rich.table import Table
 
-from garnish.text import printable
+from cluster.printable import printable
+from garnish.table import Column, drawn, tabbed
 
 BAR_WIDTH = 30
 """Characters."""
 
 
 class Screen:
-    """Tables and a spinner on a terminal, plain lines elsewhere; with `as_json`, results are JSON only."""
+    """Tables and a spinner on a terminal, plain lines elsewhere; with `as_json`, results are JSON only.
 
-    def __init__(self, as_json: bool = False) -> None:
+    `header`: whether tables have one.
+    """
+
+    def __init__(self, as_json: bool = False, *, header: bool = True) -> None:
         self.as_json = as_json
+        self._header = header
         self._out = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._err = Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._status: Status | None = None
@@ -43,6 +48,12 @@ class Screen:
         if not self.as_json:
             self.piece(text + "\n")
 
+    def styled(self, text: str) -> None:
+        """A line whose control characters are ours; nothing with `as_json`."""
+        if not self.as_json:
+            self._out.file.write(text + "\n")
+            self._out.file.flush()
+
     def piece(self, text: str) -> None:
         """Text as it comes, without a line break; a terminal gets no control characters of others."""
         self._out.file.write(printable(text) if self.is_terminal else text)
@@ -54,18 +65,17 @@ class Screen:
             self._out.file.write(msgspec.json.encode(value).decode() + "\n")
             self._out.file.flush()
 
-    def table(self, columns: list[str], rows: list[list[str]]) -> None:
-        """Nothing with `as_json`. Elsewhere than on a terminal: one line per row, fields separated by tabs."""
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+        """A table for people; nothing with `as_json`."""
         if self.as_json:
             return
         if not self.is_terminal:
-            for row in rows:
-                self._out.file.write("\t".join(row) + "\n")
+            self.piece(tabbed(columns, rows, self._header))
             return
-        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-        for row in rows:
-            table.add_row(*map(printable, row))
+        table, note = drawn(columns, rows, self._out.width, self._header)
         self._out.print(table)
+        if note:
+            self.note(note)
 
     def progress(self, text: str, share: float | None = None) -> None:
         """What is being done now, and which share of it is done: replaces the line before on a terminal, a new line

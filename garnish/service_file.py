@@ -88,6 +88,10 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling: Scaling = Scaling()
 
 
+WHEEL_URL = r"s3://[a-z0-9][a-z0-9.-]+/[A-Za-z0-9._/+-]+\.whl"
+"""Of `infra.aws.package`; the module aws_pool checks the same."""
+
+
 class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     region: Text
     vpc_id: Text

@@ -1,4 +1,4 @@
-"""Sizes, rates and durations as people write them: `4GiB`, `200MB/s`, `15m`."""
+"""Sizes, rates and durations as people write and read them: `4GiB`, `200MB/s`, `15m`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def parse_rate(value: object) -> float:
 def parse_seconds(value: object) -> float:
     """`15m`, `250ms` or a plain number of seconds, above 0. Raises ValueError."""
     return float(_quantity(value, SECONDS, "a duration such as 30s, 15m or 2h"))
+
+
+def shown_bytes(count: int) -> str:
+    """`2.3 MiB`: a number of bytes, at least 0, with three digits or less of the largest fitting unit."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while round(size) >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.1f} {units[0]}" if units[0] != "B" and size < 99.95 else f"{size:.0f} {units[0]}"
 
 
 def _quantity(value: object, units: dict[str, float] | dict[str, int], expected: str) -> Fraction:

@@ -1,12 +1,10 @@
-"""Text of others on a person's terminal."""
+"""Moments, as a person at a terminal reads them."""
 
 from __future__ import annotations
 
-import re
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from datetime import UTC, datetime
 
 
-def printable(text: str) -> str:
-    """Without control characters but tabs and line breaks: they could move the cursor or rename the window."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+def shown_time(moment: float) -> str:
+    """`2026-11-21T19:22:44Z`, of seconds since 1970."""
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

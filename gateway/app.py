@@ -22,6 +22,7 @@ from gateway.routes import (
     aliases,
     cluster,
     deploy,
+    docs,
     explain,
     functions,
     health,
@@ -32,12 +33,13 @@ from gateway.routes import (
     openapi,
     pools,
     tenants,
+    tokens,
     usage,
 )
 from gateway.services import Services, open_services
 
-CALLED = (invoke, openai, deploy, functions, aliases)
-OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, openapi)
+CALLED = (invoke, openai, tokens, deploy, functions, aliases)
+OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, openapi, docs)
 ROUTES = [route for group in (*CALLED, *OPERATED) for route in group.routes]
 
 

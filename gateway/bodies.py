@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
+import msgspec.inspect
 from starlette.requests import Request
 
 from adapters import strict_json
+from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 from gateway.config import GatewayConfig
 from gateway.errors import ClientGone
@@ -115,7 +118,8 @@ def convert(value: Any, kind: type[T], at: str = "") -> T:
     except msgspec.ValidationError as error:
         param = field_of(str(error))
         named = ".".join(part for part in (at, param) if part) or None
-        raise ServiceError("validation_failed", _PATH.sub("", str(error)), param=named) from None
+        message = _PATH.sub("", str(error)) + _meant_field(str(error), kind)
+        raise ServiceError("validation_failed", message, param=named) from None
     except RecursionError:
         raise ServiceError("invalid_request", "the body is not valid JSON: it is nested too deeply") from None
 
@@ -126,6 +130,41 @@ def field_of(message: str) -> str | None:
     unknown = _UNKNOWN.search(message)
     parts = [path.group(1) if path else "", next(filter(None, unknown.groups()), "") if unknown else ""]
     return ".".join(part for part in parts if part) or None
+
+
+def _meant_field(message: str, kind: Any) -> str:
+    """The end of a msgspec error's message: the known field that an unknown one comes close to, if one does."""
+    unknown = _UNKNOWN.search(message)
+    if unknown is None or unknown.group(1) is None:
+        return ""
+    path = _PATH.search(message)
+    steps = re.findall(r"[^.\[\]]+", path.group(1)) if path else []
+    return did_you_mean(unknown.group(1), fields_at(kind, tuple(step for step in steps if step != "...")))
+
+
+@lru_cache(maxsize=256)
+def fields_at(kind: Any, path: tuple[str, ...]) -> tuple[str, ...]:
+    """The fields of the message type `kind`, or of the messages inside it under `path`."""
+    inside: list[Any] = [msgspec.inspect.type_info(kind)]
+    for step in path:
+        inside = [
+            field.type for struct in _structs(inside) for field in struct.fields if field.encode_name == step
+        ] or inside
+    return tuple(field.encode_name for struct in _structs(inside) for field in struct.fields)
+
+
+def _structs(types: Iterable[Any]) -> list[msgspec.inspect.StructType]:
+    """The message types among these, also as members of a union or of a list."""
+    found: list[msgspec.inspect.StructType] = []
+    for kind in types:
+        match kind:
+            case msgspec.inspect.StructType():
+                found.append(kind)
+            case msgspec.inspect.UnionType():
+                found += _structs(kind.types)
+            case msgspec.inspect.CollectionType():
+                found += _structs([kind.item_type])
+    return found
 
 
 def media_type(request: Request) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adapters.errors import NoSuchFunction
 from cluster.errors import ServiceError
 from gateway.errors import ClientGone, error_reply, is_unexpected, to_service_error
 from gateway.metrics import Metrics
 
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
-UNCOUNTED = ("/healthz", "/readyz", "/cluster/record")
+UNCOUNTED = ("/healthz", "/health", "/readyz", "/cluster/record")
 """Served even when the gateway is full: without them it would look dead, or would see no nodes."""
 SCALING = ("/pools", "/pools/autoscaler")
 SCALING_ROOM = 16
@@ -79,7 +80,8 @@ class Boundary:
             raise
         except Exception as error:
             _log_failure(error, reply, scope)
-            await reply.fail(to_service_error(error), scope["path"], getattr(error, "headers", None))
+            helpful = await _with_suggestion(error, scope)
+            await reply.fail(to_service_error(helpful), scope["path"], getattr(error, "headers", None))
         finally:
             self._requests.change(-counted)
             self._metrics.count_request(_route(scope), reply.status)
@@ -112,6 +114,15 @@ async def send_json(send: Send, status: int, body: Any, headers: dict[str, str])
     pairs = [(name.lower().encode(), value.encode()) for name, value in (fixed | headers).items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": content})
+
+
+async def _with_suggestion(error: Exception, scope: Scope) -> Exception:
+    """The error; of an unknown function one that names what the caller may have meant."""
+    if not isinstance(error, NoSuchFunction):
+        return error
+    of_functions = scope["path"].startswith(("/functions/", "/deploy/"))
+    helpful: Exception = await scope["state"]["services"].suggestions.add_to(error, with_base=not of_functions)
+    return helpful
 
 
 def _request_id(scope: Scope) -> str:

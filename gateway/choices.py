@@ -25,6 +25,8 @@ class Outcome(msgspec.Struct):
     text: str
     logprobs: list[TokenLogprob]
     done: Done
+    prompt_logprobs: list[TokenLogprob] = []
+    """Of the prompt's tokens but the first, where they were asked for."""
 
 
 async def collect(generations: Sequence[Generation]) -> list[Outcome]:
@@ -41,7 +43,10 @@ async def collect(generations: Sequence[Generation]) -> list[Outcome]:
                 logprobs[index] += event.logprobs
     if len(ends) != len(generations):
         raise ServiceError("node_failed", "the node ended without an outcome")
-    return [Outcome("".join(pieces[index]), logprobs[index], ends[index]) for index in range(len(generations))]
+    return [
+        Outcome("".join(pieces[index]), logprobs[index], ends[index], generation.prompt_logprobs)
+        for index, generation in enumerate(generations)
+    ]
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[Item, None]:

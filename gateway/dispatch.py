@@ -15,7 +15,18 @@ import msgspec
 from cluster.crowd import Crowd
 from cluster.errors import ServiceError
 from cluster.limits import LimitState
-from cluster.messages import RECORD_EXPIRY, Done, Failed, GenerateRequest, Started, Token
+from cluster.messages import (
+    PARAMETERS_VERSION,
+    RECORD_EXPIRY,
+    Done,
+    Failed,
+    GenerateRequest,
+    PromptLogprobs,
+    Started,
+    Token,
+    TokenLogprob,
+)
+from cluster.node_table import NodeTable
 from cluster.state import ClusterState
 from gateway.attainment import Attainment, judge
 from gateway.called import CalledDigests
@@ -107,6 +118,8 @@ class Generation:
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.done: Done | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Complete when the first event comes; of the prompt's tokens but the first."""
         self.held = 0.0
         """Seconds that it waited for a first node."""
         self._waiting = False
@@ -196,6 +209,7 @@ class Generation:
         request = msgspec.structs.replace(self.request, timeout=left, ttft=self._ttft_left())
         self.node, self.sent_at, self.started_at = placed.node_id, time.monotonic(), None
         self.forecast = placed.forecast
+        self.prompt_logprobs = []
         async with aclosing(self.shared.client.stream(placed, request, revoked)) as events:
             async for event in events:
                 if isinstance(event, Started):
@@ -206,6 +220,8 @@ class Generation:
                 elif isinstance(event, Failed):
                     error = ServiceError(event.type, event.message, retry_after=event.retry_after)
                     raise NodeFailure(error, retryable=event.retryable)
+                elif isinstance(event, PromptLogprobs):  # kept: another node may have to send them anew
+                    self.prompt_logprobs += event.logprobs
                 else:
                     yield event
 
@@ -254,10 +270,9 @@ class Generation:
             shared, request = self.shared, self.request
             crowded = shared.waiting.gives_way(request.tenant, request.weight)
             displaces = crowded is not None or request.slo_class == "strict"  # best effort's, whose ever it is
-            blocked = shared.client.breakers.blocked(await shared.state.table())
-            return await shared.placer.place(
-                self._whose, request, self.received, excluded | blocked, displaces=displaces
-            )
+            nodes = await shared.state.table()
+            excluded |= shared.client.breakers.blocked(nodes) | _too_old(nodes, request)
+            return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)
         except ServiceError as error:
             if error.type == "overloaded" and failure is None and not self.held:
                 shared.loads.refuse(await shared.placer.refused_work(self._whose, request))
@@ -324,3 +339,10 @@ class Generation:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft
             shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)
         shared.last_hour.add((tenant, self.function), counts)
+
+
+def _too_old(nodes: NodeTable, request: GenerateRequest) -> frozenset[str]:
+    """Ids of nodes that would refuse the request, because they do not know a parameter that it states."""
+    if request.v < PARAMETERS_VERSION:
+        return frozenset()
+    return frozenset(name for row in nodes.older if (name := nodes.ids[row]) is not None)

@@ -1,4 +1,4 @@
-"""Server-sent events: headers with the first token, comments while nothing comes, errors inside an open stream."""
+"""Server-sent events: headers with the first token, keep-alives while nothing comes, errors inside an open stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from cluster.errors import ServiceError
 from gateway.connected import while_connected
 from gateway.errors import is_unexpected, to_service_error
 
-KEEPALIVE = b": keep-alive\n\n"
+COMMENT = b": keep-alive\n\n"
+BLANK_LINE = b"\n"
+"""Says as much as a comment to a client that strips what it reads: `vllm bench serve` joins a comment to the event that
+follows, and loses both."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -43,12 +46,14 @@ class EventStream:
         *,
         header_seconds: float,
         keepalive_seconds: float,
+        keepalive: bytes = COMMENT,
     ) -> None:
         self._chunks = chunks
         self._headers = headers
         self._failure = failure
         self._header_seconds = header_seconds
         self._keepalive_seconds = keepalive_seconds
+        self._keepalive = keepalive
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         await while_connected(self._write(send), receive)
@@ -78,7 +83,7 @@ class EventStream:
             await wire.put(last, more=False)
 
     async def _beat(self, wire: _Wire) -> None:
-        """The headers if the first chunk is late, and comments while none comes."""
+        """The headers if the first chunk is late, and keep-alives while none comes."""
         due = time.monotonic() + self._header_seconds
         while True:
             if wire.begun:
@@ -86,7 +91,7 @@ class EventStream:
             if (left := due - time.monotonic()) > 0:
                 await asyncio.sleep(min(left, self._keepalive_seconds))
             elif wire.begun:
-                await wire.put(KEEPALIVE)
+                await wire.put(self._keepalive)
             else:
                 await wire.begin()
 

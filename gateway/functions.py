@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from adapters.aliases import point_of
-from adapters.errors import NotFound
+from adapters.errors import NoSuchFunction
 from adapters.functions import Defaults
 from adapters.names import is_name
 from adapters.registry import Choice, Registry, Resolved, pick
@@ -70,7 +70,7 @@ class Functions:
     async def choices(self, tenant: str, name: str, qualifier: str | None) -> Sequence[Choice]:
         """As `Registry.choices`."""
         if not is_name(name) or (qualifier is not None and not is_name(qualifier)):
-            raise NotFound(f"there is no function {name[:100]!r}")
+            raise NoSuchFunction(tenant, name)
         return await self._cache.get((tenant, name, qualifier or ""))
 
     @contextmanager

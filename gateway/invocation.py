@@ -10,45 +10,39 @@ from functools import partial
 import msgspec
 from starlette.types import Receive
 
-from adapters.functions import Defaults
 from adapters.slo import lower_class
+from adapters.tenants import Tenant
 from cluster.errors import ServiceError
 from cluster.limits import Call
-from cluster.messages import GenerateRequest, Sampling
+from cluster.messages import GenerateRequest, Sampling, version_for
 from gateway.admission import call_of
 from gateway.functions import Target
-from gateway.prompts import Source, tokens_of
+from gateway.parameters import (
+    Options,
+    check_prompt_logprobs,
+    kept_tokens,
+    max_tokens_of,
+    merge,
+    sampling_of,
+    stops_of,
+)
+from gateway.prompts import INLINE_CHARACTERS, Prompts, Source, tokens_of
 from gateway.services import Services
 from gateway.stopwatch import Stopwatch
 from gateway.usage.counts import BASE
 from gateway.usage.meter import Meter
 
-DEFAULT_MAX_TOKENS = 256
-GREEDY_BELOW = 1e-4
-"""A temperature under this divides logits into infinities; it means greedy."""
 
+class Echo(msgspec.Struct, frozen=True):
+    """A prompt that the text is to begin with."""
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call states of its own; None where it states nothing."""
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: list[str] | str | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    ignore_eos: bool | None = None
-    logprobs: int | None = None
-    timeout: float | None = None
-    max_tokens_field: str = "max_tokens"
-    """How the caller calls it."""
+    text: str
+    first_token: str
+    """It has no log probability: nothing stands before it."""
 
 
 class Invocation(msgspec.Struct, frozen=True):
-    """One call; `requests` holds one entry per choice."""
+    """One call; `requests` holds one entry per choice, those of a prompt one behind the other."""
 
     id: str
     tenant: str
@@ -63,6 +57,14 @@ class Invocation(msgspec.Struct, frozen=True):
     meter: Meter
     request_id: str = ""
     """As in `x-request-id`."""
+    choices: int = 1
+    """Of each prompt."""
+    echo: list[Echo] = []
+    """Of each prompt, where the text is to begin with it."""
+
+    def echo_of(self, index: int) -> Echo | None:
+        """What the text of that request begins with; None where it is not to be echoed."""
+        return self.echo[index // self.choices] if self.echo else None
 
 
 def new_id() -> str:
@@ -78,56 +80,100 @@ async def prepare(
     options: Options,
     watch: Stopwatch,
     receive: Receive,
-    choices: int = 1,
     request_id: str = "",
 ) -> Invocation:
     """`receive` must have given the whole body. Raises ServiceError (`validation_failed` when prompt and `max_tokens`
-    don't fit the context, or when it has more choices than may run at once), ClientGone."""
-    invocation_id = new_id()
+    don't fit the context, when it has more choices than may run at once, or a parameter names what the base model has
+    not), ClientGone."""
     merged = merge(options, target.defaults)
-    context = await _context(services)
+    context = await served_context(services)
     deadline = watch.received + _timeout(services, options, target)
-    prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, receive)
-    timeout = deadline - time.monotonic()
     seed = secrets.randbits(63) if merged.seed is None else merged.seed
+    sampling = sampling_of(merged, seed, services.text, services.base.vocab_size)
+    keep = kept_tokens(merged, context)
+    prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, receive, keep)
+    check_prompt_logprobs(merged, (merged.n or 1) * sum(map(len, prompts)))
     account = await services.callers.account(tenant)
-    slo = account.slo
-    requests = [
-        GenerateRequest(
-            id=f"{invocation_id}-{index * choices + choice}",
-            base=services.base.fingerprint,
-            tenant=tenant,
-            token_ids=tokens,
-            max_tokens=_max_tokens(merged, options.max_tokens, len(tokens), context, source.field),
-            sampling=_sampling(merged, seed, choice),
-            timeout=max(timeout, 0.001),
-            adapter=target.adapter,
-            stop=_stops(merged.stop),
-            ignore_eos=bool(merged.ignore_eos),
-            function=_opaque(target),
-            weight=account.weight,
-            slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
-            ttft=_seconds(slo.ttft_ms),
-            tpot=_seconds(slo.tpot_ms),
-        )
-        for index, tokens in enumerate(prompts)
-        for choice in range(choices)
-    ]
+    base, timeout = services.base.fingerprint, max(deadline - time.monotonic(), 0.001)
+    template = _template(base, target=target, account=account, merged=merged, sampling=sampling, timeout=timeout)
+    limits = [max_tokens_of(merged, options.max_tokens, len(tokens), context, source.field) for tokens in prompts]
+    requests = _requests(template, prompts, limits, merged.n or 1)
     call = call_of(tenant, account.limits, target.function, target.max_concurrency, requests)
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
-    meter = Meter(len(requests), partial(services.usage.add, tenant, target.function, version))
-    steps = dict(watch.steps)
-    return Invocation(invocation_id, tenant, target, requests, watch.received, steps, call, meter, request_id)
+    return Invocation(
+        id=template.id,
+        tenant=tenant,
+        target=target,
+        requests=requests,
+        received=watch.received,
+        steps=dict(watch.steps),
+        call=call,
+        meter=Meter(len(requests), partial(services.usage.add, tenant, target.function, version)),
+        request_id=request_id,
+        choices=merged.n or 1,
+        echo=await _echo(services, source, prompts, merged),
+    )
 
 
-def merge(options: Options, defaults: Defaults) -> Options:
-    """The call's own values, then the function's."""
-    unset = {name: getattr(defaults, name) for name in defaults.__struct_fields__ if getattr(options, name) is None}
-    return msgspec.structs.replace(options, **unset)
+def _template(
+    base: str, *, target: Target, account: Tenant, merged: Options, sampling: Sampling, timeout: float
+) -> GenerateRequest:
+    """What all of a call's requests have in common; its id is the call's."""
+    slo = account.slo
+    return GenerateRequest(
+        id=new_id(),
+        base=base,
+        tenant=account.id,
+        token_ids=[],
+        max_tokens=1,
+        sampling=sampling,
+        timeout=timeout,
+        adapter=target.adapter,
+        stop=stops_of(merged.stop),
+        ignore_eos=bool(merged.ignore_eos),
+        function=_opaque(target),
+        weight=account.weight,
+        slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
+        ttft=_seconds(slo.ttft_ms),
+        tpot=_seconds(slo.tpot_ms),
+        v=version_for(sampling),
+    )
 
 
-async def _context(services: Services) -> int:
+def _requests(
+    template: GenerateRequest, prompts: list[list[int]], limits: list[int], choices: int
+) -> list[GenerateRequest]:
+    """One per prompt and choice; `limits`: of each prompt, the most tokens of its outputs."""
+    return [
+        msgspec.structs.replace(
+            template,
+            id=f"{template.id}-{index * choices + choice}",
+            token_ids=tokens,
+            max_tokens=limit,
+            sampling=msgspec.structs.replace(template.sampling, choice=choice),
+        )
+        for index, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
+        for choice in range(choices)
+    ]
+
+
+async def _echo(services: Services, source: Source, prompts: list[list[int]], merged: Options) -> list[Echo]:
+    """Of each prompt; none where they are not to be echoed. Long ones are decoded in a thread."""
+    if not merged.echo or not isinstance(source, Prompts):
+        return []
+    text, own = services.text, source
+    skip, truncated = merged.skip_special_tokens is not False, merged.truncate_prompt_tokens is not None
+
+    def decode() -> list[Echo]:
+        texts = own.texts(text, prompts, truncated=truncated, skip_special=skip)
+        firsts = [text.tokenizer.decode(tokens[:1], skip_special_tokens=False) for tokens in prompts]
+        return [Echo(*pair) for pair in zip(texts, firsts, strict=True)]
+
+    return decode() if source.characters <= INLINE_CHARACTERS else await services.text_threads.run(decode)
+
+
+async def served_context(services: Services) -> int:
     """Tokens that prompt and output may have together on the roomiest node that serves now.
 
     While none does, the base's own: placement then answers that the call may be tried again.
@@ -137,48 +183,12 @@ async def _context(services: Services) -> int:
     return min(services.base.max_context, longest or services.base.max_context)
 
 
-def _max_tokens(merged: Options, stated: int | None, prompt: int, context: int, prompt_field: str) -> int:
-    left = context - prompt
-    if left < 1:
-        raise ServiceError(
-            "validation_failed",
-            f"the prompt has {prompt} tokens, and prompt and output together may have {context}",
-            param=prompt_field,
-        )
-    if stated is not None and stated > left:
-        raise ServiceError(
-            "validation_failed",
-            f"max_tokens is {stated}, but the prompt of {prompt} tokens leaves {left} of the context of {context}",
-            param=merged.max_tokens_field,
-        )
-    return min(merged.max_tokens or DEFAULT_MAX_TOKENS, left)
-
-
 def _timeout(services: Services, options: Options, target: Target) -> float:
     stated = options.timeout
     if stated is not None and stated > services.config.max_timeout:
         limit = services.config.max_timeout
         raise ServiceError("validation_failed", f"timeout may be at most {limit:g} s here", param="timeout")
     return stated or target.timeout or services.config.request_timeout
-
-
-def _sampling(merged: Options, seed: int, choice: int) -> Sampling:
-    temperature = 1.0 if merged.temperature is None else merged.temperature
-    return Sampling(
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=1.0 if merged.top_p is None else merged.top_p,
-        top_k=merged.top_k or 0,
-        min_p=merged.min_p or 0.0,
-        seed=seed,
-        choice=choice,
-        presence_penalty=merged.presence_penalty or 0.0,
-        frequency_penalty=merged.frequency_penalty or 0.0,
-        logprobs=merged.logprobs,
-    )
-
-
-def _stops(stop: list[str] | str | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else list(stop or [])
 
 
 def _opaque(target: Target) -> str:

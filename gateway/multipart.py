@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from adapters.peft_config import CONFIG_FILE
 from adapters.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE
+from adapters.wrong_files import PICKLE_FILE, PICKLE_PROBLEM
 from cluster.errors import ServiceError
 from gateway.bodies import stream_body
 from gateway.config import upload_prefix
@@ -150,6 +151,8 @@ class _Parts:
         name = next((text for text in given if text in FIELDS), None)
         if name is None:
             shown = given[0][:100]
+            if PICKLE_FILE in given:
+                raise ServiceError("validation_failed", f"{PICKLE_FILE} is {PICKLE_PROBLEM}", param=PICKLE_FILE)
             raise ServiceError(
                 "validation_failed", f"unknown part {shown!r}; known: {', '.join(FIELDS)}", param=shown or None
             )

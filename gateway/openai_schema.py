@@ -7,31 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from cluster.errors import ServiceError
 from gateway import schema
-
-MAX_CHOICES = 8
-"""Generations of one call: prompts times `n`."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "logit_bias": (None, {}),
-    "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-}
-"""Fields whose effect is not served, with the values that ask for no effect."""
 
 HARMLESS = (
     "metadata",
@@ -46,15 +22,20 @@ HARMLESS = (
 )
 """Fields that are accepted and change nothing."""
 
-Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Stops = Annotated[list[schema.StopText], Meta(max_length=4)] | schema.StopText
 AnySeed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+Part = schema.Text | schema.TokenId | Annotated[list[schema.TokenId], Meta(min_length=1)]
+"""Of a list of prompts; token ids are parts of one prompt."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     """Accepted; nothing is obfuscated."""
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, each chunk has the usage so far."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,30 +61,23 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class Shared(msgspec.Struct, frozen=True, kw_only=True):
-    """What both kinds of completion have. `top_k`, `min_p`, `ignore_eos` and `timeout` are Garnish's own."""
+class Shared(schema.GenerationParams, frozen=True, kw_only=True):
+    """What both kinds of completion have, OpenAI's own parameters and vLLM's."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     """`name`, `name:alias`, `name:version`, or the base model's id."""
-    max_tokens: schema.TokenCount | None = None
-    temperature: schema.Temperature | None = None
-    top_p: schema.Share | None = None
-    n: Count | None = None
     stop: Stops | None = None
     seed: AnySeed | None = None
-    presence_penalty: schema.Penalty | None = None
-    frequency_penalty: schema.Penalty | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: schema.TopK | None = None
-    min_p: schema.MinP | None = None
-    ignore_eos: bool | None = None
-    timeout: schema.Timeout | None = None
 
 
 class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    prompt: schema.Text | Annotated[list[schema.Text], Meta(min_length=1, max_length=MAX_CHOICES)]
+    prompt: schema.Text | Annotated[list[Part], Meta(min_length=1)]
+    """One text, one list of token ids, or a list of either: several prompts."""
     logprobs: schema.LogprobCount | None = None
+    echo: bool | None = None
+    """The text, and with `logprobs` the tokens, begin with the prompt's."""
 
 
 class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,9 +88,17 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Model(msgspec.Struct, frozen=True):
+    """`root`, `parent` and `max_model_len` are vLLM's, for its clients."""
+
     id: str
     created: int
     owned_by: str
+    root: str
+    """What `id` names without alias or version."""
+    parent: str | None
+    """The base's id; null for the base itself."""
+    max_model_len: int
+    """Tokens that prompt and output may have together on the nodes that serve now."""
     object: Literal["model"] = "model"
 
 
@@ -140,17 +122,35 @@ FinishReason = Literal["stop", "length"]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """The first token of an echoed prompt has no log probability."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(msgspec.Struct, frozen=True):
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """vLLM's shape."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Per token of the prompt, by token id: its own and the likeliest ones'; null for the first token."""
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`stop_reason`: the stop string, or the one of `stop_token_ids`, that ended the text."""
+
     index: int
     text: str
     finish_reason: FinishReason | None
-    logprobs: CompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -188,20 +188,22 @@ class Reply(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class ChatChoice(msgspec.Struct, frozen=True):
+class ChatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int
     message: Reply
     finish_reason: FinishReason
-    logprobs: ChatLogprobs | None = None
+    logprobs: ChatLogprobs | None
+    stop_reason: int | str | None = None
 
 
-class Chat(msgspec.Struct, frozen=True):
+class Chat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     id: str
+    object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
     usage: TokenUsage
-    object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -209,11 +211,12 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str | None = None
 
 
-class ChunkChoice(msgspec.Struct, frozen=True):
+class ChunkChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int
     delta: Delta
-    finish_reason: FinishReason | None = None
-    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None
+    stop_reason: int | str | None = None
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -235,14 +238,3 @@ class OpenAIErrorContent(msgspec.Struct, frozen=True):
 
 class OpenAIError(msgspec.Struct, frozen=True):
     error: OpenAIErrorContent
-
-
-def served_fields(body: Any) -> Any:
-    """The body without fields that ask for nothing. Raises ServiceError for one that asks for what is not served."""
-    if not isinstance(body, dict):
-        return body
-    for field, neutral in NEUTRAL.items():
-        # 1 == True in Python, but not in JSON.
-        if field in body and not any(body[field] == value and type(body[field]) is type(value) for value in neutral):
-            raise ServiceError("validation_failed", f"{field} is not served", param=field)
-    return {field: value for field, value in body.items() if field not in NEUTRAL and field not in HARMLESS}

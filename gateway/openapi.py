@@ -20,9 +20,26 @@ from gateway.explain_operations import EXPLAIN_OPERATIONS
 from gateway.node_operations import NODE_OPERATIONS
 from gateway.operations import NAME_PATTERN, OPERATIONS, Operation
 from gateway.pool_operations import POOL_OPERATIONS
+from gateway.token_operations import TOKEN_OPERATIONS
 
-ALL = (*OPERATIONS, *ALIAS_OPERATIONS, *NODE_OPERATIONS, *POOL_OPERATIONS, *ADMIN_OPERATIONS, *EXPLAIN_OPERATIONS)
+ALL = (
+    *OPERATIONS,
+    *TOKEN_OPERATIONS,
+    *ALIAS_OPERATIONS,
+    *NODE_OPERATIONS,
+    *POOL_OPERATIONS,
+    *ADMIN_OPERATIONS,
+    *EXPLAIN_OPERATIONS,
+)
 FILE = Path(__file__).with_name("openapi.json")
+
+TAGS = {
+    "Calls": ("invoke", "explain"),
+    "Functions": ("deploy", "functions"),
+    "OpenAI-compatible": ("v1", "tokenize", "detokenize"),
+    "Operations": (),
+}
+"""Groups of routes, each by the first parts of its paths, in the order in which viewers list them."""
 
 STATUS_TEXT = {
     400: "Broken JSON, a broken or slow body, an admin key without tenant; on /v1 also wrong fields",
@@ -58,6 +75,7 @@ def document() -> dict[str, Any]:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{"bearer": []}, {"apiKey": []}],
+        "tags": [{"name": tag} for tag in TAGS],
         "paths": paths,
         "components": {
             "securitySchemes": {
@@ -83,6 +101,7 @@ def _components() -> tuple[dict[type[Any], Any], dict[str, Any]]:
 def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "operationId": operation.id,
+        "tags": [_tag(operation.path)],
         "summary": operation.summary,
         "parameters": list(operation.parameters),
         "responses": _responses(operation, schemas),
@@ -97,6 +116,12 @@ def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
     if content:
         made["requestBody"] = {"required": True, "content": content}
     return made
+
+
+def _tag(path: str) -> str:
+    """Returns the group of routes under which viewers list this path."""
+    first = path.split("/")[1]
+    return next((tag for tag, firsts in TAGS.items() if first in firsts), "Operations")
 
 
 _UPLOAD = {

@@ -186,6 +186,15 @@ OPERATIONS = (
     ),
     Operation(
         method="get",
+        path="/health",
+        id="health",
+        summary="The same, where vLLM's clients ask",
+        replies={200: schema.HealthReply},
+        errors=(422,),
+        key=False,
+    ),
+    Operation(
+        method="get",
         path="/readyz",
         id="readyz",
         summary="Whether registry, cluster state and at least one node can serve now",

@@ -6,6 +6,7 @@ import re
 
 from starlette.requests import Request
 
+from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 
 SESSION_HEADER = "x-garnish-session"
@@ -22,7 +23,8 @@ def known_only(request: Request, *known: str) -> None:
     seen: set[str] = set()
     for name, _ in request.query_params.multi_items():
         if name not in known:
-            raise ServiceError("validation_failed", f"unknown query parameter {name[:100]!r}", param=name[:100])
+            message = f"unknown query parameter {name[:100]!r}{did_you_mean(name, known)}"
+            raise ServiceError("validation_failed", message, param=name[:100])
         if name in seen:
             raise ServiceError("validation_failed", f"the query parameter {name} is there more than once", param=name)
         seen.add(name)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import cast
 
 from cluster.errors import ServiceError
-from cluster.messages import Done, Token, TokenLogprob
+from cluster.messages import Done, GenerateRequest, Token, TokenLogprob
 from gateway import schema
 from gateway.choices import Outcome, merged
 from gateway.dispatch import Generation
@@ -17,49 +17,83 @@ from gateway.event_stream import sse
 from gateway.invocation import Invocation
 
 
-def invoke_reply(invocation: Invocation, generation: Generation, outcome: Outcome) -> schema.InvokeReply:
-    wanted = generation.request.sampling.logprobs is not None
+def invoke_reply(
+    invocation: Invocation, generations: Sequence[Generation], outcomes: Sequence[Outcome]
+) -> schema.InvokeReply:
+    outputs = [_output(invocation, *numbered) for numbered in enumerate(outcomes)]
     return schema.InvokeReply(
         id=invocation.id,
         function=invocation.target.function,
         version=invocation.target.version,
         digest=invocation.target.digest,
-        output=schema.Output(
-            text=outcome.text,
-            finish_reason=cast(schema.FinishReason, outcome.done.finish_reason),
-            logprobs=[logprob(entry) for entry in outcome.logprobs] if wanted else None,
-        ),
-        usage=usage(outcome.done),
-        timing=timing(generation, outcome.done),
+        output=outputs[0],
+        usage=usage([outcome.done for outcome in outcomes]),
+        timing=timing(generations[0], outcomes[0].done),
+        outputs=outputs if len(outputs) > 1 else None,
     )
 
 
-async def invoke_events(invocation: Invocation, generation: Generation) -> AsyncGenerator[bytes, None]:
+def _output(invocation: Invocation, index: int, outcome: Outcome) -> schema.Output:
+    request, echo = invocation.requests[index], invocation.echo_of(index)
+    return schema.Output(
+        text=(echo.text if echo else "") + outcome.text,
+        finish_reason=cast(schema.FinishReason, outcome.done.finish_reason),
+        logprobs=None if request.sampling.logprobs is None else [logprob(entry) for entry in outcome.logprobs],
+        prompt_logprobs=_prompt_logprobs(request, outcome.prompt_logprobs),
+        stop_reason=outcome.done.stop_reason,
+    )
+
+
+def _prompt_logprobs(request: GenerateRequest, entries: list[TokenLogprob]) -> list[schema.PromptLogprob | None] | None:
+    if request.sampling.prompt_logprobs is None:
+        return None
+    return [None, *(prompt_logprob(entry) for entry in entries)]
+
+
+async def invoke_events(invocation: Invocation, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
     """The native stream: `token` events, then `done`. Raises ServiceError."""
-    async with aclosing(merged([generation])) as events:
-        async for _, event in events:
-            if isinstance(event, Token):
-                for item in token_events(event):
-                    yield sse(item, "token")
-                continue
-            if event.text:
-                yield sse(schema.TokenEvent(text=event.text, index=event.completion_tokens, token_id=None), "token")
-            yield sse(_done_event(invocation, generation, event), "done")
+    begun: set[int] = set()
+    several = len(generations) > 1
+    async with aclosing(merged(generations)) as events:
+        async for index, event in events:
+            choice = index if several else None
+            if index not in begun:
+                begun.add(index)
+                first = _prompt_event(invocation, index, generations[index], choice)
+                if first is not None:
+                    yield sse(first, "token")
+            for item in token_events(event, choice):
+                yield sse(item, "token")
+    yield sse(_done_event(invocation, generations), "done")
 
 
-def token_events(event: Token) -> list[schema.TokenEvent]:
-    """One event per token; when several came at once, the last one carries their text."""
-    last = len(event.token_ids) - 1
-    if last < 0:
-        return [schema.TokenEvent(text=event.text, index=event.index, token_id=None)] if event.text else []
+def _prompt_event(
+    invocation: Invocation, index: int, generation: Generation, choice: int | None
+) -> schema.TokenEvent | None:
+    """What is to be said of the prompt before the first token; None: nothing."""
+    echo, logprobs = invocation.echo_of(index), _prompt_logprobs(generation.request, generation.prompt_logprobs)
+    if echo is None and logprobs is None:
+        return None
+    text = echo.text if echo else ""
+    return schema.TokenEvent(text=text, index=0, token_id=None, choice=choice, prompt_logprobs=logprobs)
+
+
+def token_events(event: Token | Done, choice: int | None = None) -> list[schema.TokenEvent]:
+    """One event per token; when several came at once, the last one carries their text. Of Done, its text."""
+    ids = [] if isinstance(event, Done) else event.token_ids
+    if isinstance(event, Done) or not ids:
+        index = event.completion_tokens if isinstance(event, Done) else event.index
+        return [schema.TokenEvent(text=event.text, index=index, token_id=None, choice=choice)] if event.text else []
+    last = len(ids) - 1
     return [
         schema.TokenEvent(
             text=event.text if offset == last else "",
             index=event.index + offset,
             token_id=token_id,
             logprob=logprob(event.logprobs[offset]) if offset < len(event.logprobs) else None,
+            choice=choice,
         )
-        for offset, token_id in enumerate(event.token_ids)
+        for offset, token_id in enumerate(ids)
     ]
 
 
@@ -67,31 +101,50 @@ def invoke_failure(error: ServiceError, request_id: str) -> bytes:
     return sse(native_body(error, request_id), "error")
 
 
-def _done_event(invocation: Invocation, generation: Generation, done: Done) -> schema.DoneEvent:
+def _done_event(invocation: Invocation, generations: Sequence[Generation]) -> schema.DoneEvent:
+    ends = [generation.done for generation in generations if generation.done is not None]
+    if len(ends) < len(generations):
+        raise ServiceError("node_failed", "the node ended without an outcome")
+    outputs = [
+        schema.FinishedOutput(cast(schema.FinishReason, done.finish_reason), stop_reason=done.stop_reason)
+        for done in ends
+    ]
+    first = generations[0]
     return schema.DoneEvent(
         id=invocation.id,
         function=invocation.target.function,
         version=invocation.target.version,
         digest=invocation.target.digest,
-        output=schema.FinishedOutput(finish_reason=cast(schema.FinishReason, done.finish_reason)),
-        usage=usage(done),
-        timing=timing(generation, done),
-        node=generation.node,
-        cold_start=generation.cold_start,
-        server_timing=server_timing(invocation, generation),
+        output=outputs[0],
+        usage=usage(ends),
+        timing=timing(first, ends[0]),
+        node=first.node,
+        cold_start=first.cold_start,
+        server_timing=server_timing(invocation, first),
+        outputs=outputs if len(outputs) > 1 else None,
     )
 
 
 def logprob(entry: TokenLogprob) -> schema.Logprob:
-    top = [schema.Top(token=item.token, token_id=item.token_id, logprob=item.logprob) for item in entry.top]
-    return schema.Logprob(token=entry.token, token_id=entry.token_id, logprob=entry.logprob, top=top)
+    return schema.Logprob(token=entry.token, token_id=entry.token_id, logprob=entry.logprob, top=_top(entry))
 
 
-def usage(done: Done) -> schema.Usage:
+def prompt_logprob(entry: TokenLogprob) -> schema.PromptLogprob:
+    return schema.PromptLogprob(
+        token=entry.token, token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, top=_top(entry)
+    )
+
+
+def _top(entry: TokenLogprob) -> list[schema.Top]:
+    return [schema.Top(token=item.token, token_id=item.token_id, logprob=item.logprob) for item in entry.top]
+
+
+def usage(ends: Sequence[Done]) -> schema.Usage:
+    """Of all choices of one prompt, which counts once."""
     return schema.Usage(
-        prompt_tokens=done.prompt_tokens,
-        completion_tokens=done.completion_tokens,
-        cached_tokens=done.cached_tokens,
+        prompt_tokens=ends[0].prompt_tokens,
+        completion_tokens=sum(done.completion_tokens for done in ends),
+        cached_tokens=ends[0].cached_tokens,
     )
 
 

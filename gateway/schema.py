@@ -8,6 +8,12 @@ import msgspec
 from msgspec import Meta
 
 MAX_STOPS = 16
+MAX_CHOICES = 16
+"""Choices (`n`) per prompt."""
+MAX_GENERATIONS = 64
+"""Choices times prompts."""
+MAX_BAD_CHARACTERS = 4096
+"""Of all bad words together; they are tokenised while others wait."""
 MAX_TIMEOUT = 3600
 
 Text = Annotated[str, Meta(max_length=1 << 20)]
@@ -16,7 +22,7 @@ Stops = Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | StopText
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
-TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
+TopK = Annotated[int, Meta(ge=-1, le=1_000_000)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LogprobCount = Annotated[int, Meta(ge=0, le=20)]
@@ -24,6 +30,41 @@ TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 FinishReason = Literal["stop", "length", "timeout", "cancelled"]
 Tier = Literal["none", "host", "disk", "absent"]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+
+
+class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How a text is generated, on all routes. What is null or absent has the function's default, else the service's."""
+
+    max_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    """0 and -1: off."""
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    stop: Stops | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    ignore_eos: bool | None = None
+    timeout: Timeout | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    """Of tokens that the prompt or the output has; 1: none."""
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
+    """Token id -> what is added to its logit."""
+    min_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None = None
+    n: Count | None = None
+    """Choices."""
+    prompt_logprobs: LogprobCount | None = None
+    skip_special_tokens: bool | None = None
+    """Null: true."""
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
+    """Keep so many of the prompt's last tokens; -1: what leaves room for `max_tokens`."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -33,24 +74,17 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     content: Text
 
 
-class InvokeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exactly one of `prompt` and `messages`. What is null or absent has the function's default, else the service's."""
+class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Exactly one of `prompt` (text or token ids) and `messages`."""
 
-    prompt: Text | None = None
+    prompt: Text | Annotated[list[TokenId], Meta(min_length=1)] | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
-    max_tokens: TokenCount | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    seed: Seed | None = None
-    stop: Stops | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logprobs: LogprobCount | None = None
-    ignore_eos: bool | None = None
+    echo: bool | None = None
+    """The text begins with the prompt's."""
     stream: bool = False
-    timeout: Timeout | None = None
+    stream_options: dict[str, Any] | None = None
+    """Not read: every stream ends with its usage."""
     metadata: dict[str, Any] | None = None
     """Not read; for the caller's own logs."""
 
@@ -68,16 +102,31 @@ class Logprob(msgspec.Struct, frozen=True):
     top: list[Top]
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """Of a prompt's token, given those before it. `rank` 1 is the likeliest of the vocabulary."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[Top]
+
+
 class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str
     finish_reason: FinishReason
     logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[PromptLogprob | None] | None = None
+    """One per token of the prompt, null for the first; only where they were asked for."""
+    stop_reason: int | str | None = None
+    """The stop string, or the one of `stop_token_ids`, that ended the text."""
 
 
-class FinishedOutput(msgspec.Struct, frozen=True):
+class FinishedOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """The output in a stream's `done`: its text went before."""
 
     finish_reason: FinishReason
+    stop_reason: int | str | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -117,8 +166,9 @@ class Timing(msgspec.Struct, frozen=True):
     total_ms: float
 
 
-class InvokeReply(msgspec.Struct, frozen=True):
-    """`version` and `digest` are null for the base model."""
+class InvokeReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`version` and `digest` are null for the base model. With `n` > 1 `outputs` has all choices, and `output` is the
+    first of them; `timing` is the first one's, too."""
 
     id: str
     function: str
@@ -127,19 +177,25 @@ class InvokeReply(msgspec.Struct, frozen=True):
     output: Output
     usage: Usage
     timing: Timing
+    outputs: list[Output] | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`token_id` is null for text that was held back until the end (it may have been part of a stop string)."""
+    """`token_id` is null for text that was held back until the end (it may have been part of a stop string), and for
+    the prompt's, where that was asked for: it comes first, with its log probabilities."""
 
     text: str
     index: int
     token_id: int | None
     logprob: Logprob | None = None
+    choice: int | None = None
+    """Only with `n` > 1."""
+    prompt_logprobs: list[PromptLogprob | None] | None = None
 
 
-class DoneEvent(msgspec.Struct, frozen=True):
-    """A stream's last event. `node` and `cold_start` repeat the headers, which may have gone out too early for them."""
+class DoneEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A stream's last event: the reply without texts. `node` and `cold_start` repeat the headers, which may have gone
+    out too early for them."""
 
     id: str
     function: str
@@ -151,6 +207,7 @@ class DoneEvent(msgspec.Struct, frozen=True):
     node: str | None
     cold_start: str | None
     server_timing: str
+    outputs: list[FinishedOutput] | None = None
 
 
 class DeploySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +19,13 @@ from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
 from cluster.lifeline import die_with_parent
+from cluster.logs import log_handler, set_up_logging
 from cluster.redis_link import RedisAway, check_redis
 from gateway.config import ConfigError, GatewayConfig, check_config
 from gateway.http_protocol import BoundedHttp
-from gateway.logs import JsonFormatter, configure_logs
 
+PROCESS = "gateway"
+"""How its log lines call this process."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 """Where workers share their metrics; read by prometheus_client when it is imported, so not before a worker runs."""
 HEARTBEAT_SECONDS = 120
@@ -31,11 +35,13 @@ COLLECT = (5_000, 20, 100)
 KILL_SLACK = 10
 """Seconds between the end of the grace for open requests and the killing of the worker."""
 
+log = logging.getLogger("gateway")
+
 
 def run(config: GatewayConfig) -> None:
     """Serve until TERM or INT; exits the process. Raises ConfigError before anything is bound."""
     check_config(config)
-    configure_logs()
+    set_up_logging(PROCESS)
     if config.redis is not None:
         try:
             check_redis(config.redis)
@@ -59,6 +65,17 @@ def _collect_less() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT)
+
+
+def _tell_start(config: GatewayConfig, _: Arbiter) -> None:
+    """The socket is bound; workers come next."""
+    log.info("listening", extra={"host": config.host, "port": config.port, "workers": config.workers})
+
+
+def _started() -> None:
+    """A worker can take requests."""
+    _collect_less()
+    log.info("worker is ready", extra={"pid": os.getpid()})
 
 
 def _forget_metrics(_: Arbiter, worker: UvicornWorker) -> None:
@@ -85,11 +102,13 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "graceful_timeout": int(config.shutdown_seconds) + KILL_SLACK,
             "keepalive": 30,
             "accesslog": None,
-            "logger_class": _JsonLogger,
+            "loglevel": "warning",  # a start in good order is told by our own lines
+            "logger_class": _OurLogger,
             "control_socket_disable": True,
             "worker_tmp_dir": None,
             "proc_name": "garnish-gateway",
             "child_exit": _forget_metrics,
+            "when_ready": partial(_tell_start, config),
         }
         for name, value in settings.items():
             self.cfg.set(name, value)
@@ -98,16 +117,16 @@ class _Server(BaseApplication):  # type: ignore[misc]
         # Imported in the worker: prometheus_client looks at the environment then, and a reload brings new code.
         from gateway.app import create_app
 
-        return create_app(self._config, started=_collect_less)
+        return create_app(self._config, started=_started)
 
 
-class _JsonLogger(Logger):  # type: ignore[misc]
+class _OurLogger(Logger):  # type: ignore[misc]
     """gunicorn's own lines, and through it uvicorn's, in the shape of ours."""
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
         for handler in self.error_log.handlers:
-            handler.setFormatter(JsonFormatter())
+            handler.setFormatter(log_handler(PROCESS).formatter)
 
 
 def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:

@@ -60,6 +60,7 @@ from gateway.placing import Placer
 from gateway.pool_loads import PoolLoads
 from gateway.running import Running
 from gateway.shared_state import Shared, open_shared
+from gateway.suggestions import Suggestions
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.usage.ledger import UsageLedger, open_ledger
 
@@ -87,6 +88,7 @@ class Services:
     callers: Callers
     usage: UsageLedger
     functions: Functions
+    suggestions: Suggestions
     cluster: ClusterState
     leases: Leases
     loads: PoolLoads
@@ -226,6 +228,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         callers=Callers(config, tenants, threads, monotonic),
         usage=opened.usage,
         functions=Functions(config, registry, threads, monotonic, lambda *name: tell(Changed(*name))),
+        suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,
         loads=dispatcher.loads,

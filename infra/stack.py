@@ -53,7 +53,7 @@ class AwsHost(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the SSM SecureString parameter that holds the cluster secret."""
     secret_kms_key_arn: str | None = None
     package: str
-    """What pip installs: a pinned requirement, or the s3:// address of a wheel."""
+    """What pip installs: the s3:// address of a wheel."""
     image_parameter: str
     model_source: str
     """The base model: an s3:// address, copied to the instance's own disk before the node starts."""

@@ -1,4 +1,4 @@
-"""Compiles the CPU's operators for this very processor, once per user, sources, compiler and processor.
+"""Compiles the CPU's operators for this very processor, once per user, sources, compiler, processor and level.
 
 Plain C++ behind a C interface: neither Python's nor torch's headers are needed, and it takes three seconds. OpenMP's
 functions are left open at the link, so that they are those of the OpenMP that torch has loaded: one pool of threads.
@@ -18,10 +18,12 @@ from pathlib import Path
 
 import torch  # noqa: F401 - loads the OpenMP whose functions the library lacks
 
-SOURCES = ("grouped_lora.cpp", "decoder.cpp", "handoff.cpp")
-HEADERS = ("vectors.h",)
+from kernels.level import compiler_flags, used_level
+
+SOURCES = ("grouped_lora.cpp", "decoder.cpp", "product.cpp", "handoff.cpp")
+HEADERS = ("vectors.h", "dots.h")
 COMPILERS = ("g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fPIC", "-fopenmp")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fopenmp")
 COMPILE_LIMIT_S = 120
 
 
@@ -31,20 +33,34 @@ class CompileError(RuntimeError):
 
 def load_library(cache: Path | None = None) -> ctypes.CDLL:
     """The compiled operators from `cache` (None: ~/.cache/garnish), compiled first if they aren't there. Raises
-    CompileError."""
+    CompileError, and ValueError for a level that can't be used."""
+    flags = (*FLAGS, *compiler_flags(used_level()))
     compiler = next((path for command in COMPILERS if (path := shutil.which(command))), None)
     if compiler is None:
         raise CompileError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed")
     texts = {name: (files(__package__) / name).read_bytes() for name in (*SOURCES, *HEADERS)}
     try:
-        folder = cache or Path.home() / ".cache" / "garnish"
+        folder = cache or cache_folder()
         _make_private(folder)
-        library = folder / f"operators-{_key(texts, compiler)}.so"
+        library = folder / f"operators-{_key(texts, compiler, flags)}.so"
         if not library.exists():
-            _compile(compiler, texts, library)
+            _compile(compiler, flags, texts, library)
         return ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise CompileError(f"{compiler}: {error}") from error
+
+
+def cache_folder() -> Path:
+    """Returns where this user's compiled operators and measurements of this host are kept. Raises RuntimeError for a
+    user without a home directory."""
+    return Path.home() / ".cache" / "garnish"
+
+
+def processor_key() -> str:
+    """Returns what differs where compiled code or measurements may: a home directory can be shared by unlike
+    machines."""
+    found = re.search(r"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{found[0] if found else ''} {used_level()}"
 
 
 def _make_private(folder: Path) -> None:
@@ -55,15 +71,13 @@ def _make_private(folder: Path) -> None:
         raise CompileError(f"{folder} must belong to this user and be writable by nobody else")
 
 
-def _key(texts: dict[str, bytes], compiler: str) -> str:
-    """Differs wherever the result may: a home directory can be shared by unlike machines."""
+def _key(texts: dict[str, bytes], compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_LIMIT_S, check=True)  # noqa: S603
-    processor = re.search(rb"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_bytes(), re.MULTILINE)
-    parts = (*texts.values(), version.stdout, repr(FLAGS).encode(), processor[0] if processor else b"")
+    parts = (*texts.values(), version.stdout, repr(flags).encode(), processor_key().encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _compile(compiler: str, texts: dict[str, bytes], library: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], texts: dict[str, bytes], library: Path) -> None:
     """Compile beside the library and rename: a process that comes at the same time does the same, and either wins."""
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
         place = Path(name)
@@ -71,7 +85,7 @@ def _compile(compiler: str, texts: dict[str, bytes], library: Path) -> None:
             (place / text).write_bytes(content)
         objects = [str(place / source) + ".o" for source in SOURCES]
         for source, code in zip(SOURCES, objects, strict=True):
-            _call([compiler, *FLAGS, "-c", str(place / source), "-o", code])
+            _call([compiler, *flags, "-c", str(place / source), "-o", code])
         linked = place / "linked.so"
         _call([compiler, "-shared", *objects, "-o", str(linked)])
         linked.replace(library)

@@ -147,7 +147,7 @@ inline pair part(const W* at, int block, int dim) {
     return BLOCKS ? load(at + block * BLOCK) : load(at + block * BLOCK, dim - block * BLOCK);
 }
 
-// scores[i] = scaling * q . k of each position; `keys` has whole sixteens
+// scores[i] = scaling * q . k of each position; `keys` has whole vectors
 template <int BLOCKS, typename W>
 inline void score(const W* const* keys, int count, const W* q, int dim, float scaling, float* scores) {
     pair wide[MAX_HEAD / BLOCK];
@@ -159,8 +159,7 @@ inline void score(const W* const* keys, int count, const W* q, int dim, float sc
             for (int b = 0; b < blocks<BLOCKS>(dim); b++) sum = sum + part<BLOCKS>(keys[i + j], b, dim) * wide[b];
             sums[j] = sum.a + sum.b;
         }
-        const vec some = totals(sums) * scaling;
-        std::memcpy(scores + i, &some, sizeof some);
+        put(scores + i, totals(sums) * scaling);
     }
 }
 
@@ -170,10 +169,10 @@ inline void weigh(const W* const* values, int count, const float* weights, int d
     pair sums[MAX_HEAD / BLOCK] = {};
     for (int i = 0; i < count; i++)
         for (int b = 0; b < blocks<BLOCKS>(dim); b++) sums[b] = sums[b] + part<BLOCKS>(values[i], b, dim) * weights[i];
-    for (int b = 0; b < blocks<BLOCKS>(dim); b++) std::memcpy(out + b * BLOCK, &sums[b], sizeof(pair));
+    for (int b = 0; b < blocks<BLOCKS>(dim); b++) store(out + b * BLOCK, sums[b]);
 }
 
-// Scores to e^(score - maximum), in place; what lies behind `count` in the last sixteen becomes zero
+// Scores to e^(score - maximum), in place; what lies behind `count` in the last vector becomes zero
 struct Softmax {
     float most, sum;
 };
@@ -182,23 +181,16 @@ inline Softmax soften(float* scores, int count) {
     const int padded = (count + LANES - 1) / LANES * LANES;
     for (int i = count; i < padded; i++) scores[i] = least;
     float most = least;
-    vec some, lanes = all(least);
+    vec lanes = all(least);
     for (int i = 0; i < padded; i += LANES) {
-        std::memcpy(&some, scores + i, sizeof some);
+        const vec some = get(scores + i);
         lanes = some > lanes ? some : lanes;
     }
     for (int i = 0; i < LANES; i++) most = std::max(most, lanes[i]);
-    for (int i = 0; i < padded; i += LANES) {
-        std::memcpy(&some, scores + i, sizeof some);
-        some = exponential(some - most);
-        std::memcpy(scores + i, &some, sizeof some);
-    }
+    for (int i = 0; i < padded; i += LANES) put(scores + i, exponential(get(scores + i) - most));
     for (int i = count; i < padded; i++) scores[i] = 0;
     pair sum = {};
-    for (int i = 0; i < padded; i += LANES) {
-        std::memcpy(&some, scores + i, sizeof some);
-        sum.a += some;
-    }
+    for (int i = 0; i < padded; i += LANES) sum.a += get(scores + i);
     return {most, total(sum)};
 }
 
@@ -236,8 +228,8 @@ void attend(const Layer& layer, const Pass& pass, const W* qkv, const Item& item
 
 template <typename W>
 void attend(const Layer& layer, const Pass& pass, const W* qkv, const Item& item) {
-    if (layer.head_dim == 2 * BLOCK) return attend<2>(layer, pass, qkv, item);
-    if (layer.head_dim == 4 * BLOCK) return attend<4>(layer, pass, qkv, item);
+    if (layer.head_dim == 64) return attend<64 / BLOCK>(layer, pass, qkv, item);
+    if (layer.head_dim == 128) return attend<128 / BLOCK>(layer, pass, qkv, item);
     attend<0>(layer, pass, qkv, item);
 }
 

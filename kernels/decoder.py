@@ -16,6 +16,7 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PIECE = 64
 """Context positions of one item of work, as in decoder.cpp."""
 BLOCK = 32
+"""Elements of the widest processor's block: room in the scratch for a head is rounded up to it."""
 MAX_HEAD = 512
 """As in decoder.cpp; the widest head."""
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "dots.h"
 #include "vectors.h"
 
 extern "C" {
@@ -38,9 +39,9 @@ struct Call {
 namespace {
 
 constexpr int AHEAD = 8;           // rows of B to ask for before they are needed
-constexpr int INTO_L2 = 2;         // where to: a core can wait for more lines of its second cache than of its first
 constexpr int ROW_BLOCK = 16;      // A rows of one item of work
 constexpr int COLUMN_BLOCK = 256;  // B columns of one item
+constexpr int WIDE = REGISTERS / 4;  // blocks of columns summed at once: half of the registers
 
 struct Item {
     int32_t segment, projection, at;
@@ -59,45 +60,6 @@ struct Rows {
     }
     const W* operator[](int j) const { return pool + offsets[j] * (64 / int64_t(sizeof(W))); }
 };
-
-// x in fp32, every whole block in the order that `load` gives the weights
-template <typename W>
-void widen_row(const W* x, int width, float* out) {
-    int k = 0;
-    for (; k + BLOCK <= width; k += BLOCK) {
-        pair block = load(x + k);
-        std::memcpy(out + k, &block, sizeof block);
-    }
-    for (; k < width; k++) out[k] = widen(x[k]);
-}
-
-// out[token * out_stride + row] = x[token] . rows[row]; asks for the rows `later` meanwhile, in the
-// order in which they lie in memory: the processor's own prefetch goes on from there
-template <int ROWS, int TOKENS, typename W>
-void dots(const W* const* rows, const W* const* later, const float* x, int64_t x_stride, int width, float* out, int64_t out_stride) {
-    pair acc[ROWS][TOKENS] = {};
-    int k = 0, asked = 0, row = 0;
-    for (; k + BLOCK <= width; k += BLOCK) {
-        pair xs[TOKENS];
-        for (int t = 0; t < TOKENS; t++) xs[t] = load(x + t * x_stride + k);
-        for (int r = 0; r < ROWS; r++) {
-            pair w = load(rows[r] + k);
-            __builtin_prefetch(later[row] + asked, 0, INTO_L2);
-            if (sizeof(W) == 4) __builtin_prefetch(later[row] + asked + LANES, 0, INTO_L2);
-            if ((asked += BLOCK) >= width) asked = 0, row = row + 1 < ROWS ? row + 1 : row;
-            for (int t = 0; t < TOKENS; t++) {
-                acc[r][t].a += w.a * xs[t].a;
-                acc[r][t].b += w.b * xs[t].b;
-            }
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int t = 0; t < TOKENS; t++) {
-            float sum = total(acc[r][t]);
-            for (int j = k; j < width; j++) sum += widen(rows[r][j]) * x[t * x_stride + j];
-            out[t * out_stride + r] = sum;
-        }
-}
 
 // What add_columns is to ask for behind its own rows: the rows of the item that follows, from a column on
 template <typename W>
@@ -158,15 +120,11 @@ void shrink(const Call& call, const Item& item, const Item& next) {
         for (int t = begin; t < end;) {
             const float* x = call.segments->wide + t * call.d_in;
             float* out = call.segments->xa + t * xa_stride + item.projection * call.segments->capacity + j;
-            if (end - t >= 4) {
-                n == 4 ? dots<4, 4, W>(rows, later, x, call.d_in, width, out, xa_stride)
-                       : dots<1, 4, W>(rows, later, x, call.d_in, width, out, xa_stride);
-                t += 4;
-            } else {
-                n == 4 ? dots<4, 1, W>(rows, later, x, call.d_in, width, out, xa_stride)
-                       : dots<1, 1, W>(rows, later, x, call.d_in, width, out, xa_stride);
-                t += 1;
-            }
+            const int tokens = std::min(end - t, TILE_TOKENS);
+            const W* const* next_rows = t == begin ? later : nullptr;
+            n == 4 ? dots_of<4>(tokens, rows, next_rows, x, call.d_in, width, out, xa_stride)
+                   : dots_of<1>(tokens, rows, next_rows, x, call.d_in, width, out, xa_stride);
+            t += tokens;
         }
         j += n;
     }
@@ -187,11 +145,11 @@ void expand(const Call& call, const Item& item, const Item& next) {
         const int n = end - t >= 2 ? 2 : 1;
         int c = item.at;
         if (n == 1)
-            for (; c + 8 * BLOCK <= last; c += 8 * BLOCK)
-                add_columns<8, 1, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride);
-        for (; c + 4 * BLOCK <= last; c += 4 * BLOCK)
-            n == 2 ? add_columns<4, 2, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride)
-                   : add_columns<4, 1, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride);
+            for (; c + WIDE * BLOCK <= last; c += WIDE * BLOCK)
+                add_columns<WIDE, 1, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride);
+        for (; c + WIDE / 2 * BLOCK <= last; c += WIDE / 2 * BLOCK)
+            n == 2 ? add_columns<WIDE / 2, 2, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride)
+                   : add_columns<WIDE / 2, 1, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride);
         for (; c + BLOCK <= last; c += BLOCK)
             n == 2 ? add_columns<1, 2, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride)
                    : add_columns<1, 1, W>(b, c, ahead, xa, xa_stride, scale, y + c, y_stride);

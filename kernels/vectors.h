@@ -1,5 +1,5 @@
-// Blocks of 32 elements in two vectors of fp32, for fp32 and bf16 in memory. Plain vector extensions of g++ and clang++:
-// one source for every processor.
+// Blocks of two vectors of fp32, for fp32 and bf16 in memory. Plain vector extensions of g++ and clang++: one source
+// for every processor, and vectors as wide as its registers (wider ones would live in memory).
 
 #pragma once
 
@@ -8,10 +8,20 @@
 
 namespace {
 
-constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#else
+constexpr int LANES = 8, REGISTERS = 16;
+#endif
 constexpr int BLOCK = 2 * LANES;  // elements that are loaded and widened together
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4)));
+
+// How vectors lie in memory: anywhere, as any type. (A memcpy of one may go in halves, which costs more than the sum.)
+typedef float vec_in_memory __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
+typedef uint32_t uvec_in_memory __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
+inline vec get(const float* at) { return *reinterpret_cast<const vec_in_memory*>(at); }
+inline void put(float* at, vec v) { *reinterpret_cast<vec_in_memory*>(at) = v; }
 
 struct bf16 {
     uint16_t bits;
@@ -29,15 +39,20 @@ inline float widen(bf16 value) {
 }
 // A block in two vectors; `place` is where an element of the block lies in them. bf16 comes as even and odd elements,
 // for that takes two operations.
-inline pair load(const float* at) {
-    pair out;
-    std::memcpy(&out, at, sizeof out);
-    return out;
-}
+inline uvec get(const bf16* at) { return *reinterpret_cast<const uvec_in_memory*>(at); }
+inline pair load(const float* at) { return {get(at), get(at + LANES)}; }
 inline pair load(const bf16* at) {
-    uvec bits;
-    std::memcpy(&bits, at, sizeof bits);
+    const uvec bits = get(at);
     return {(vec)(bits << 16), (vec)(bits & 0xffff0000u)};
+}
+// The first or the second vector of a block
+template <int WHICH>
+inline vec half(const float* at) {
+    return get(at + WHICH * LANES);
+}
+template <int WHICH>
+inline vec half(const bf16* at) {
+    return (vec)(WHICH ? get(at) & 0xffff0000u : get(at) << 16);
 }
 inline int place(const float*, int i) { return i; }
 inline int place(const bf16*, int i) { return i / 2 + (i & 1) * LANES; }
@@ -57,10 +72,9 @@ inline uvec round_bits(vec v) {
 inline pair rounded(const float*, pair p) { return p; }
 inline pair rounded(const bf16*, pair p) { return {(vec)round_bits(p.a), (vec)round_bits(p.b)}; }
 
-inline void store(float* at, pair p) { std::memcpy(at, &p, sizeof p); }
+inline void store(float* at, pair p) { put(at, p.a), put(at + LANES, p.b); }
 inline void store(bf16* at, pair p) {
-    uvec bits = (round_bits(p.a) >> 16) | round_bits(p.b);
-    std::memcpy(at, &bits, sizeof bits);
+    *reinterpret_cast<uvec_in_memory*>(at) = (round_bits(p.a) >> 16) | round_bits(p.b);
 }
 // The first `count` elements of a block, the others as zeros
 template <typename W>
@@ -84,35 +98,43 @@ inline void store(bf16* at, float value) {  // to the nearest even, NaN stays Na
     std::memcpy(&bits, &value, 4);
     at->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline float total(pair p) {
-    vec v = p.a + p.b;
+inline float total(vec v) {
     float lanes[LANES];
-    std::memcpy(lanes, &v, sizeof v);
+    put(lanes, v);
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
 }
+inline float total(pair p) { return total(p.a + p.b); }
 
 // Lane i: the sum of v[i]'s lanes. Lanes are added in pairs, each sum with the one next to it, so a vector's sum has the
-// same bits wherever it stands among the sixteen.
+// same bits wherever it stands among the others.
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
 #endif
-#define FOLD(S)                                                                                          \
-    for (int i = 0; i < LANES; i += 2 * S)                                                               \
-        v[i] = SHUFFLE(v[i], v[i + S], OWN(0, S), OWN(4, S), OWN(8, S), OWN(12, S)) +                    \
-               SHUFFLE(v[i], v[i + S], OTHER(0, S), OTHER(4, S), OTHER(8, S), OTHER(12, S));
 #define PICK(i, S, at) (((i) & S) ? LANES + (at) : (at))
 #define OWN(i, S) PICK(i, S, i), PICK(i + 1, S, i + 1), PICK(i + 2, S, i + 2), PICK(i + 3, S, i + 3)
 #define OTHER(i, S) PICK(i, S, (i) ^ S), PICK(i + 1, S, (i + 1) ^ S), PICK(i + 2, S, (i + 2) ^ S), PICK(i + 3, S, (i + 3) ^ S)
+#if defined(__AVX512F__)
+#define EACH(OF, S) OF(0, S), OF(4, S), OF(8, S), OF(12, S)
+#else
+#define EACH(OF, S) OF(0, S), OF(4, S)
+#endif
+#define FOLD(S) \
+    for (int i = 0; i < LANES; i += 2 * S) \
+        v[i] = SHUFFLE(v[i], v[i + S], EACH(OWN, S)) + SHUFFLE(v[i], v[i + S], EACH(OTHER, S));
 inline vec totals(vec* v) {
-    FOLD(1) FOLD(2) FOLD(4) FOLD(8)
+    FOLD(1) FOLD(2) FOLD(4)
+#if defined(__AVX512F__)
+    FOLD(8)
+#endif
     return v[0];
 }
 #undef FOLD
+#undef EACH
 #undef PICK
 #undef OWN
 #undef OTHER

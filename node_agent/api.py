@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ServiceError
+from cluster.logs import set_up_logging
 from cluster.secret import is_authorized, read_secret
 from cluster.text import BaseText
 from node_agent.api_adapters import adapter_routes
@@ -30,7 +31,6 @@ from node_agent.child import die_with_parent, read_config
 from node_agent.config import ApiProcessConfig, NodeConfig
 from node_agent.detokenize import TokenText
 from node_agent.engine_link import EngineLink
-from node_agent.log import set_up_logging
 from node_agent.publisher import Publisher
 
 NOTICE_SECONDS = 0.3

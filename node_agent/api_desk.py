@@ -13,7 +13,7 @@ import msgspec
 
 from cluster.crowd import Crowd, room_for_others
 from cluster.errors import ServiceError
-from cluster.messages import GenerateRequest, NodeRecord, StrictRoom
+from cluster.messages import PARAMETERS_VERSION, GenerateRequest, NodeRecord, StrictRoom
 from node_agent.api_questions import Questions
 from node_agent.api_reply import RETRY_AFTER, RequestEvent
 from node_agent.api_request import Limits, check_request
@@ -28,6 +28,7 @@ from node_agent.ipc import (
     EngineEvent,
     Finished,
     Generated,
+    PromptScored,
     Question,
     Ready,
     Stats,
@@ -227,7 +228,7 @@ class Desk:
         for event in events:
             if isinstance(event, Stats):
                 self._note(event)
-            elif isinstance(event, Admitted | Generated | Finished):
+            elif isinstance(event, Admitted | PromptScored | Generated | Finished):
                 self._deliver(event)
             elif isinstance(event, Answer):
                 self._questions.answered(event)
@@ -314,8 +315,11 @@ class Desk:
             loading_bytes=stats.loading_bytes if stats else 0,
             performance=stats.performance if stats else None,
             forecast_ratio=stats.forecast_ratio if stats else None,
+            measuring=stats.measuring if stats else None,
             adapter_bytes_free=stats.adapter_bytes_free if stats else 0,
             adapter_bytes=ready.adapter_bytes if ready else 0,
+            largest_adapter=ready.largest_adapter if ready else 0,
+            adapter_itemsize=ready.adapter_itemsize if ready else 0,
             residents=stats.residents if stats else [],
             tightest_tpot=stats.tightest_tpot if stats else None,
             strict=self._strict_room(waiting),
@@ -323,6 +327,7 @@ class Desk:
             device=ready.device if ready else "",
             error=self.error,
             pool=self._config.pool,
+            accepts=PARAMETERS_VERSION,
         )
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:

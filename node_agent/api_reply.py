@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import time
 
-from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Timing, Token, TokenLogprob, TopLogprob
+from cluster.messages import (
+    Done,
+    Event,
+    Failed,
+    GenerateRequest,
+    PromptLogprobs,
+    Started,
+    Timing,
+    Token,
+    TokenLogprob,
+    TopLogprob,
+)
 from node_agent.detokenize import IncrementalDetokenizer, TokenText
-from node_agent.ipc import Admitted, Finished, Generated, Top
+from node_agent.ipc import Admitted, Finished, Generated, PromptScored, Top
 from node_agent.stops import StopMatcher
 
 RETRYABLE = frozenset({"unavailable", "overloaded", "node_failed", "internal"})
@@ -14,7 +25,7 @@ RETRYABLE = frozenset({"unavailable", "overloaded", "node_failed", "internal"})
 RETRY_AFTER = 1.0
 """Seconds that callers are asked to wait when this node is full or away."""
 
-RequestEvent = Admitted | Generated | Finished
+RequestEvent = Admitted | PromptScored | Generated | Finished
 
 
 class Reply:
@@ -25,12 +36,17 @@ class Reply:
         """`received` is when the request came, in monotonic seconds."""
         self._request = request
         self._node_id = node_id
+        way = request.sampling
         self._tokens = tokens
-        self._text = IncrementalDetokenizer(tokens, request.token_ids)
-        self._matcher = StopMatcher(request.stop)
+        own = tokens if way.skip_special_tokens else tokens.with_special
+        self._text = IncrementalDetokenizer(own, request.token_ids)
+        self._matcher = StopMatcher(request.stop, include=way.include_stop)
+        self._stop_ids = frozenset(way.stop_token_ids)
+        self._end_ids = self._stop_ids if request.ignore_eos else self._stop_ids | tokens.eos_ids
         self._received = received
         self.count = 0
         self.stopped = False
+        self._stop_reason: int | str | None = None
         self.ended = False
 
     def translate(self, event: RequestEvent) -> Event | None:
@@ -38,6 +54,8 @@ class Reply:
         match event:
             case Admitted(state=state):
                 return Started(node=self._node_id, cold_start=state)
+            case PromptScored():
+                return self._prompt_logprobs(event)
             case Generated():
                 return None if self.stopped else self._token(event)
             case Finished():
@@ -50,12 +68,30 @@ class Reply:
             type=type, message=message, retryable=self.count == 0 and type in RETRYABLE, retry_after=retry_after
         )
 
+    def _prompt_logprobs(self, event: PromptScored) -> PromptLogprobs:
+        ids = self._request.token_ids[event.index :]
+        scored = zip(ids, event.scores, strict=False)
+        return PromptLogprobs(event.index, [self._logprob(token_id, top) for token_id, top in scored])
+
     def _token(self, event: Generated) -> Token:
-        text, self.stopped = self._matcher.feed(self._text.add(event.token_id))
+        way = self._request.sampling
+        ends = event.token_id in self._end_ids
+        text = "" if ends and not way.include_stop else self._text.add(event.token_id)
+        if event.token_id in self._stop_ids:  # the engine ends the request with it
+            self._stop_reason = event.token_id
         logprobs = [self._logprob(event.token_id, event.top)] if event.top is not None else []
+        text = self._match_stops(text)
         token = Token(text=text, token_ids=[event.token_id], index=self.count, logprobs=logprobs)
         self.count += 1
         return token
+
+    def _match_stops(self, piece: str) -> str:
+        """The text that is safe to emit once `piece`, of the token after `count` others, is there. Stop strings do not
+        count in the first `min_tokens` tokens."""
+        text, stop = self._matcher.feed(piece, counts=self.count >= self._request.sampling.min_tokens)
+        if stop is not None:
+            self.stopped, self._stop_reason = True, stop
+        return text
 
     def _logprob(self, token_id: int, top: Top) -> TokenLogprob:
         return TokenLogprob(
@@ -63,6 +99,7 @@ class Reply:
             token_id=token_id,
             logprob=top.logprob,
             top=[TopLogprob(token=self._tokens.one(i), token_id=i, logprob=value) for i, value in top.top],
+            rank=top.rank,
         )
 
     def _finish(self, event: Finished) -> Event:
@@ -71,7 +108,7 @@ class Reply:
             return self.fail(event.error_type or "internal", event.error or "the engine failed", later)
         text = ""
         if not self.stopped:
-            text, self.stopped = self._matcher.feed(self._text.flush())
+            text = self._match_stops(self._text.flush())
             if not self.stopped:
                 text += self._matcher.flush()
         self.ended = True
@@ -88,4 +125,5 @@ class Reply:
                 preemptions=event.preemptions,
             ),
             text=text,
+            stop_reason=self._stop_reason,
         )

@@ -21,6 +21,8 @@ STOP_LIMIT = 64
 STOP_CHARACTERS = 1 << 16
 """Of all stop strings together; their automata are built before the first token."""
 LOGPROBS_LIMIT = 64
+PARAMETER_TOKENS = 1 << 16
+"""Token ids of one parameter; the engine looks at them at each step."""
 LONGEST_TIMEOUT = 86400.0
 
 
@@ -96,6 +98,7 @@ def check_request(request: GenerateRequest, limits: Limits, max_context: int) ->
         value = getattr(request, field)
         _require(value is None or 0 < value < math.inf, field, "must be a finite number above 0")
     _check_sampling(request.sampling)
+    _check_parameters(request, limits.vocab_size)
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -112,6 +115,25 @@ def _check_sampling(sampling: Sampling) -> None:
         "logprobs",
         f"must be between 0 and {LOGPROBS_LIMIT}",
     )
+
+
+def _check_parameters(request: GenerateRequest, vocab_size: int) -> None:
+    way = request.sampling
+    _require(0 < way.repetition_penalty < math.inf, "repetition_penalty", "must be a finite number above 0")
+    _require(0 <= way.min_tokens <= request.max_tokens, "min_tokens", "must be between 0 and max_tokens")
+    _require(
+        way.prompt_logprobs is None or 0 <= way.prompt_logprobs <= LOGPROBS_LIMIT,
+        "prompt_logprobs",
+        f"must be between 0 and {LOGPROBS_LIMIT}",
+    )
+    _require(all(map(math.isfinite, way.logit_bias.values())), "logit_bias", "holds a number that is not finite")
+    _require(all(way.bad_words), "bad_words", "holds an empty word")
+    words = [token for word in way.bad_words for token in word]
+    for field, ids in (("logit_bias", way.logit_bias), ("stop_token_ids", way.stop_token_ids), ("bad_words", words)):
+        _require(len(ids) <= PARAMETER_TOKENS, field, f"has more than {PARAMETER_TOKENS} token ids")
+        _require(
+            all(0 <= token < vocab_size for token in ids), field, f"holds an id outside the vocabulary of {vocab_size}"
+        )
 
 
 def _require(condition: bool, param: str, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""What a node has room for, told at its start: adapters by rank on both tiers, and tokens in the KV cache."""
+"""What a node is good for, logged at its start: tokens a second, and room for adapters and for running requests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from adapters.base_model import PROJECTIONS, BaseModel
 from node_agent.adapter_memory.layout import lay_out_uniform
 from node_agent.adapter_memory.pool import Pool
 from node_agent.engine.loop import Engine
+from node_agent.speed import tokens_per_second
 
 RANKS = (8, 16, 32, 64, 128)
 
@@ -18,6 +19,10 @@ class Capacity(msgspec.Struct, frozen=True):
     device_adapters: dict[str, int]
     """By rank: how many adapters of all seven projections fit at once, if no others are there."""
     host_adapters: dict[str, int]
+    tokens_per_second: dict[str, float] = {}
+    """By number of callers: what all of them get together, without adapters. Empty: not known."""
+    device: str = ""
+    dtype: str = ""
 
 
 def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
@@ -27,6 +32,9 @@ def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
         kv_tokens=engine.blocks.total * engine.runner.block_tokens,
         device_adapters={str(rank): min(slots, fitting(store.pool, base, itemsize, rank)) for rank in RANKS},
         host_adapters={str(rank): fitting(store.host_memory.pool, base, itemsize, rank) for rank in RANKS},
+        tokens_per_second={callers: round(rate, 2) for callers, rate in tokens_per_second(engine).items()},
+        device=str(engine.runner.device),
+        dtype=str(engine.runner.dtype).removeprefix("torch."),
     )
 
 

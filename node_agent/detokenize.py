@@ -17,23 +17,28 @@ synchronises itself, so decoding from there ends in the same state as decoding f
 
 
 class TokenText:
-    """What detokenisation needs to know of a tokenizer; made once per process."""
+    """What detokenisation needs to know of a tokenizer; made once per process, and once more for requests that want
+    special tokens in their text (`skip_special` False)."""
 
-    def __init__(self, text: BaseText) -> None:
+    def __init__(self, text: BaseText, *, skip_special: bool = True) -> None:
         self._tokenizer = text.tokenizer
+        self.eos_ids = text.eos_ids
+        self._skip_special = skip_special
         added = text.tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._silent = frozenset(token_id for token_id, token in added.items() if token.special and skip_special)
+        self.with_special = TokenText(text, skip_special=False) if skip_special else self
+        """The same tokens, special ones with their text."""
         self._anchor = [text.bos_id]
         self._anchor_text: str = text.tokenizer.decode(self._anchor, skip_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The tokens' text without special tokens."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        """The tokens' text."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
         return text
 
     def is_silent(self, token_id: int) -> bool:
-        """Special tokens and ids without a token have no text."""
-        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+        """Ids without a token have no text, nor have special tokens that are left out."""
+        return token_id in self._silent or self._tokenizer.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
         """A byte-fallback token such as <0xE4>."""

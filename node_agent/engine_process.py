@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from adapters.base_model import BaseModel
 from cluster.frames import FrameError, Frames
+from cluster.logs import CAPACITY, set_up_logging
 from node_agent.adapter_memory.integrity import heal
 from node_agent.capacity import capacity_of
 from node_agent.child import die_with_parent, read_config
@@ -24,7 +25,7 @@ from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, command_decoder, encode
-from node_agent.log import CAPACITY, set_up_logging
+from node_agent.performance.idle import QUIET_S, IdleMeasurement
 from node_agent.performance.setup import use_performance
 
 STATS_INTERVAL = 0.2
@@ -117,9 +118,19 @@ class WakeUp:
 class Loop:
     """Runs the engine for one API process after another, until `stopping`."""
 
-    def __init__(self, engine: Engine, ready: Ready, wake: WakeUp, stopping: Callable[[], bool]) -> None:
-        self.engine, self.ready, self.wake, self.stopping = engine, ready, wake, stopping
+    def __init__(
+        self,
+        engine: Engine,
+        ready: Ready,
+        wake: WakeUp,
+        stopping: Callable[[], bool],
+        idle: IdleMeasurement | None = None,
+    ) -> None:
+        self.engine, self.ready, self.wake, self.stopping, self.idle = engine, ready, wake, stopping, idle
+        self._active_at = time.monotonic()
         self._stats_at = 0.0
+        self._picture = stats_of(engine)
+        """the last one that was sent"""
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def serve(self, channel: Channel) -> None:
@@ -154,7 +165,9 @@ class Loop:
             self._receive(channel)  # some need not wait for the rest of the pass
             told |= self._tell(channel)
         told |= self._tell(channel)
-        if not (used or worked or told):
+        if used or worked or told:
+            self._active_at = time.monotonic()
+        elif not self._measure(channel, selector):
             self._wait(channel, selector)
 
     def _receive(self, channel: Channel) -> None:
@@ -171,7 +184,8 @@ class Loop:
         events = self.engine.take_events()
         happened, now = bool(events), time.monotonic()
         if now >= self._stats_at or (happened and now >= self._stats_at - STATS_INTERVAL + MIN_STATS_INTERVAL):
-            events.append(stats_of(self.engine))
+            self._picture = stats_of(self.engine)
+            events.append(self._picture)
             self._stats_at = now + STATS_INTERVAL
         channel.send(events)
         return happened
@@ -183,6 +197,25 @@ class Loop:
         for line in heal(self.engine.store):
             log.error("adapter memory is damaged", extra={"reason": line})
         self._check_at = time.monotonic() + CHECK_INTERVAL
+
+    def _measure(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
+        """A slice of the measurement that gives an idle node its performance model, until anything comes. False: there
+        is none to be made now."""
+        if self.idle is None or self.idle.ended:
+            return False
+        if self.engine.busy or self.engine.store.loading_bytes:
+            self._active_at = time.monotonic()
+        if time.monotonic() < self._active_at + QUIET_S:
+            return False
+        return self.idle.work(lambda: self._is_wanted(channel, selector))
+
+    def _is_wanted(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
+        """Whether anything has come amid a slice. The last picture is sent again when one is due: a pass of a large
+        base takes long, and an engine that says nothing is taken for dead. One taken now would show what is lent."""
+        if time.monotonic() >= self._stats_at:
+            channel.send([self._picture])
+            self._stats_at = time.monotonic() + STATS_INTERVAL
+        return bool(selector.select(0))
 
     def _wait(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         """For a message, a load, a deadline, or the next picture."""
@@ -204,6 +237,8 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
         block_tokens=engine.runner.block_tokens,
         adapter_bytes=engine.store.pool.size,
         max_rows=engine.limits.max_rows,
+        largest_adapter=engine.store.largest,
+        adapter_itemsize=engine.runner.dtype.itemsize,
     )
 
 
@@ -225,14 +260,15 @@ def main() -> int:
     signal.signal(signal.SIGINT, request_stop)
     try:
         engine, base = build_engine(config.engine, wake.set)
-        use_performance(engine, config.engine, base)
+        has_model = use_performance(engine, config.engine, base)
     except (ValueError, OSError) as error:
         log.error("engine can't start", extra={"reason": str(error)})
         return 1
     ready = ready_message(engine, base)
     log.info("engine is warm", extra=msgspec.to_builtins(ready))
     log.info(CAPACITY, extra=msgspec.to_builtins(capacity_of(engine, base)))
-    loop = Loop(engine, ready, wake, lambda: stop_requested)
+    idle = None if has_model else IdleMeasurement(engine, config.engine, base)
+    loop = Loop(engine, ready, wake, lambda: stop_requested, idle)
     while not stop_requested:
         try:
             channel = Channel(config.socket)

@@ -74,6 +74,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     block_tokens: int
     adapter_bytes: int
     max_rows: int
+    largest_adapter: int = 0
+    """Bytes; `adapter_itemsize` of them are an element of its weights."""
+    adapter_itemsize: int = 0
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
@@ -88,6 +91,8 @@ class Top(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 0
+    """Of a prompt's token; 1 is the likeliest."""
 
 
 class Generated(msgspec.Struct, frozen=True, tag="generated", omit_defaults=True):
@@ -96,6 +101,14 @@ class Generated(msgspec.Struct, frozen=True, tag="generated", omit_defaults=True
     id: str
     token_id: int
     top: Top | None = None
+
+
+class PromptScored(msgspec.Struct, frozen=True, tag="prompt_scored"):
+    """Log probabilities of the prompt's tokens from `index` on, given those before each."""
+
+    id: str
+    index: int
+    scores: list[Top]
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
@@ -133,6 +146,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     loading_bytes: int = 0
     performance: PerformanceModel | None = None
     forecast_ratio: float | None = None
+    measuring: float | None = None
+    """How much of the performance model's measurement is done; None: none goes on."""
     tightest_tpot: float | None = None
     """Seconds; the least that any request here was promised."""
     strict: StrictRoom | None = None
@@ -150,7 +165,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
     error: str = ""
 
 
-EngineEvent = Ready | Admitted | Generated | Finished | Stats | Answer
+EngineEvent = Ready | Admitted | PromptScored | Generated | Finished | Stats | Answer
 
 
 _encoder = msgspec.msgpack.Encoder()

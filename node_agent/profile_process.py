@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 
 from adapters.errors import StoreUnavailable
+from cluster.logs import set_up_logging
 from cluster.performance_file import PerformanceProfile, write_performance
 from cluster.performance_fit import BadFit, BadSample
 from node_agent.child import die_with_parent, read_config
 from node_agent.coldstart.profile import Profile, write_profile
 from node_agent.config import ProfileProcessConfig
-from node_agent.log import set_up_logging
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

@@ -12,30 +12,33 @@ class StopMatcher:
     the strings are.
     """
 
-    def __init__(self, stops: list[str]) -> None:
+    def __init__(self, stops: list[str], *, include: bool = False) -> None:
         if "" in stops:
             raise ValueError("an empty stop string would end every text")
         self._stops = list(dict.fromkeys(stops))
         self._borders = [_borders(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
         self._held = ""
+        self._include = include
 
-    def feed(self, piece: str) -> tuple[str, bool]:
-        """Returns the text that is safe to emit, and whether a stop string is complete (it is not part of the text).
+    def feed(self, piece: str, *, counts: bool = True) -> tuple[str, str | None]:
+        """Returns the text that is safe to emit, and the stop string that is complete, or None.
 
-        After a complete stop string the matcher must not be fed again.
+        The stop string is part of the text only if `include` was set. With `counts` False one that `piece` completes
+        is passed over. After a complete stop string the matcher must not be fed again.
         """
         if not self._stops:
-            return piece, False
+            return piece, None
         text = self._held + piece
         for position, character in enumerate(piece, start=len(self._held) + 1):
             longest = self._advance(character)
-            if longest:
+            if longest and counts:
                 self._held = ""
-                return text[: position - longest], True
+                stop = text[position - longest : position]
+                return text[: position if self._include else position - longest], stop
         held = max(self._states)
         self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+        return text[: len(text) - held], None
 
     def flush(self) -> str:
         """What was held back, once no more text will come."""
@@ -51,9 +54,10 @@ class StopMatcher:
             while state and stop[state] != character:
                 state = borders[state - 1]
             state += stop[state] == character
-            self._states[index] = state
             if state == len(stop):
                 longest = max(longest, state)
+                state = borders[state - 1]
+            self._states[index] = state
         return longest
 
 

@@ -18,9 +18,10 @@ from typing import IO
 
 import msgspec
 
+from cluster.logs import set_up_logging
 from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
+from node_agent.cores import SPIN_LIMIT
 from node_agent.exit_note import clear_exit, write_exit
-from node_agent.log import set_up_logging
 
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 10.0
@@ -133,7 +134,14 @@ class Child:
         # Its own process group: Ctrl-C reaches this process alone, which then stops both in order.
         command = [sys.executable, "-m", self._module]
         with self._opened_output() as output:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                env=SPIN_LIMIT | os.environ,
+            )
         self._process, self._started = process, now
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it died at once: reap says so

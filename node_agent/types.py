@@ -7,23 +7,30 @@ adapter).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from node_agent.device import Event
+from node_agent.runner.products import Products
 
 GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
 """Projection groups that share their input, as indices into adapters.base_model.PROJECTIONS."""
+
+
+class Rules(Protocol):
+    """A request's own changes of its scores (node_agent.runner.score_rules)."""
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """Changes one row f32[V] in place."""
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
     """How to choose the next token of each of the Q rows.
 
-    `uniform` f64[Q] in [0, 1) depends on (seed, choice, position) alone. `counts` holds, for rows with a penalty, how
-    often each token was generated: (row index, token ids i64[n], counts f32[n]).
+    `uniform` f64[Q] in [0, 1) depends on (seed, choice, position) alone.
     """
 
     temperature: list[float]
@@ -31,11 +38,32 @@ class SamplingBatch:
     top_k: list[int]
     min_p: list[float]
     uniform: list[float]
-    presence_penalty: list[float]
-    frequency_penalty: list[float]
-    counts: list[tuple[int, torch.Tensor, torch.Tensor]]
     logprobs: list[int]
     """-1: none; k: the chosen token's and the k largest"""
+    rules: dict[int, Rules] = field(default_factory=dict)
+    """by row, for those whose scores are changed before a token is chosen"""
+
+
+@dataclass(frozen=True)
+class PromptScoring:
+    """Prompt tokens whose log probabilities are wanted: S rows."""
+
+    rows: torch.Tensor
+    """i64[S]: tokens (indices below T), each the one before a scored token"""
+    targets: torch.Tensor
+    """i64[S]: ids of the scored tokens"""
+    top: list[int]
+    """per row, how many of the likeliest tokens are wanted"""
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """The log probability of a prompt token, its rank (1: the likeliest), and the likeliest tokens (id, log
+    probability)."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +92,8 @@ class StepBatch:
     max_context: int
     query_lens: list[int]
     context_lens: list[int]
+    scoring: PromptScoring | None = None
+    """None: no row asks for log probabilities of its prompt"""
 
 
 @dataclass(frozen=True)
@@ -136,6 +166,8 @@ class StepOutput:
     poisoned: frozenset[int]
     """rows of Q whose numbers must not be used: their chunk is replayed"""
     done: Event
+    prompt_scores: list[ScoredToken] = field(default_factory=list)
+    """of the rows of `StepBatch.scoring`"""
 
 
 class PassLora(Protocol):
@@ -175,6 +207,8 @@ class ModelRunner(Protocol):
     num_layers: int
     block_tokens: int
     num_blocks: int
+    products: Products | None
+    """how bf16 products are computed on a CPU; None: by torch alone"""
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> Pass:
         """`lora` is None when no token uses an adapter."""

@@ -4,8 +4,8 @@
     python examples/adapters/train.py NAME --base BASE --out DIRECTORY [--steps N]
 
 Reads the converted base models under models/, writes examples/adapters/<base>/<name>/ in bf16, and renews results.json
-and RESULTS.md; with --out it writes the one adapter there instead, and touches nothing else. The training text is made
-by text/ or lies there; see recipes.py for the forms.
+and RESULTS.md; with --out it writes the one adapter there instead, and touches nothing else. It computes in fp32, or in
+bf16 where this host is faster in it. The training text is made by text/ or lies there; see recipes.py for the forms.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pace import fast_dtype, time_left
 from peft import LoraConfig, PeftModel, get_peft_model
 from recipes import HUB_ID, RECIPES, STORIES, Recipe
 from report import write_report
@@ -30,7 +31,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from text.chat_text import pairs
 from text.story_text import stories
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 HERE = Path(__file__).parent
@@ -91,14 +92,16 @@ def collate(chosen: list[Example]) -> dict[str, torch.Tensor]:
 
 
 def train(recipe: Recipe, model: PeftModel, data: list[Example], progress: Progress) -> list[float]:
-    """AdamW with a linear decay to a tenth; the loss of each step."""
+    """AdamW with a linear decay to a tenth; the loss of each step. Says ten times or so how far it is: as a bar with
+    the time left on a terminal, in lines elsewhere."""
     draw = random.Random(SEED)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=recipe.steps)
     losses: list[float] = []
     model.train()
-    for _ in progress.track(range(recipe.steps), description=f"{recipe.base} {recipe.name}"):
+    start = time.perf_counter()
+    for step in progress.track(range(1, recipe.steps + 1), description=f"{recipe.base} {recipe.name}"):
         loss = model(**collate(draw.sample(data, recipe.batch))).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -106,6 +109,9 @@ def train(recipe: Recipe, model: PeftModel, data: list[Example], progress: Progr
         optimizer.zero_grad()
         schedule.step()
         losses.append(loss.item())
+        if progress.disable and (step == 1 or step % max(1, recipe.steps // 10) == 0) and step < recipe.steps:
+            left = time_left(step, recipe.steps, time.perf_counter() - start)
+            progress.console.print(f"step {step} of {recipe.steps}: loss {losses[-1]:.3f}, {left}")
     model.eval()
     return losses
 
@@ -146,22 +152,30 @@ def answer(recipe: Recipe, model: torch.nn.Module, tokenizer: PreTrainedTokenize
     return tokenizer.decode(out[len(ids) :], skip_special_tokens=True)
 
 
-def run(recipe: Recipe, directory: Path, progress: Progress) -> dict[str, Any]:
-    """Train, save to the directory, load what was saved and compare it in fp32 with the base."""
+def training_dtype(recipe: Recipe) -> torch.dtype:
+    config = AutoConfig.from_pretrained(MODELS / recipe.base)
+    return fast_dtype(config.hidden_size, config.intermediate_size)
+
+
+def run(recipe: Recipe, directory: Path, progress: Progress, samples: bool) -> dict[str, Any]:
+    """Train, save to the directory, load what was saved and compare it in fp32 with the base; `samples`: by the probes'
+    answers, too, which takes longer than the training of a few steps."""
     torch.manual_seed(SEED)
     tokenizer = AutoTokenizer.from_pretrained(MODELS / recipe.base)
     data = examples(recipe, tokenizer)
     held_out, data = data[:HELD_OUT], data[HELD_OUT:]
     config = LoraConfig(task_type="CAUSAL_LM", **{**recipe.lora, "target_modules": list(recipe.lora["target_modules"])})
-    training_type = torch.float32 if recipe.base == STORIES else torch.bfloat16
-    model = get_peft_model(load_base(recipe, training_type), config)
+    dtype = training_dtype(recipe)
+    progress.console.print(f"{recipe.base}/{recipe.name}: {recipe.steps} steps in {str(dtype).removeprefix('torch.')}")
+    model = get_peft_model(load_base(recipe, dtype), config)
     start = time.perf_counter()
     losses = train(recipe, model, data, progress)
     seconds = time.perf_counter() - start
     save_adapter(recipe, model, directory)
     base = load_base(recipe, torch.float32)
     base_loss = held_out_loss(base, held_out)
-    before = [answer(recipe, base, tokenizer, probe) for probe in recipe.probes]
+    probes = recipe.probes if samples else ()
+    before = [answer(recipe, base, tokenizer, probe) for probe in probes]
     adapted = PeftModel.from_pretrained(base, directory).eval()
     tenth = max(1, recipe.steps // 10)
     return {
@@ -181,7 +195,7 @@ def run(recipe: Recipe, directory: Path, progress: Progress) -> dict[str, Any]:
         "held_out_loss": {"base": round(base_loss, 4), "adapter": round(held_out_loss(adapted, held_out), 4)},
         "samples": [
             {"prompt": probe, "base": old, "adapter": answer(recipe, adapted, tokenizer, probe)}
-            for probe, old in zip(recipe.probes, before, strict=True)
+            for probe, old in zip(probes, before, strict=True)
         ],
     }
 
@@ -212,7 +226,8 @@ def main() -> int:
     console = Console(highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         for recipe in chosen:
-            result = run(recipe, arguments.out or HERE / recipe.base / recipe.name, progress)
+            directory = arguments.out or HERE / recipe.base / recipe.name
+            result = run(recipe, directory, progress, samples=arguments.out is None)
             if arguments.out is None:
                 write_report(HERE, result, order=[(known.base, known.name) for known in RECIPES])
             console.print(

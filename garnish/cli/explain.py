@@ -6,18 +6,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
+    from garnish.table import Column
     from gateway.explain_schema import ExplainedPlacement
     from gateway.scheduling.decision import Candidate
 
 RequestId = Annotated[str, typer.Argument(help="The call's id, or the x-request-id of its reply.")]
 Admin = Annotated[bool, typer.Option("--admin", help="Any tenant's call, with the admin key of the state.")]
 
-TERMS = ("prefill", "exposed_load", "decode", "wait", "ttft", "step", "spreading", "total")
-"""Columns of times, in milliseconds."""
+TERMS = {
+    "prefill": 4,
+    "exposed_load": 3,
+    "decode": 7,
+    "wait": 2,
+    "ttft": 0,
+    "step": 5,
+    "spreading": 8,
+    "total": 0,
+}
+"""Columns of times in milliseconds, and in which order a narrow terminal leaves them out (highest first; 0: never)."""
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +40,7 @@ def explain(
     url: Url = None,
     state: State = DEFAULT_STATE,
     tenant: Tenant = None,
+    no_header: NoHeader = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how a call was placed: the nodes that could have served it, what was forecast of each, the choice."""
@@ -39,7 +50,7 @@ def explain(
 
     if admin and tenant is not None:
         raise typer.BadParameter("expected --tenant or --admin, not both")
-    screen = Screen(as_json)
+    screen = Screen(as_json, header=not no_header)
     with open_client(url, state, tenant, admin=admin) as client:
         told = client.ask(explain_call(request_id), ExplainReply)
     screen.line(f"{told.id} ({told.tenant}/{told.function}), request {told.request_id}")
@@ -65,28 +76,38 @@ def _show(screen: Screen, placement: ExplainedPlacement) -> None:
     )
     if made.excluded:
         screen.line(f"not again: {', '.join(made.excluded)}")
-    columns = [
-        "",
-        "NODE",
-        "TIER",
-        "RUNNING",
-        "QUEUED",
-        "RESERVED",
-        *(f"{name.upper()} MS" for name in TERMS),
-        "AGE",
-        "NOTE",
-    ]
-    screen.table(columns, [_row(candidate) for candidate in made.candidates])
+    screen.line("forecasts in milliseconds:")
+    screen.table(_columns(), [_row(candidate) for candidate in made.candidates])
     if made.more:
         screen.line(f"and {made.more} more candidates")
+
+
+def _columns() -> list[Column]:
+    from garnish.table import Column
+
+    return [
+        Column(""),
+        Column("NODE", least=12),
+        Column("TIER"),
+        Column("RUNNING", number=True, spare=1),
+        Column("QUEUED", number=True, spare=1),
+        Column("RESERVED", number=True, spare=9),
+        *(Column(_title(name), number=True, spare=spare) for name, spare in TERMS.items()),
+        Column("AGE", number=True, spare=6),
+        Column("NOTE", least=24),
+    ]
+
+
+def _title(term: str) -> str:
+    return term.removeprefix("exposed_").upper()
 
 
 def _row(candidate: Candidate) -> list[str]:
     notes = list(candidate.broken)
     if candidate.model_problem:
-        notes.append(f"its performance model is not used: {candidate.model_problem}")
+        notes.append(f"no forecast: its performance model is not used: {candidate.model_problem}")
     elif candidate.model == "assumed":
-        notes.append("not measured")
+        notes.append("no forecast: its performance model is not measured yet")
     return [
         "*" if candidate.chosen else "",
         candidate.node,

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
 
 if TYPE_CHECKING:
+    from garnish.client import Client
     from garnish.screen import Screen
-    from gateway.schema import DeployReply
+    from gateway.schema import DeployReply, FunctionReply
 
 Name = Annotated[str, typer.Argument(help="The function's name.")]
 
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
 def deploy(
     name: Annotated[str | None, typer.Argument(help="The function's name.")] = None,
     path: Annotated[
-        str | None, typer.Argument(help="The PEFT adapter's directory, or an allowed s3://bucket/prefix.")
+        str | None, typer.Argument(help="The PEFT adapter's directory, hf:org/name, or an allowed s3://bucket/prefix.")
     ] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Make the service hold what the file says.")] = None,
     alias: Annotated[str | None, typer.Option("--alias", help="The alias to move (default: latest).")] = None,
@@ -60,24 +61,32 @@ class _Wanted(NamedTuple):
 
 
 def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, screen: Screen) -> DeployReply:
+    from garnish.sizes import shown_bytes
+
     screen.progress(f"deploying {wanted.name}")
     with open_client(url, state, wanted.tenant) as client:
         reply = client.deploy(wanted.name, wanted.adapter, wanted.alias, dry_run)
     screen.end_progress()
     outcome = "valid" if dry_run else f"version {reply.version}"
-    screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {reply.bytes} bytes")
+    screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {shown_bytes(reply.bytes)}")
     for warning in reply.warnings:
         screen.note(f"warning: {warning}")
     return reply
 
 
 def list_functions(
-    url: Url = None, state: State = DEFAULT_STATE, tenant: Tenant = None, as_json: AsJson = False
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    no_header: NoHeader = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the tenant's functions."""
     from garnish.screen import Screen
+    from garnish.sizes import shown_bytes
+    from garnish.table import Column
 
-    screen = Screen(as_json)
+    screen = Screen(as_json, header=not no_header)
     with open_client(url, state, tenant) as client:
         page = client.functions()
         items = list(page.functions)
@@ -89,26 +98,40 @@ def list_functions(
             item.name,
             ", ".join(f"{alias}={pointed(target)}" for alias, target in item.aliases.items()),
             str(max(item.ranks, default=0)),
-            str(item.bytes),
+            shown_bytes(item.bytes),
             ", ".join(sorted({f"{place.node}:{place.tier}" for place in item.residency})) or "-",
         ]
         for item in items
     ]
-    screen.table(["NAME", "ALIASES", "RANK", "BYTES", "RESIDENT"], rows)
+    screen.table(
+        [
+            Column("NAME", least=20),
+            Column("ALIASES", least=12),
+            Column("RANK", number=True),
+            Column("SIZE", number=True),
+            Column("RESIDENT", least=16),
+        ],
+        rows,
+    )
+    if not rows:
+        screen.note("there are no functions yet: garnish deploy NAME DIRECTORY")
     screen.result({"functions": items, "next": None})
 
 
 def describe(
-    name: Name, url: Url = None, state: State = DEFAULT_STATE, tenant: Tenant = None, as_json: AsJson = False
+    name: Name,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    no_header: NoHeader = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show one function: aliases, versions, where it is resident."""
-    from datetime import UTC, datetime
-
     import msgspec
 
     from garnish.screen import Screen
 
-    screen = Screen(as_json)
+    screen = Screen(as_json, header=not no_header)
     with open_client(url, state, tenant) as client:
         found = client.function(name)
     screen.line(f"name: {found.name}")
@@ -117,23 +140,41 @@ def describe(
         screen.line(f"alias {alias}: {pointed(target)}")
     for field, value in found.policy.items():
         screen.line(f"policy {field}: {msgspec.json.encode(value).decode()}")
+    _show_versions(found, screen)
+    screen.result(found)
+
+
+def _show_versions(found: FunctionReply, screen: Screen) -> None:
+    from garnish.sizes import shown_bytes
+    from garnish.table import Column
+    from garnish.text import shown_time
+
     rows = [
         [
             str(entry.version),
             str(max(entry.ranks, default=0)),
-            ",".join(entry.targets),
-            str(entry.bytes),
-            datetime.fromtimestamp(entry.created, UTC).isoformat(timespec="seconds"),
+            ", ".join(entry.targets),
+            shown_bytes(entry.bytes),
+            shown_time(entry.created),
             ", ".join(f"{p.node}:{p.tier}" for p in found.residency if p.version == entry.version) or "-",
         ]
         for entry in found.versions
     ]
-    screen.table(["VERSION", "RANK", "TARGETS", "BYTES", "CREATED", "RESIDENT"], rows)
-    screen.result(found)
+    screen.table(
+        [
+            Column("VERSION", number=True),
+            Column("RANK", number=True),
+            Column("TARGETS", least=12),
+            Column("SIZE", number=True),
+            Column("CREATED"),
+            Column("RESIDENT", least=16),
+        ],
+        rows,
+    )
 
 
 def delete(
-    name: Name,
+    name: Annotated[str, typer.Argument(help="The function's name, or NAME:VERSION.")],
     version: Annotated[int | None, typer.Option("--version", help="Delete only this version.", min=1)] = None,
     force: Annotated[bool, typer.Option("--force", help="Cancel running calls.")] = False,
     url: Url = None,
@@ -144,6 +185,7 @@ def delete(
     """Delete a function with all its versions, or one version that no alias points to."""
     from garnish.screen import Screen
 
+    name, version = _version_in(name, version)
     if version is not None and force:
         raise typer.BadParameter("--force is for a whole function")
     deleted = name if version is None else f"{name}:{version}"
@@ -152,9 +194,35 @@ def delete(
         if version is None:
             client.delete(name, force)
         else:
-            client.delete_version(name, version)
+            _delete_version(client, name, version)
     screen.line(f"{deleted}: deleted")
     screen.result({"deleted": deleted})
+
+
+def _delete_version(client: Client, name: str, version: int) -> None:
+    """Raises GarnishError; that an alias is in the way with what to do about it."""
+    from garnish.errors import GarnishError
+
+    try:
+        client.delete_version(name, version)
+    except GarnishError as error:
+        if error.type != "conflict":
+            raise
+        hint = f"{error.message} (garnish alias {name} ALIAS VERSION)"
+        raise GarnishError(error.type, hint, request_id=error.request_id, status=error.status) from error
+
+
+def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
+    """`teas:1` means the same as `teas --version 1`. Raises typer.BadParameter for `teas:prod`."""
+    name, colon, named = name.partition(":")
+    if not colon:
+        return name, version
+    if not (named.isascii() and named.isdecimal() and int(named)) or version is not None:
+        raise typer.BadParameter(
+            f"{named!r} is no version: `garnish delete {name}:1` deletes version 1, `garnish delete {name}` deletes "
+            "all of them; an alias stays as long as its function (garnish alias points it elsewhere)"
+        )
+    return name, int(named)
 
 
 def pointed(target: int | dict[str, float]) -> str:

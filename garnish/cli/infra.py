@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, NoHeader, State
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
@@ -50,13 +50,14 @@ def plan(
     detailed: Annotated[
         bool, typer.Option("--detailed-exitcode", help="Exit with 0 when there is nothing to do, with 2 for changes.")
     ] = False,
+    no_header: NoHeader = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what would be made, changed and destroyed, and save that plan."""
     from garnish.provision import Provision
     from garnish.screen import Screen
 
-    with Screen(as_json) as screen:
+    with Screen(as_json, header=not no_header) as screen:
         provision = Provision(file, state)
         note = provision.plan(screen.progress)
         screen.end_progress()
@@ -70,12 +71,18 @@ def plan(
         raise typer.Exit(CHANGES)
 
 
-def apply(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, yes: Yes = False, as_json: AsJson = False) -> None:
+def apply(
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    yes: Yes = False,
+    no_header: NoHeader = False,
+    as_json: AsJson = False,
+) -> None:
     """Carry out exactly the saved plan."""
     from garnish.provision import Provision
     from garnish.screen import Screen
 
-    with Screen(as_json) as screen:
+    with Screen(as_json, header=not no_header) as screen:
 
         def confirm(note: PlanNote) -> None:
             screen.end_progress()
@@ -94,13 +101,14 @@ def destroy(
     state: State = DEFAULT_STATE,
     yes: Yes = False,
     force: Annotated[bool, typer.Option("--force", help="Even if the gateway can't drain the nodes first.")] = False,
+    no_header: NoHeader = False,
     as_json: AsJson = False,
 ) -> None:
     """Drain all nodes of the pools and destroy everything that was made for them."""
     from garnish.provision import Provision
     from garnish.screen import Screen
 
-    with Screen(as_json) as screen:
+    with Screen(as_json, header=not no_header) as screen:
 
         def confirm(note: PlanNote) -> None:
             screen.end_progress()
@@ -113,12 +121,15 @@ def destroy(
         screen.result(_result(note))
 
 
-def show(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+def show(
+    file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, no_header: NoHeader = False, as_json: AsJson = False
+) -> None:
     """Show the pools: what is desired, what lives, and where the two differ."""
     from garnish.provision import Provision
     from garnish.screen import Screen
+    from garnish.table import Column
 
-    with Screen(as_json) as screen:
+    with Screen(as_json, header=not no_header) as screen:
         pools = Provision(file, state).show()
         rows = [
             [
@@ -128,14 +139,33 @@ def show(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, as_json: AsJso
             ]
             for pool in pools
         ]  # fmt: skip
-        screen.table(["POOL", "BACKEND", "MIN DESIRED MAX", "NODES", "DRIFT"], rows)
+        screen.table(
+            [
+                Column("POOL", least=12),
+                Column("BACKEND"),
+                Column("MIN DESIRED MAX"),
+                Column("NODES", least=20),
+                Column("DRIFT", least=20),
+            ],
+            rows,
+        )
         screen.result({"pools": pools})
 
 
 def _show(note: PlanNote, screen: Screen) -> None:
     from garnish.provision import changes_shown
+    from garnish.table import Column
 
-    screen.table(["ACTION", "POOL", "RESOURCE", "REASON", "COSTS MONEY"], changes_shown(note.changes))
+    columns = [
+        Column("ACTION"),
+        Column("POOL", least=12),
+        Column("RESOURCE", least=16),
+        Column("REASON", least=16),
+        Column("COSTS MONEY", least=11),
+    ]
+    rows = changes_shown(note.changes)
+    if rows:
+        screen.table(columns, rows)
     screen.line(_summary(note))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -26,9 +27,12 @@ def logs(
 ) -> None:
     """Show the logs under the state directory, or export a trace of all calls that they hold.
 
+    Lines for people on a terminal; elsewhere, or with GARNISH_LOG=json, as the processes wrote them.
+
     The trace names tenants t1, t2 and adapters by the beginnings of their digests; it holds no prompts and no answers.
     """
-    from garnish.logs import last_lines, log_names, trace_lines
+    from cluster.logs import wants_text
+    from garnish.logs import for_people, last_lines, log_names, trace_lines
     from garnish.screen import Screen
 
     screen = Screen(as_json)
@@ -43,8 +47,9 @@ def logs(
                 screen.piece(request.line())
         return
     names = [process] if process is not None else log_names(state)
-    told = {name: last_lines(state, name, lines) for name in names}
-    for name, texts in told.items():
+    found_lines = {name: last_lines(state, name, lines) for name in names}
+    show = for_people if wants_text(sys.stdout) else str
+    for name, texts in found_lines.items():
         for text in texts:
-            screen.line(f"{name}\t{text}" if process is None else text)
-    screen.result(told)
+            screen.styled(f"{name}\t{show(text)}" if process is None else show(text))
+    screen.result(found_lines)

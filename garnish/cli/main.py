@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from cluster.printable import printable
 from garnish.cli import (
     autoscale,
+    compare,
     explain,
     functions,
     infra,
@@ -24,7 +26,6 @@ from garnish.cli import (
     versions,
 )
 from garnish.errors import FrontDoorError
-from garnish.text import printable
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
@@ -41,6 +42,7 @@ versions.register(app)
 invoke.register(app)
 nodes.register(app)
 explain.register(app)
+compare.register(app)
 profile.register(app)
 usage.register(app)
 logs.register(app)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
 
 Node = Annotated[str, typer.Argument(help="The node's id.")]
 Function = Annotated[
@@ -31,47 +31,77 @@ def register(app: typer.Typer) -> None:
 
 
 def list_unless_told(
-    context: typer.Context, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False
+    context: typer.Context,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    no_header: NoHeader = False,
+    as_json: AsJson = False,
 ) -> None:
     """The nodes: list them, see their adapters, drain them."""
     if context.invoked_subcommand is None:
-        list_nodes(url, state, as_json)
-    elif url is not None or state != DEFAULT_STATE or as_json:
+        list_nodes(url, state, no_header, as_json)
+    elif url is not None or state != DEFAULT_STATE or no_header or as_json:
         raise typer.BadParameter("options come after the subcommand")
 
 
-def list_nodes(url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+def list_nodes(
+    url: Url = None, state: State = DEFAULT_STATE, no_header: NoHeader = False, as_json: AsJson = False
+) -> None:
     """List the nodes as the scheduler sees them."""
     from garnish.operate import nodes_call
     from garnish.screen import Screen
+    from garnish.table import Column
     from gateway.schema import NodeList
 
-    screen = Screen(as_json)
+    screen = Screen(as_json, header=not no_header)
     with open_client(url, state, admin=True) as client:
         found = client.ask(nodes_call(), NodeList)
     shown = ("id", "state", "running", "queued", "kv_blocks_free", "url", "error")
     rows = [[str(node.record.get(field, "")) for field in shown] for node in found.nodes]
     for row, node in zip(rows, found.nodes, strict=True):
         row.insert(5, observed_over_forecast(node.record))
-    screen.table(["ID", "STATE", "RUNNING", "QUEUED", "KV BLOCKS FREE", "OBSERVED/FORECAST", "URL", "ERROR"], rows)
+    screen.table(
+        [
+            Column("ID", least=16),
+            Column("STATE"),
+            Column("RUNNING", number=True),
+            Column("QUEUED", number=True),
+            Column("KV FREE", number=True),
+            Column("OBSERVED/FORECAST", spare=1),
+            Column("URL", spare=2),
+            Column("ERROR", least=20),
+        ],
+        rows,
+    )
     screen.result(found)
 
 
 def observed_over_forecast(record: Mapping[str, Any]) -> str:
-    """How its passes compare with what its performance model says of them."""
+    """How its passes compare with what its performance model says of them, if there is one."""
     ratio = record.get("forecast_ratio")
     if ratio is not None:
         return f"{ratio:.2f}"
-    return "-" if record.get("performance") else "no model"
+    if record.get("performance"):
+        return "-"
+    measuring = record.get("measuring")
+    return "no model" if measuring is None else f"measuring, {measuring:.0%}"
 
 
-def adapters(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+def adapters(
+    node: Node,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    no_header: NoHeader = False,
+    as_json: AsJson = False,
+) -> None:
     """List a node's adapters: where they are, and how far those have come that are loading."""
     from garnish.operate import node_adapters_call
     from garnish.screen import Screen
+    from garnish.sizes import shown_bytes
+    from garnish.table import Column
     from gateway.node_schema import NodeAdapters
 
-    screen = Screen(as_json)
+    screen = Screen(as_json, header=not no_header)
     with open_client(url, state, admin=True) as client:
         found = client.ask(node_adapters_call(node), NodeAdapters)
     rows = [
@@ -79,14 +109,25 @@ def adapters(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json:
             entry.digest,
             entry.tier,
             str(max(entry.ranks)) if entry.ranks else "-",
-            str(entry.bytes),
+            shown_bytes(entry.bytes),
             str(entry.in_use),
             str(entry.waiting),
             _progress(entry.layers),
         ]
         for entry in found.adapters
     ]
-    screen.table(["DIGEST", "TIER", "RANK", "BYTES", "IN USE", "WAITING", "LOADING"], rows)
+    screen.table(
+        [
+            Column("DIGEST", least=16, cut=True),
+            Column("TIER"),
+            Column("RANK", number=True),
+            Column("SIZE", number=True),
+            Column("IN USE", number=True),
+            Column("WAITING", number=True),
+            Column("LOADING", least=16),
+        ],
+        rows,
+    )
     if found.unnamed:
         screen.note(f"{found.unnamed} more are on the disk")
     screen.result(found)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from garnish.client import Client
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+NoHeader = Annotated[bool, typer.Option("--no-header", help="Leave out the table's header line.")]
 File = Annotated[Path, typer.Option("-f", "--file", help="The service file.")]
 State = Annotated[Path, typer.Option("--state", help="Directory of registry, keys and logs.")]
 Url = Annotated[str | None, typer.Option("--url", help="The service's address (default: GARNISH_URL, or the state's).")]

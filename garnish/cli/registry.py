@@ -38,11 +38,12 @@ def gc(
     from adapters.collect import collect
     from adapters.store import ObjectInfo
     from garnish.screen import Screen
+    from garnish.sizes import shown_bytes
 
     removed: list[str] = []
 
     def tell(info: ObjectInfo) -> None:
-        screen.line(f"{'would remove' if dry_run else 'removed'} {info.key} ({info.size} bytes)")
+        screen.line(f"{'would remove' if dry_run else 'removed'} {info.key} ({shown_bytes(info.size)})")
         if len(removed) < MAX_SHOWN:
             removed.append(info.key)
 
@@ -52,7 +53,7 @@ def gc(
         done = _told(lambda: collect(store, dry_run=dry_run, tell=tell))
         screen.end_progress()
         screen.line(
-            f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, {done.bytes} bytes "
+            f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, {shown_bytes(done.bytes)} "
             f"{'would be removed' if dry_run else 'removed'}; {done.kept} files and artifacts stay"
         )
         screen.result({**msgspec.to_builtins(done), "objects": removed})

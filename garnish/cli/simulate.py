@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from garnish.cli.options import AsJson
+from garnish.cli.options import AsJson, NoHeader
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
@@ -55,6 +55,7 @@ def simulate(
     seconds: Seconds = None,
     functions: Functions = None,
     ranks: Ranks = "8,16,32,64",
+    no_header: NoHeader = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a trace through simulated nodes: SLO attainment, TTFT and time per token, cold starts, utilisation.
@@ -68,7 +69,7 @@ def simulate(
 
     laws = Laws(seed, _ranks(ranks), functions=functions, rate=rate, seconds=seconds)
     bounds = _bounds(sweep) if sweep is not None else None
-    with Screen(as_json) as screen:
+    with Screen(as_json, header=not no_header) as screen:
         screen.progress(f"reading {trace}")
         plan = make_plan(trace, laws, profile, slo, policy, seed)
         found = plan.sweep(*bounds, attain, screen.progress) if bounds else plan.run(nodes, screen.progress)
@@ -113,6 +114,8 @@ def _verdict(found: dict[str, Any]) -> str:
 
 
 def _show_summary(screen: Screen, nodes: int, summary: Summary) -> None:
+    from garnish.table import Column
+
     screen.line(
         f"{nodes} nodes, {summary.seconds:.0f} s simulated: {summary.done} done, {summary.rejected} turned away, "
         f"{summary.attainment:.2%} within the SLO (empty nodes: {summary.attainable:.2%})"
@@ -121,7 +124,7 @@ def _show_summary(screen: Screen, nodes: int, summary: Summary) -> None:
         [name, *_milliseconds(getattr(summary, name.lower()))]
         for name in ("TTFT", "TPT", "TPOT")
     ]  # fmt: skip
-    screen.table(["MS", "MEAN", "P50", "P90", "P99"], rows)
+    screen.table([Column("MS"), *(Column(name, number=True) for name in ("MEAN", "P50", "P90", "P99"))], rows)
     cold = ", ".join(f"{tier} {count}" for tier, count in summary.cold_starts.items())
     screen.line(f"adapters were found in: {cold} (none: on the device, no cold start)")
     screen.line(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.functions import Name, pointed
-from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
@@ -34,13 +34,14 @@ def alias(
     url: Url = None,
     state: State = DEFAULT_STATE,
     tenant: Tenant = None,
+    no_header: NoHeader = False,
     as_json: AsJson = False,
 ) -> None:
     """Point an alias to a version, or split its calls between some; without TARGET, show it."""
     from garnish.screen import Screen
 
     wanted = parse_target(target) if target else None
-    screen = Screen(as_json)
+    screen = Screen(as_json, header=not no_header)
     with open_client(url, state, tenant) as client:
         reply = client.alias(name, alias) if wanted is None else client.set_alias(name, alias, wanted, if_match)
     _show(screen, reply, with_history=wanted is None)
@@ -82,17 +83,18 @@ def parse_target(words: list[str]) -> int | dict[str, float]:
 
 
 def _show(screen: Screen, reply: AliasReply, *, with_history: bool) -> None:
-    from datetime import UTC, datetime
+    from garnish.table import Column
+    from garnish.text import shown_time
 
     target = reply.weights if reply.version is None else reply.version
     screen.line(f"{reply.function}:{reply.alias} -> {pointed(target)}")
-    if with_history:
+    if with_history and reply.history:
         rows = [
             [
                 pointed(past.weights if past.version is None else past.version),
-                datetime.fromtimestamp(past.since, UTC).isoformat(timespec="seconds"),
+                shown_time(past.since),
             ]
             for past in reply.history
         ]
-        screen.table(["BEFORE", "SINCE"], rows)
+        screen.table([Column("BEFORE", least=20), Column("SINCE")], rows)
     screen.result(reply)

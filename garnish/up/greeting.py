@@ -9,22 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from garnish.connection import DEFAULT_STATE
 from garnish.credentials import FILE_NAME, Credentials
 from garnish.screen import Screen
-from garnish.up.logs import capacity, log_of
+from garnish.up.logs import Capacity, capacity, log_of
 from garnish.up.prepare import Prepared
 from gateway.schema import DeployReply
 
+SHOWN_RANK = "16"
+"""Of the ranks that a node reports its room for, the one that most adapters have."""
+
 
 def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -> None:
-    file = prepared.state / FILE_NAME
     for reply in deployed:
         screen.line(f"function {reply.function}: version {reply.version}")
-    show_keys(prepared.state, prepared.credentials, prepared.new_keys, screen)
     for node in prepared.nodes:
         for line in capacity_lines(node.node_id, capacity(log_of(prepared.state, node.node_id))):
             screen.line(line)
-    screen.line(f"logs: in {shown(prepared.state / 'logs')}")
+    show_keys(prepared.state, prepared.credentials, prepared.new_keys, screen)
+    named = "" if prepared.state == DEFAULT_STATE.absolute() else f" --state {shlex.quote(shown(prepared.state))}"
+    screen.line(f"logs: in {shown(prepared.state / 'logs')} (garnish logs{named})")
+    screen.line(f"the API: {prepared.url}/docs")
     screen.line(f"ready: {prepared.url}")
     screen.line("try:")
     screen.line(f"  {curl_line(prepared, deployed)}")
@@ -34,29 +39,37 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
             "url": prepared.url,
             "service": prepared.service.service,
             "base_model": prepared.base.id,
-            "credentials": str(file),
+            "credentials": str(prepared.state / FILE_NAME),
             "functions": deployed,
         }
     )
 
 
-def capacity_lines(node: str, found: dict[str, Any] | None) -> list[str]:
-    """Empty when the node's log does not tell any more."""
-    if found is None:
+def capacity_lines(node: str, reported: Capacity | None) -> list[str]:
+    """Returns what a host is good for in two lines; none when the node's log does not say any more."""
+    if reported is None:
         return []
-    device = ", ".join(f"{count} of rank {rank}" for rank, count in found["device_adapters"].items())
-    rank, count = list(found["host_adapters"].items())[1]
+    rates = reported.tokens_per_second
+    alone = [f"about {_rate(rates['1'])} tokens/s to one caller"] if "1" in rates else []
+    together = [f"{_rate(rate)} to {callers} together" for callers, rate in rates.items() if callers != "1"]
+    speed = ", ".join([*alone, *together]) or "tokens per second are not known (garnish profile measures them)"
+    few, many = max(reported.device_adapters, key=int), SHOWN_RANK
     return [
-        f"{node} has room for {found['kv_tokens']} tokens of running requests",
-        f"{node} has room for adapters (all seven projections): {device}; in host memory {count} of rank {rank}",
+        f"{node}: {speed} ({reported.device}, {reported.dtype})",
+        f"{node}: room for {reported.device_adapters[many]} adapters of rank {many} "
+        f"({reported.device_adapters[few]} of rank {few}), {reported.host_adapters[many]} in host memory",
     ]
+
+
+def _rate(tokens: float) -> str:
+    return f"{tokens:.0f}" if tokens >= 10 else f"{tokens:.1f}"
 
 
 def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], screen: Screen) -> None:
     """Keys that were made just now, in full; of the others only where they are."""
     file = shown(state / FILE_NAME)
     if new_keys:
-        screen.line(f"keys, shown once (kept for this command line in {file}):")
+        screen.line(f"keys, shown once (and kept in {file}):")
         for owner, key in new_keys.items():
             screen.line(f"  {owner}: {key}")
     elif credentials.api_key:
@@ -64,20 +77,21 @@ def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], s
 
 
 def curl_line(prepared: Prepared, deployed: Sequence[DeployReply]) -> str:
-    """A call that works when it is pasted. A key that was shown before is read from its file, not shown again."""
+    """Returns a call that works when it is pasted, an option a line. A key that was shown before is read from its file,
+    not shown again."""
     credentials = prepared.credentials
     mine = [
         deployment.name for deployment in prepared.deployments if deployment.connection.tenant == credentials.tenant
     ]
     name = next((reply.function for reply in deployed if reply.function in mine), prepared.base.id)
-    parts = [f"curl -s {prepared.url}/invoke/{name} -H 'content-type: application/json'"]
+    parts = [f"curl -s {prepared.url}/invoke/{name}", "-H 'content-type: application/json'"]
     if credentials.api_key in prepared.new_keys.values():
         parts.append(f"-H 'authorization: Bearer {credentials.api_key}'")
     elif credentials.api_key:
         file = shlex.quote(shown(prepared.state / FILE_NAME))
         parts.append(f"""-H "authorization: Bearer $(sed -n 's/^api_key = "\\(.*\\)"$/\\1/p' {file})\"""")
     parts.append(f"-d {shlex.quote(json.dumps(_example(prepared.base.directory)))}")
-    return " ".join(parts)
+    return " \\\n    ".join(parts)
 
 
 def _example(model: Path) -> dict[str, Any]:

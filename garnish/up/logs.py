@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from node_agent.log import CAPACITY
+import msgspec
+
+from cluster.logs import CAPACITY
 
 MAX_LOG = 32 << 20
 """Bytes after which a log is begun anew; with the generation before it takes at most twice as many, and a little."""
@@ -16,6 +18,18 @@ TAIL = 256 << 10
 """Bytes at a log's end that are looked at."""
 UNKNOWN = ""
 """The process of a line that does not say whose it is."""
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """As node_agent.capacity writes it; that module loads torch."""
+
+    device_adapters: dict[str, int]
+    """By rank: how many adapters of all seven projections fit at once, if no others are there."""
+    host_adapters: dict[str, int]
+    tokens_per_second: dict[str, float] = {}
+    """By number of callers, together; empty: not known."""
+    device: str = ""
+    dtype: str = ""
 
 
 def log_of(state: Path, name: str) -> Path:
@@ -44,12 +58,12 @@ def bound_log(log: Path, limit: int = MAX_LOG) -> None:
             stream.truncate(0)
 
 
-def capacity(log: Path) -> dict[str, Any] | None:
-    """What a node's engine said that it has room for, the last time it got warm."""
+def capacity(log: Path) -> Capacity | None:
+    """Returns what a node's engine logged that it is good for, the last time it got warm; None if it is not there."""
     found = None
     for entry in _entries(log):
         if entry.get("message") == CAPACITY:
-            found = entry
+            found = msgspec.convert(entry, Capacity)
     return found
 
 

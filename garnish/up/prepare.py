@@ -21,8 +21,7 @@ from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.connection import Connection
 from garnish.credentials import FILE_NAME, Credentials, prepare_keys, read_credentials, write_credentials
-from garnish.errors import StartError
-from garnish.protocol import CONFIG_FILE
+from garnish.errors import GarnishError, StartError
 from garnish.service_file import Tenant
 from garnish.settings import (
     UP_SHUTDOWN_SECONDS,
@@ -96,7 +95,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
         service, base, state, host=options.host, port=options.port, shutdown_seconds=UP_SHUTDOWN_SECONDS
     )
     url = local_url(gateway.host, gateway.port)
-    _check_adapters(service)
+    folders = _adapter_folders(service)
     check_port(gateway.host, gateway.port)
     check_shared(gateway)
     credentials, new_keys = make_keys(service, state, url)
@@ -112,7 +111,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
         ),
         credentials=credentials,
         new_keys=new_keys,
-        deployments=tuple(_deployments(service, credentials)),
+        deployments=tuple(_deployments(service, folders, credentials)),
     )
 
 
@@ -175,18 +174,22 @@ def check_secret(file: Path) -> None:
         raise StartError(f"{error}; copy the gateway's, and name it with --secret-file") from None
 
 
-def _deployments(service: ServiceFile, credentials: Credentials) -> Iterator[Deployment]:
+def _deployments(service: ServiceFile, folders: dict[str, Path], credentials: Credentials) -> Iterator[Deployment]:
     for name, function in service.functions.items():
         tenant = tenant_of(service, function)
         connection = Connection(credentials.url, credentials.keys.get(tenant, ""), tenant)
-        yield Deployment(name, service.path(function.adapter), function.alias, connection)
+        yield Deployment(name, folders[name], function.alias, connection)
 
 
-def _check_adapters(service: ServiceFile) -> None:
-    for name, function in service.functions.items():
-        directory = service.path(function.adapter)
-        if not (directory / CONFIG_FILE).is_file():
-            raise StartError(f"{service.file}: functions.{name}.adapter: {directory} holds no {CONFIG_FILE}")
+def _adapter_folders(service: ServiceFile) -> dict[str, Path]:
+    """The declared functions' folders by name; those on the Hub are fetched. Raises StartError."""
+    folders = {}
+    for name in service.functions:
+        try:
+            folders[name] = service.adapter_files(name).config.parent
+        except GarnishError as error:
+            raise StartError(f"{service.file}: functions.{name}.adapter: {error.message}") from None
+    return folders
 
 
 def local_url(host: str, port: int) -> str:

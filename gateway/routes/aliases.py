@@ -8,6 +8,7 @@ from starlette.responses import Response
 from adapters.errors import NotFound
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
+from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 from gateway.alias_schema import AliasPast, AliasReply, AliasTarget, Rollback
 from gateway.bodies import decode_json, read_call_body
@@ -64,7 +65,8 @@ async def roll_back(request: Request) -> Response:
 def _reply(record: FunctionRecord, name: str) -> Response:
     found = record.aliases.get(name)
     if found is None:
-        raise NotFound(f"function {record.name} has no alias {name[:100]!r}")
+        hint = did_you_mean(name, record.aliases)
+        raise NotFound(f"function {record.name} has no alias {name[:100]!r}{hint}")
     reply = AliasReply(
         function=record.name,
         alias=name,

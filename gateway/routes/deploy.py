@@ -22,6 +22,9 @@ from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.source_copy import allowed_place, copied_source
 
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of an element, by the dtypes that adapters may have."""
+
 
 async def deploy(request: Request) -> Response:
     services = services_of(request)
@@ -114,24 +117,30 @@ def _alias(upload: Upload) -> str | None:
 
 async def _reply(services: Services, made: Deployment) -> schema.DeployReply:
     fields = {field: getattr(made, field) for field in schema.DeployReply.__struct_fields__}
-    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made.bytes))
+    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made))
     return msgspec.convert(fields, schema.DeployReply)
 
 
-async def _room_warnings(services: Services, size: int) -> list[str]:
-    """Whether an adapter of `size` bytes, as its file has them, is too large for every node that is known now.
+async def _room_warnings(services: Services, deployment: Deployment) -> list[str]:
+    """Returns a warning if every node that is known now would answer calls of the adapter 413.
 
-    Nodes keep rows padded, and in a dtype of their own, so this neither notes every case nor is always right.
+    Nodes keep adapters in a dtype of their own, and padded a little: one that barely fits may be refused without having
+    been warned of, but none is warned of that will be served.
     """
-    records = [node.record for node in await services.cluster.nodes()]
-    # A node that is starting tells no room yet.
-    rooms = [record.adapter_bytes for record in records if record.base == services.base.fingerprint]
-    room = max(rooms, default=0)
-    if not room or size <= room:
+    elements = deployment.bytes // ITEMSIZE[deployment.dtype]
+    fits: list[tuple[int, int]] = []
+    for node in await services.cluster.nodes():
+        record = node.record
+        room = record.largest_adapter or record.adapter_bytes  # an older node reports its whole memory alone
+        # A node that is starting reports no room yet.
+        if record.base == services.base.fingerprint and room:
+            fits.append((room, elements * (record.adapter_itemsize or min(ITEMSIZE.values()))))
+    if not fits or any(needed <= room for room, needed in fits):
         return []
+    room, needed = max(fits)
     return [
-        f"the adapter has {size} bytes, and the roomiest node has {room} bytes for adapters: unless the node's dtype "
-        "makes it smaller, calls will be answered 413 until `adapter_memory` is raised"
+        f"the adapter takes {needed} bytes on a node, and the roomiest one has {room} bytes for an adapter: calls will "
+        "be answered 413 until `adapter_memory` (and `host_memory`) are raised"
     ]
 
 

@@ -19,6 +19,11 @@ async def healthz(request: Request) -> Response:
     return json_response(schema.HealthReply(status="alive"))
 
 
+async def health(request: Request) -> Response:
+    """As /healthz, where vLLM's clients ask."""
+    return await healthz(request)
+
+
 async def readyz(request: Request) -> Response:
     known_only(request)
     services = services_of(request)
@@ -61,5 +66,6 @@ async def _nodes(services: Services) -> schema.Check:
 
 routes = [
     ExactRoute("/healthz", healthz, methods=["GET"]),
+    ExactRoute("/health", health, methods=["GET"]),
     ExactRoute("/readyz", readyz, methods=["GET"]),
 ]

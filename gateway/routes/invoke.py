@@ -8,21 +8,20 @@ from starlette.types import ASGIApp
 
 from cluster.errors import ServiceError
 from gateway import schema
-from gateway.bodies import decode_json, read_call_body
+from gateway.bodies import convert, parse_json, read_call_body
 from gateway.choices import collect
 from gateway.connected import while_connected
 from gateway.event_stream import EventStream
-from gateway.invocation import Invocation, Options, prepare
+from gateway.invocation import Invocation, prepare
+from gateway.parameters import Options, stated
 from gateway.params import asks_for_events, known_only, side
-from gateway.prompts import Conversation, Prompts, Source
+from gateway.prompts import Conversation, Source, prompts_of
 from gateway.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.stopwatch import Stopwatch
-
-STATED = tuple(set(Options.__struct_fields__) & set(schema.InvokeRequest.__struct_fields__))
-"""What a call may state of its options."""
+from gateway.unserved import UNSERVED, served_fields
 
 
 async def invoke(request: Request) -> ASGIApp:
@@ -32,7 +31,7 @@ async def invoke(request: Request) -> ASGIApp:
     watch.lap("auth")
     known_only(request, "qualifier")
     data = await read_call_body(request, services.config)
-    call = decode_json(data, schema.InvokeRequest)
+    call = convert(served_fields(parse_json(data), UNSERVED), schema.InvokeRequest)
     watch.lap("body")
     target = await services.functions.target(tenant, *_name_and_qualifier(request), side(request))
     watch.lap("resolve")
@@ -40,7 +39,7 @@ async def invoke(request: Request) -> ASGIApp:
         services,
         tenant=tenant,
         target=target,
-        source=_source(call),
+        source=_source(call, services.base.vocab_size),
         options=_options(call),
         watch=watch,
         receive=request.receive,
@@ -52,18 +51,18 @@ async def invoke(request: Request) -> ASGIApp:
 
 
 async def _whole(services: Services, invocation: Invocation, request: Request) -> ASGIApp:
-    generation = services.dispatcher.generations(invocation)[0]
-    (outcome,) = await while_connected(collect([generation]), request.receive)
+    generations = services.dispatcher.generations(invocation)
+    outcomes = await while_connected(collect(generations), request.receive)
     return json_response(
-        invoke_reply(invocation, generation, outcome), headers=invocation_headers(invocation, generation)
+        invoke_reply(invocation, generations, outcomes), headers=invocation_headers(invocation, generations[0])
     )
 
 
 def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGIApp:
-    generation = services.dispatcher.generations(invocation)[0]
+    generations = services.dispatcher.generations(invocation)
     return EventStream(
-        invoke_events(invocation, generation),
-        headers=lambda: invocation_headers(invocation, generation),
+        invoke_events(invocation, generations),
+        headers=lambda: invocation_headers(invocation, generations[0]),
         failure=lambda error: invoke_failure(error, request_id),
         header_seconds=services.config.header_seconds,
         keepalive_seconds=services.config.keepalive_seconds,
@@ -80,17 +79,21 @@ def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     return name, asked
 
 
-def _source(call: schema.InvokeRequest) -> Source:
+def _source(call: schema.InvokeRequest, vocab_size: int) -> Source:
     if (call.prompt is None) == (call.messages is None):
         raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
     if call.messages is not None:
+        if call.echo:
+            raise ServiceError(
+                "validation_failed", "echo needs prompt; with messages use prompt_logprobs", param="echo"
+            )
         return Conversation(msgspec.to_builtins(call.messages))
     assert call.prompt is not None
-    return Prompts([call.prompt])
+    return prompts_of(call.prompt, vocab_size)
 
 
 def _options(call: schema.InvokeRequest) -> Options:
-    return Options(**{field: getattr(call, field) for field in STATED})
+    return Options(**stated(call), logprobs=call.logprobs, echo=bool(call.echo))
 
 
 routes = [ExactRoute("/invoke/{target:path}", invoke, methods=["POST"])]

@@ -11,19 +11,23 @@ from starlette.types import ASGIApp
 from adapters.functions import FunctionRecord
 from cluster.errors import ServiceError
 from gateway import openai_schema as openai
+from gateway import schema
 from gateway.bodies import convert, parse_json, read_call_body
 from gateway.choices import collect
 from gateway.connected import while_connected
-from gateway.event_stream import EventStream
-from gateway.invocation import Invocation, Options, prepare
+from gateway.event_stream import BLANK_LINE, EventStream
+from gateway.invocation import Invocation, prepare, served_context
+from gateway.model_names import split_model
 from gateway.openai_reply import Head, chunks, failure, whole
+from gateway.parameters import Options, stated
 from gateway.params import known_only, side
-from gateway.prompts import Conversation, Prompts
+from gateway.prompts import Conversation, prompts_of
 from gateway.reply import invocation_headers
 from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.stopwatch import Stopwatch
+from gateway.unserved import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
 
 PAGE = 1000
 MAX_PAGES = 10
@@ -43,8 +47,9 @@ async def list_models(request: Request) -> Response:
         records += page
         if after is None:
             break
-    made = [openai.Model(record.name, int(record.created), tenant) for record in records]
-    return json_response(openai.ModelList([_base(services), *made]))
+    context = await served_context(services)
+    models = [_model(services, record, record.name, tenant, context) for record in records]
+    return json_response(openai.ModelList([_base(services, context), *models]))
 
 
 async def get_model(request: Request) -> Response:
@@ -52,31 +57,32 @@ async def get_model(request: Request) -> Response:
     tenant = await services.callers.tenant(request)
     known_only(request)
     asked = request.path_params["id"]
+    context = await served_context(services)
     if asked == services.base.id:
-        return json_response(_base(services))
-    name, qualifier = _split(services, asked)
+        return json_response(_base(services, context))
+    name, qualifier = split_model(services, asked)
     await services.functions.choices(tenant, name, qualifier)
     record = await services.threads.read(services.registry.function, tenant, name)
-    return json_response(openai.Model(asked, int(record.created), tenant))
+    return json_response(_model(services, record, asked, tenant, context))
 
 
 async def completions(request: Request) -> ASGIApp:
     watch, services = Stopwatch(), services_of(request)
-    tenant, call = await _read(request, services, watch, openai.CompletionRequest)
-    prompts = [call.prompt] if isinstance(call.prompt, str) else call.prompt
-    if len(prompts) * (call.n or 1) > openai.MAX_CHOICES:
-        raise ServiceError("validation_failed", f"prompts times n may be at most {openai.MAX_CHOICES}", param="n")
-    target = await services.functions.target(tenant, *_split(services, call.model), side(request))
+    tenant, call = await _read(request, services, watch, openai.CompletionRequest, UNSERVED)
+    source = prompts_of(call.prompt, services.base.vocab_size)
+    if len(source.prompts) * (call.n or 1) > schema.MAX_GENERATIONS:
+        why = f"prompts times n may be at most {schema.MAX_GENERATIONS}; send several calls"
+        raise ServiceError("validation_failed", why, param="n")
+    target = await services.functions.target(tenant, *split_model(services, call.model), side(request))
     watch.lap("resolve")
     invocation = await prepare(
         services,
         tenant=tenant,
         target=target,
-        source=Prompts(prompts),
-        options=_options(call, max_tokens=call.max_tokens, logprobs=call.logprobs),
+        source=source,
+        options=_options(call, logprobs=call.logprobs, echo=bool(call.echo)),
         watch=watch,
         receive=request.receive,
-        choices=call.n or 1,
         request_id=request.state.request_id,
     )
     return await _answer(services, invocation, request, call, _head(invocation, call, False, call.logprobs is not None))
@@ -84,12 +90,12 @@ async def completions(request: Request) -> ASGIApp:
 
 async def chat_completions(request: Request) -> ASGIApp:
     watch, services = Stopwatch(), services_of(request)
-    tenant, call = await _read(request, services, watch, openai.ChatRequest)
+    tenant, call = await _read(request, services, watch, openai.ChatRequest, UNSERVED | CHAT_UNSERVED)
     if call.top_logprobs is not None and not call.logprobs:
         raise ServiceError("validation_failed", "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
         raise ServiceError("validation_failed", "max_tokens and max_completion_tokens differ", param="max_tokens")
-    target = await services.functions.target(tenant, *_split(services, call.model), side(request))
+    target = await services.functions.target(tenant, *split_model(services, call.model), side(request))
     watch.lap("resolve")
     invocation = await prepare(
         services,
@@ -104,21 +110,23 @@ async def chat_completions(request: Request) -> ASGIApp:
         ),
         watch=watch,
         receive=request.receive,
-        choices=call.n or 1,
         request_id=request.state.request_id,
     )
     return await _answer(services, invocation, request, call, _head(invocation, call, True, bool(call.logprobs)))
 
 
-async def _read(request: Request, services: Services, watch: Stopwatch, kind: type[T]) -> tuple[str, T]:
+async def _read(
+    request: Request, services: Services, watch: Stopwatch, kind: type[T], unserved: dict[str, Unserved]
+) -> tuple[str, T]:
     """The caller's tenant and the checked body."""
     tenant = await services.callers.tenant(request)
     watch.lap("auth")
     known_only(request)
     data = await read_call_body(request, services.config)
-    call = convert(openai.served_fields(parse_json(data)), kind)
-    if call.stream_options is not None and not call.stream:
-        raise ServiceError("validation_failed", "stream_options needs stream: true", param="stream_options")
+    call = convert(served_fields(parse_json(data), unserved, openai.HARMLESS), kind)
+    if call.prompt_logprobs is not None and call.stream:
+        why = "prompt_logprobs come with whole replies only; leave out stream, or use echo with logprobs"
+        raise ServiceError("validation_failed", why, param="prompt_logprobs")
     watch.lap("body")
     return tenant, call
 
@@ -137,36 +145,38 @@ async def _answer(
         failure=lambda error: failure(error, request_id),
         header_seconds=services.config.header_seconds,
         keepalive_seconds=services.config.keepalive_seconds,
+        keepalive=BLANK_LINE,
     )
 
 
 def _head(invocation: Invocation, call: openai.Shared, chat: bool, logprobs: bool) -> Head:
+    streamed = call.stream_options or openai.StreamOptions()
     return Head(
         id=invocation.id,
         model=call.model,
         chat=chat,
         logprobs=logprobs,
-        include_usage=bool(call.stream_options and call.stream_options.include_usage),
-        choices=call.n or 1,
+        include_usage=bool(streamed.include_usage),
+        choices=invocation.choices,
+        alternatives=invocation.requests[0].sampling.logprobs or 0,
+        echo=invocation.echo,
+        prompt_logprobs=call.prompt_logprobs is not None,
+        continuous_usage=bool(streamed.include_usage and streamed.continuous_usage_stats),
     )
 
 
 def _options(call: openai.Shared, **own: Any) -> Options:
-    shared = (set(Options.__struct_fields__) & set(openai.Shared.__struct_fields__)) - {"max_tokens", "seed"}
     # OpenAI's seeds may be negative; nodes take 63 bits.
     seed = None if call.seed is None else call.seed & ((1 << 63) - 1)
-    return Options(**{field: getattr(call, field) for field in shared}, seed=seed, **own)
+    return Options(**{**stated(call), "seed": seed, **own})
 
 
-def _split(services: Services, model: str) -> tuple[str, str | None]:
-    if model == services.base.id:
-        return model, None
-    name, colon, qualifier = model.partition(":")
-    return name, (qualifier or ":") if colon else None
+def _base(services: Services, context: int) -> openai.Model:
+    return openai.Model(services.base.id, 0, "garnish", services.base.id, None, context)
 
 
-def _base(services: Services) -> openai.Model:
-    return openai.Model(services.base.id, 0, "garnish")
+def _model(services: Services, record: FunctionRecord, model_id: str, tenant: str, context: int) -> openai.Model:
+    return openai.Model(model_id, int(record.created), tenant, record.name, services.base.id, context)
 
 
 routes = [

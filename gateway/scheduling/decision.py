@@ -24,7 +24,7 @@ TIER_NAMES = {number: name for name, number in TIERS.items()} | {ABSENT: "absent
 
 class Candidate(msgspec.Struct, frozen=True):
     """A node that was able to serve the request. Times are in seconds; null where the policy does not reckon with
-    them."""
+    them, and where the node has no performance model of its own: nothing is forecast of it then."""
 
     node: str
     chosen: bool
@@ -37,7 +37,8 @@ class Candidate(msgspec.Struct, frozen=True):
     reserved: int
     """Places given away there that no record had told of yet."""
     model: Literal["measured", "assumed"]
-    """Whether the terms come from the node's own performance model."""
+    """Whether the node was judged by its own performance model, or by one of a mid-size GPU, of which no times are
+    told."""
     model_problem: str | None
     """Why the one that it publishes is not used."""
     prefill: float | None = None
@@ -108,7 +109,8 @@ class Picture(msgspec.Struct):
 
     def _candidate(self, index: int, request: PlacementRequest) -> Candidate:
         told = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
-        known = {name: value if math.isfinite(value) else None for name, value in told.items()}
+        hidden = () if told["modelled"] else SCORED
+        known = {name: value if math.isfinite(value) and name not in hidden else None for name, value in told.items()}
         return Candidate(
             node=self.nodes[index],
             chosen=index == self.chosen,

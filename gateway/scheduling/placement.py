@@ -30,7 +30,8 @@ class Placed(msgspec.Struct, frozen=True):
     epoch: str
     url: str
     forecast: float | None = None
-    """Seconds from now to the first token; None where the policy makes no forecast."""
+    """Seconds from now to the first token; None where the policy makes no forecast, or the node has no performance
+    model."""
     pool: str = ""
     """The node's."""
     work: float | None = None
@@ -94,7 +95,7 @@ async def place(
         else:
             taken = await state.reserve(record.id, request.id, demand, seen)
         if taken:
-            forecast, needs = _forecast(scores, row), work(nodes, row, request)
+            forecast, needs = _forecast(scores, nodes, row), work(nodes, row, request)
             return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs, early)
     raise all_full()
 
@@ -114,8 +115,8 @@ def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: froze
     return rows
 
 
-def _forecast(scores: Scores | None, row: int) -> float | None:
-    if scores is None:
+def _forecast(scores: Scores | None, nodes: NodeTable, row: int) -> float | None:
+    if scores is None or not nodes.modelled[row]:
         return None
     value = float(scores.terms.ttft[scores.terms.candidates.searchsorted(row)])
     return value if math.isfinite(value) else None

@@ -33,9 +33,10 @@ class DeviceRoom:
         self.pinned: set[str] = set()
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
 
-    def take(self, digest: str, layout: AdapterLayout) -> Place | None:
-        """A place for the adapter, evicting idle ones only where that makes enough room; None: it does not."""
-        victims = self._victims(layout.pages)
+    def take(self, digest: str, layout: AdapterLayout, evicts: bool = True) -> Place | None:
+        """A place for the adapter, evicting idle ones only where that makes enough room; None: it does not. `evicts`
+        False: what is free now, or None."""
+        victims = self._victims(layout.pages) if evicts else iter(())
         if victims is None:
             return None
         for victim in chain([None], victims):

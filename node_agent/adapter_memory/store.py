@@ -253,10 +253,10 @@ class AdapterStore:
 
     # --- for measurements
 
-    def lend(self, digest: str, layout: AdapterLayout) -> Lease | None:
+    def lend(self, digest: str, layout: AdapterLayout, evicts: bool = True) -> Lease | None:
         """Room on the device for an adapter that nobody deployed; its weights are whatever lies there. None: there is
-        too little that is free. It goes with `release` and `discard`."""
-        place = self.room.take(digest, layout)
+        too little that is free, also (`evicts`) by evicting idle adapters. It goes with `release` and `discard`."""
+        place = self.room.take(digest, layout, evicts)
         if place is None:
             return None
         host = HostAdapter(digest, "", layout=layout, complete=True)
@@ -306,6 +306,11 @@ class AdapterStore:
     def leases(self) -> int:
         return sum(entry.leases for entry in self.device.values())
 
+    @property
+    def largest(self) -> int:
+        """Bytes that one adapter may have: it has to fit in both tiers."""
+        return min(self.adapter_memory, self.hosts.memory)
+
     # --- inside
 
     def _place(
@@ -317,10 +322,9 @@ class AdapterStore:
             return LoadFailed(host.failed)
         if host.layout is None:
             return Pending()
-        limit = min(self.adapter_memory, self.hosts.memory)
-        if host.size > limit:
+        if host.size > self.largest:
             self.hosts.forget(host)
-            return TooLarge(host.size, limit)
+            return TooLarge(host.size, self.largest)
         if host.pages is None:
             return Pending()  # host memory is full of loads; this one is next in line
         place = self.room.take(adapter.digest, host.layout)

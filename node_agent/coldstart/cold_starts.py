@@ -31,7 +31,7 @@ class Way:
 
     plans: tuple[str, ...]
     blocks: bool = False
-    """Nothing else is computed while an adapter loads, as in S-LoRA."""
+    """Nothing else is computed while an adapter loads (our code path, as S-LoRA does it)."""
     whole: bool = False
     """The device computes nothing of an adapter that is not wholly there: the CPU without the pipeline."""
 

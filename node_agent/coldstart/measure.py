@@ -31,6 +31,8 @@ from node_agent.types import GROUPS, ModelRunner
 
 GROUP = "qkv"
 """whose slices are measured"""
+LINK = "link"
+"""whose pages are copied to meanwhile"""
 
 
 @dataclass(frozen=True)
@@ -89,18 +91,26 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
 
 
 def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
-    """Copies of one page and of as many as there are, up to 16, from host memory to the device, page by page as a load
-    makes them; a simulated link's own cost is added."""
+    """Copies of one page and of as many as no adapter has, up to 16, from host memory to the device, page by page as a
+    load makes them; a simulated link's own cost is added."""
     host, device = store.host_memory.pool, store.pool
-    pages = min(16, host.pages.count, device.pages.count)
+    taken = device.pages.take(min(16, host.pages.count, device.pages.free), LINK) or []
+    try:
+        return _link_cost(store, taken, rounds)
+    finally:
+        device.pages.give(taken, LINK)
+
+
+def _link_cost(store: AdapterStore, taken: list[int], rounds: int) -> LinkCost:
+    host, device, pages = store.host_memory.pool, store.pool, len(taken)
     if not pages:
         return LinkCost(0.0, 1e9)  # nothing will be loaded
     elements = host.page_size // host.data.element_size()
-    places = [slice(page * elements, (page + 1) * elements) for page in range(pages)]
+    places = [(_page(to, elements), _page(of, elements)) for of, to in enumerate(taken)]
 
     def copy(count: int) -> None:
-        for place in places[:count]:
-            device.data[place].copy_(host.data[place], non_blocking=True)
+        for to, of in places[:count]:
+            device.data[to].copy_(host.data[of], non_blocking=True)
 
     seconds = {}
     for count in (1, pages):
@@ -114,6 +124,10 @@ def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
     if simulated is not None:
         per_byte, latency = per_byte + 1 / simulated.bandwidth, latency + simulated.latency
     return LinkCost(latency, 1 / per_byte)
+
+
+def _page(number: int, elements: int) -> slice:
+    return slice(number * elements, (number + 1) * elements)
 
 
 def measure_handoff(workers: StreamPool, rounds: int) -> LinkCost:

@@ -14,10 +14,10 @@ import sys
 import msgspec
 
 from cluster.lifeline import die_with_parent
+from cluster.logs import set_up_logging
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.child import read_config
 from node_agent.coldstart.shared import Layout
-from node_agent.log import set_up_logging
 
 POLL_NS = 100_000_000
 """An armed worker's look at signals."""

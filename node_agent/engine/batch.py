@@ -8,7 +8,7 @@ import torch
 
 from node_agent.engine.request import Request
 from node_agent.runner.sampler import uniform
-from node_agent.types import Lease, LoraBatch, SamplingBatch, StepBatch
+from node_agent.types import Lease, LoraBatch, PromptScoring, SamplingBatch, StepBatch
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,16 @@ class Row:
     def wants_logits(self) -> bool:
         """Its last token is the last one known: the next is to be sampled."""
         return self.request.computed + self.length == len(self.request.tokens)
+
+    @property
+    def scored(self) -> range:
+        """Places of prompt tokens whose log probabilities this row is to give; empty where none are asked for."""
+        request = self.request
+        if request.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(
+            max(request.computed + 1, request.scored), min(request.computed + self.length + 1, request.prompt_len)
+        )
 
 
 def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.device) -> StepBatch:
@@ -49,7 +59,7 @@ def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.
         block_table=torch.tensor(table, dtype=torch.int32, device=device),
         slot_mapping=torch.tensor(slots, device=device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        sampling=_sampling([row.request for row in rows if row.wants_logits], device),
+        sampling=_sampling([row.request for row in rows if row.wants_logits]),
         n_decode=n_decode,
         n_tokens=len(token_ids),
         n_rows=len(rows),
@@ -57,26 +67,35 @@ def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.
         max_context=max(contexts),
         query_lens=[row.length for row in rows],
         context_lens=contexts,
+        scoring=_scoring(rows, starts, device),
     )
 
 
-def _sampling(requests: list[Request], device: torch.device) -> SamplingBatch:
+def _scoring(rows: list[Row], starts: list[int], device: torch.device) -> PromptScoring | None:
+    """`starts`: of each row, its first token in the pass."""
+    before: list[int] = []
+    targets: list[int] = []
+    top: list[int] = []
+    for row, start in zip(rows, starts, strict=False):
+        request, scored = row.request, row.scored
+        before += [start + place - 1 - request.computed for place in scored]
+        targets += [request.tokens[place] for place in scored]
+        top += [request.sampling.prompt_logprobs or 0] * len(scored)
+    if not before:
+        return None
+    return PromptScoring(torch.tensor(before, device=device), torch.tensor(targets, device=device), top)
+
+
+def _sampling(requests: list[Request]) -> SamplingBatch:
     ways = [request.sampling for request in requests]
-    counts = [
-        (i, torch.tensor(list(r.counts), device=device), torch.tensor(list(r.counts.values()), device=device).float())
-        for i, r in enumerate(requests)
-        if r.penalised and r.counts
-    ]
     return SamplingBatch(
         temperature=[way.temperature for way in ways],
         top_p=[way.top_p for way in ways],
         top_k=[way.top_k for way in ways],
         min_p=[way.min_p for way in ways],
         uniform=[uniform(r.sampling.seed, r.sampling.choice, len(r.tokens)) for r in requests],
-        presence_penalty=[way.presence_penalty for way in ways],
-        frequency_penalty=[way.frequency_penalty for way in ways],
-        counts=counts,
         logprobs=[-1 if way.logprobs is None else way.logprobs for way in ways],
+        rules={i: request.rules for i, request in enumerate(requests) if request.rules is not None},
     )
 
 

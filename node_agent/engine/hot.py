@@ -82,13 +82,19 @@ class HotPasses:
         """A whole pass of prompts alone, while the open one stands still."""
         begun = time.perf_counter()
         output = self.forward(rows, 0)
+        assert output is not None  # it gives way to nobody
         self._observe(rows, 0, time.perf_counter() - begun)
         self._book(rows, output)
 
-    def forward(self, rows: list[Row], n_decode: int) -> StepOutput:
-        """A whole pass of which nothing is booked. Returns when its tokens are there."""
-        run = self.runner.start(*self._tensors(rows, n_decode))
-        run.advance(self.runner.num_layers)
+    def forward(self, rows: list[Row], n_decode: int, gives_way: Callable[[], bool] | None = None) -> StepOutput | None:
+        """A whole pass of which nothing is booked. Returns when its tokens are there; or None when `gives_way`, asked
+        before it and, where a pass can stand still, before each layer, has ended it."""
+        run, layers = self.runner.start(*self._tensors(rows, n_decode)), self.runner.num_layers
+        for layer in range(1, layers + 1) if gives_way is not None and self.can_pause else (layers,):
+            if gives_way is not None and gives_way():
+                run.abort().synchronize()
+                return None
+            run.advance(layer)
         output = run.finish()
         output.done.synchronize()
         return output

@@ -20,6 +20,7 @@ from node_agent.engine.limits import Limits
 from node_agent.engine.newcomers import Newcomers
 from node_agent.engine.orders import Orders
 from node_agent.engine.promises import tightest_promise, within_promise
+from node_agent.engine.prompt_events import score_events, split_scores
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.rows import choose_hot
@@ -28,6 +29,8 @@ from node_agent.engine.waiting import WaitingQueue
 from node_agent.ipc import Admitted, EngineEvent, Generated, Submit, Top
 from node_agent.lora_choice import choose_lora
 from node_agent.performance.drift import Drift
+from node_agent.runner.prompt_scores import all_finite
+from node_agent.runner.score_rules import ScoreRules, changes_scores
 from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
@@ -66,6 +69,8 @@ class Engine:
         self.assist: Assist | None = None
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
+        self.measuring: float | None = None
+        """How much of the measurement of one is done (0 to 1); None: none goes on."""
         self._events: list[EngineEvent] = []
 
     def plan_cold_starts(self, cold_start: ColdStarts, assist: Assist | None) -> None:
@@ -247,6 +252,10 @@ class Engine:
             if not request.admitted and request.found == "none":
                 request.found = self.store.source(request.lease)
         self.running[request.id] = request
+        if request.rules is None and changes_scores(request.sampling):
+            request.rules = ScoreRules(
+                request.sampling, request.tokens, request.max_tokens, self.eos_ids, self.runner.device
+            )
         if not request.admitted:
             request.admitted = now
             self._events.append(Admitted(request.id, request.found))
@@ -335,14 +344,21 @@ class Engine:
         output.done.synchronize()
         tokens = output.token_ids.tolist()
         wanted = [row for row in rows if row.wants_logits]
+        for request, places, scores in split_scores(rows, output.prompt_scores):
+            if self.running.get(request.id) is not request:
+                continue
+            if all_finite(scores):
+                request.scored = places.stop
+                self._events += score_events(request, places, scores)
+            else:
+                self._fail_numbers(request)
         for row in rows:
             row.request.computed += row.length
         for i, (row, token) in enumerate(zip(wanted, tokens, strict=True)):
             if self.running.get(row.request.id) is not row.request:
                 continue
             if i in output.poisoned:
-                log.error("request %s: logits are not finite", row.request.id)
-                self._finish(row.request, "error", "internal", "the model's output was not finite")
+                self._fail_numbers(row.request)
             else:
                 logprobs = output.logprobs[i]
                 self._take_token(row.request, token, Top(*logprobs) if logprobs else None)
@@ -354,16 +370,20 @@ class Engine:
             return
         request.first_token = request.first_token or now
         request.tokens.append(token)
-        if request.penalised:
-            request.counts[token] += 1
+        if request.rules is not None:
+            request.rules.append_token(token)
         self._events.append(Generated(request.id, token, top))
         self.queue.charge_token(request)
-        if token in self.eos_ids and not request.ignore_eos:
+        if token in request.sampling.stop_token_ids or (token in self.eos_ids and not request.ignore_eos):
             self._finish(request, "stop")
         elif request.generated >= request.max_tokens:
             self._finish(request, "length")
 
     # --- how requests end
+
+    def _fail_numbers(self, request: Request) -> None:
+        log.error("request %s: logits are not finite", request.id)
+        self._finish(request, "error", "internal", "the model's output was not finite")
 
     def _fail_load(self, request: Request, cause: str) -> None:
         assert request.adapter is not None

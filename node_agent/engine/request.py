@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 
 from cluster.messages import Adapter, Sampling, SloClass
+from node_agent.runner.score_rules import ScoreRules
 from node_agent.types import Lease
 
 
@@ -83,8 +83,10 @@ class Request:
     in_hot_pass: bool = False
     wants_whole: bool = False
     """a worker failed it: its chunk waits for the whole adapter"""
-    counts: Counter[int] = field(default_factory=Counter)
-    """generated tokens, kept only where a penalty needs them"""
+    rules: ScoreRules | None = None
+    """what its parameters change of its scores; made at its admission where they change any"""
+    scored: int = 0
+    """prompt tokens that have been told with their log probabilities, where these are asked for; the first has none"""
     pauses: int = 0
     """passes in succession that it has sat out for strict requests"""
     pauses_in_all: int = 0
@@ -111,7 +113,3 @@ class Request:
     def decoding(self) -> bool:
         """The prompt and all but the last token are in the cache."""
         return self.generated > 0 and self.computed == len(self.tokens) - 1
-
-    @property
-    def penalised(self) -> bool:
-        return bool(self.sampling.presence_penalty or self.sampling.frequency_penalty)

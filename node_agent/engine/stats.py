@@ -34,6 +34,7 @@ def stats_of(engine: Engine) -> Stats:
         loading_bytes=store.loading_bytes,
         performance=drift.published if drift else None,
         forecast_ratio=drift.forecast_ratio if drift else None,
+        measuring=engine.measuring,
         tightest_tpot=tightest if tightest < math.inf else None,
         strict=_strict_room(engine),
     )

@@ -1,4 +1,4 @@
-"""Gives an engine its performance model: the stored one, or one that is measured in a few seconds, or none."""
+"""Gives an engine its performance model: the stored one, or what was fitted to a sweep."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from cluster.performance_file import (
     BadPerformanceFile,
     PerformanceProfile,
     read_performance,
-    write_performance,
 )
 from cluster.performance_fit import (
     MOST_ERROR,
-    MOST_ERROR_AT_START,
-    BadFit,
     BadSample,
+    DecodeFit,
     DecodeSample,
     PaperForm,
+    PrefillFit,
     fit_decode,
     fit_paper_form,
     fit_prefill,
@@ -39,13 +38,11 @@ from node_agent.coldstart.profile import Profile
 from node_agent.config import EngineConfig
 from node_agent.device import hardware_name
 from node_agent.engine.loop import Engine
-from node_agent.performance.cases import LONG, RANKS, SHORT, grid_cases
+from node_agent.performance.cases import LONG, RANKS, grid_cases
 from node_agent.performance.drift import Drift
 from node_agent.performance.links import measure_store, store_transfer
-from node_agent.performance.sweep import Bench, Progress, Sweep, SweepTooSlow, all_cases, bench, made_up_layout
+from node_agent.performance.sweep import Bench, Progress, Sweep, all_cases, bench, made_up_layout
 
-START_BUDGET = 6.0
-"""Seconds that a node may measure when it starts for the first time."""
 LONG_BUDGET = 900.0
 """Seconds that `garnish profile` measures passes for at most; fewer repeats then."""
 LINK_ROUNDS = 3
@@ -55,13 +52,16 @@ GRID_CONTEXT = 128
 PROMPTS = (64, 256, 512)
 """Tokens; the exposed share is the median over them and over RANKS."""
 
+ColdCosts = tuple[Transfer, float]
+"""The link to the device, and the exposed share of a load over it."""
+
 log = logging.getLogger("garnish.engine")
 
 
 def model_key(engine: Engine, base: BaseModel) -> ModelKey:
-    device = engine.runner.device
+    device, products = engine.runner.device, engine.runner.products
     return ModelKey(
-        hardware=hardware_name(device),
+        hardware=hardware_name(device) if products is None else f"{hardware_name(device)}, {products.name}",
         base=base.fingerprint,
         dtype=str(engine.runner.dtype).removeprefix("torch."),
         kernel="cpu" if device.type == "cpu" else "mbgmv",
@@ -74,17 +74,22 @@ def performance_file(profile: str) -> Path:
     return Path(profile).with_suffix(".performance.json")
 
 
-def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> None:
-    """At the node's start. Without a stored model that fits here one is measured, if that is a matter of seconds on
-    this host; else the node publishes none, and schedulers assume one."""
-    key = model_key(engine, base)
+def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bool:
+    """At the node's start. False: there is no stored model that fits here, and the node publishes none."""
     file = performance_file(config.profile) if config.profile else None
-    profile = _stored(file, key) or _measured_shortly(engine, base, file)
-    if profile is not None:
-        # the links are measured with cold starts, and may be others than when the file was written
-        to_device, exposed = cold_costs(engine, base)
-        from_store = store_transfer(profile.from_store, config.store_link)
-        engine.drift = Drift(replace(profile.model, to_device=to_device, from_store=from_store, exposed_share=exposed))
+    profile = _stored(file, model_key(engine, base))
+    if profile is None:
+        return False
+    publish(profile, engine, config, cold_costs(engine, base))
+    return True
+
+
+def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, costs: ColdCosts) -> None:
+    """From now on the engine goes by the profile, and its node's records hold it."""
+    # the links are measured with cold starts, and may be others than when the profile was made
+    to_device, exposed = costs
+    from_store = store_transfer(profile.from_store, config.store_link)
+    engine.drift = Drift(replace(profile.model, to_device=to_device, from_store=from_store, exposed_share=exposed))
 
 
 def measure_performance(
@@ -96,7 +101,7 @@ def measure_performance(
         sweep = made.measure(all_cases(LONG, made.bounds), LONG.rounds, progress)
         grid = measure_grid(made, LONG.rounds, progress)
     progress("measuring reads from the store", 0.0)
-    profile = fitted(engine, base, sweep)
+    profile = profile_of(engine, base, *fit(sweep), cold_costs(engine, base))
     return replace(profile, from_store=measure_store(config, base), paper=_paper_forms(grid), thorough=True)
 
 
@@ -113,13 +118,20 @@ def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
         return ()
 
 
-def fitted(engine: Engine, base: BaseModel, sweep: Sweep, most_error: float = MOST_ERROR) -> PerformanceProfile:
-    """`most_error`: held out, of a fit with a poor R^2. Raises BadFit or BadSample."""
-    to_device, exposed = cold_costs(engine, base)
+def fit(sweep: Sweep, most_error: float = MOST_ERROR) -> tuple[DecodeFit, PrefillFit]:
+    """`most_error`: held out, of a fit with a poor R^2. Takes some tenths of a second. Raises BadFit or BadSample."""
+    return fit_decode(sweep.decode, most_error), fit_prefill(sweep.prefill, most_error)
+
+
+def profile_of(
+    engine: Engine, base: BaseModel, decode: DecodeFit, prefill: PrefillFit, costs: ColdCosts
+) -> PerformanceProfile:
+    """Raises BadSample."""
+    to_device, exposed = costs
     profile = PerformanceProfile(
         key=model_key(engine, base),
-        decode=fit_decode(sweep.decode, most_error),
-        prefill=fit_prefill(sweep.prefill, most_error),
+        decode=decode,
+        prefill=prefill,
         to_device=to_device,
         from_store=None,
         exposed_share=exposed,
@@ -130,8 +142,8 @@ def fitted(engine: Engine, base: BaseModel, sweep: Sweep, most_error: float = MO
     return profile
 
 
-def cold_costs(engine: Engine, base: BaseModel) -> tuple[Transfer, float]:
-    """The link to the device, and the exposed share of a load over it."""
+def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
+    """Without a cold-start profile the link is measured, on pages that no adapter has: call it before any is there."""
     profile = engine.cold_start.profile
     link = profile.link if profile is not None else measure_link(engine.store, LINK_ROUNDS)
     share = 1.0 if profile is None else exposed_share(profile, engine.cold_start.way, engine, base)
@@ -164,16 +176,3 @@ def _stored(file: Path | None, key: ModelKey) -> PerformanceProfile | None:
     except (BadPerformanceFile, OSError) as error:
         log.warning("the performance model is not used", extra={"reason": str(error)})
         return None
-
-
-def _measured_shortly(engine: Engine, base: BaseModel, file: Path | None) -> PerformanceProfile | None:
-    try:
-        with bench(engine, base, SHORT, budget=START_BUDGET) as made:
-            sweep = made.measure(all_cases(SHORT, made.bounds), SHORT.rounds)
-        profile = fitted(engine, base, sweep, MOST_ERROR_AT_START)
-    except (BadFit, BadSample, SweepTooSlow) as error:
-        log.warning("no performance model: run `garnish profile`", extra={"reason": str(error)})
-        return None
-    if file is not None:
-        write_performance(profile, file)
-    return profile

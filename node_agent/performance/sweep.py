@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,8 +29,15 @@ Progress = Callable[[str, float], None]
 """What is being done, and which share of it is done."""
 
 
+Run = DecodeSample | PrefillSample
+
+
 class SweepTooSlow(RuntimeError):
     """Not every case could be measured in the time that was given."""
+
+
+class GaveWay(Exception):
+    """A pass was ended half-way, because something else wants to be computed."""
 
 
 @dataclass
@@ -44,13 +52,19 @@ class Bench:
     """A free engine's rows and adapters, with which cases are run. Made by `bench`."""
 
     def __init__(
-        self, engine: Engine, requests: list[Request], leases: list[Lease], bounds: Bounds, deadline: float
+        self,
+        engine: Engine,
+        requests: list[Request],
+        leases: list[Lease],
+        bounds: Bounds,
+        deadline: float,
+        gives_way: Callable[[], bool] | None,
     ) -> None:
         self.engine, self.requests, self.leases, self.bounds = engine, requests, leases, bounds
-        self.deadline = deadline
+        self.deadline, self._gives_way = deadline, gives_way
 
-    def run(self, case: Case) -> DecodeSample | PrefillSample:
-        """One pass, timed as the engine's hot passes are."""
+    def run(self, case: Case) -> Run:
+        """One pass, timed as the engine's hot passes are. Raises GaveWay."""
         rows = []
         for request, row in zip(self.requests, case.rows, strict=False):
             request.computed = row.context
@@ -59,22 +73,31 @@ class Bench:
             rows.append(Row(request, row.length))
         rows.sort(key=lambda row: -1 if row.request.lease is None else row.request.lease.slot)
         begun = time.perf_counter()
-        self.engine.hot.forward(rows, len(rows) if case.decode else 0)
+        self._forward(rows, len(rows) if case.decode else 0)
         seconds = time.perf_counter() - begun
         return decode_sample(rows, seconds) if case.decode else prefill_sample(rows, seconds)
 
-    def fill(self, progress: Progress) -> None:
+    def _forward(self, rows: list[Row], n_decode: int) -> None:
+        if self.engine.hot.forward(rows, n_decode, self._gives_way) is None:
+            raise GaveWay
+
+    def fill(self, written: set[int], progress: Progress) -> None:
         """Writes every row's part of the cache: memory that was never written is read from one page of zeros, faster.
-        Raises SweepTooSlow."""
+        Blocks `written` before are left out, others become some. Raises SweepTooSlow and GaveWay."""
+        size = self.engine.blocks.block_tokens
         for i, (request, context) in enumerate(zip(self.requests, self.bounds.contexts, strict=True)):
             progress("writing the cache", i / len(self.requests))
             request.lease = None
             for begin in range(0, context, FILL_TOKENS):
+                length = min(FILL_TOKENS, context - begin)
+                blocks = request.blocks[begin // size : -(-(begin + length) // size)]
+                if written.issuperset(blocks):
+                    continue
                 if time.monotonic() > self.deadline:
                     raise SweepTooSlow(f"writing {begin} tokens of {i + 1} rows took all the time that was given")
-                length = min(FILL_TOKENS, context - begin)
                 request.computed, request.tokens = begin, [1] * (begin + length)
-                self.engine.hot.forward([Row(request, length)], 0)
+                self._forward([Row(request, length)], 0)
+                written.update(blocks)
 
     def measure(self, cases: Sequence[Case], rounds: int, progress: Progress = lambda *_: None) -> Sweep:
         """All cases, in another order in each round, so that what disturbs the host strikes each case differently.
@@ -82,24 +105,33 @@ class Bench:
         The first pass of a case is dropped where there are more: libraries prepare themselves for its shapes then.
         Ends at the deadline; raises SweepTooSlow when not even half of the cases have been measured by then.
         """
-        runs: dict[Case, list[DecodeSample | PrefillSample]] = {}
-        order = list(cases)
-        for number in range(rounds):
-            random.Random(number).shuffle(order)
-            for at, case in enumerate(order):
-                if time.monotonic() > self.deadline:
-                    if len(runs) < len(order) / 2:
-                        raise SweepTooSlow(f"{at} of {len(order)} passes took all the time that was given")
-                    return _sweep_of(runs)
-                progress("measuring passes", (number * len(order) + at) / (rounds * len(order)))
-                runs.setdefault(case, []).append(self.run(case))
-        return _sweep_of(runs)
+        runs: dict[Case, list[Run]] = {}
+        order = passes(cases, rounds)
+        for at, case in enumerate(order):
+            if time.monotonic() > self.deadline:
+                return sweep_of(runs, len(cases))
+            progress("measuring passes", at / len(order))
+            runs.setdefault(case, []).append(self.run(case))
+        return sweep_of(runs, len(cases))
 
 
-def _sweep_of(runs: dict[Case, list[DecodeSample | PrefillSample]]) -> Sweep:
+def passes(cases: Sequence[Case], rounds: int) -> list[Case]:
+    """Every case once a round, in another order in each."""
+    ordered: list[Case] = []
+    for number in range(rounds):
+        ordered += random.Random(number).sample(cases, len(cases))
+    return ordered
+
+
+def sweep_of(runs: Mapping[Case, list[Run]], cases: int, fastest: float = 1.0) -> Sweep:
+    """What counts of the passes of each case: not the first, and of the rest the `fastest` share. Raises SweepTooSlow
+    if not even half of so many cases have any."""
+    if len(runs) < cases / 2:
+        raise SweepTooSlow(f"{len(runs)} of {cases} passes took all the time that was given")
     found = Sweep()
-    for passes in runs.values():
-        for sample in passes[1:] or passes:
+    for of_case in runs.values():
+        counted = sorted(of_case[1:] or of_case, key=lambda run: run.seconds)
+        for sample in counted[: math.ceil(fastest * len(counted))]:
             if isinstance(sample, DecodeSample):
                 found.decode.append(sample)
             else:
@@ -109,17 +141,25 @@ def _sweep_of(runs: dict[Case, list[DecodeSample | PrefillSample]]) -> Sweep:
 
 @contextmanager
 def bench(
-    engine: Engine, base: BaseModel, effort: Effort, progress: Progress = lambda *_: None, budget: float = float("inf")
+    engine: Engine,
+    base: BaseModel,
+    effort: Effort,
+    progress: Progress = lambda *_: None,
+    budget: float = float("inf"),
+    *,
+    gives_way: Callable[[], bool] | None = None,
+    written: set[int] | None = None,
 ) -> Iterator[Bench]:
     """Rows whose part of the KV cache is written, and adapters of the effort's ranks, as many as there is room for; all
-    is given back at the end. The engine serves nothing meanwhile. Raises SweepTooSlow after `budget` seconds."""
-    deadline = time.monotonic() + budget
+    is given back at the end. The engine serves nothing meanwhile. Raises SweepTooSlow when writing and measuring take
+    `budget` seconds, and GaveWay. `written`: blocks of the cache that former benches have written, and now this one."""
     limits, blocks = engine.limits, engine.blocks
     free = blocks.free * blocks.block_tokens
     contexts = row_contexts(effort, limits.max_rows, limits.max_context, free, blocks.block_tokens)
     requests = []
-    with lent_adapters(engine.store, base, effort.ranks, len(contexts)) as leases:
+    with lent_adapters(engine.store, base, effort.ranks, len(contexts), gives_way) as leases:
         bounds = Bounds(limits.chunk_tokens, tuple(contexts), tuple(max(lease.ranks) for lease in leases))
+        deadline = time.monotonic() + budget
         try:
             for i, context in enumerate(contexts):
                 request = Request(f"bench-{i}", "", [1], 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
@@ -127,23 +167,32 @@ def bench(
                 assert taken is not None  # the parts make no more than is free
                 request.blocks = taken
                 requests.append(request)
-            made = Bench(engine, requests, leases, bounds, deadline)
-            made.fill(progress)
+            made = Bench(engine, requests, leases, bounds, deadline, gives_way)
+            made.fill(set() if written is None else written, progress)
             yield made
         finally:
-            for request in requests:
+            for request in reversed(requests):  # each gets the same ones again, if nobody comes between
                 blocks.release(request.blocks)
 
 
 @contextmanager
-def lent_adapters(store: AdapterStore, base: BaseModel, ranks: Sequence[int], each: int) -> Iterator[list[Lease]]:
-    """Up to `each` made-up adapters of every rank, in turn, as long as there is room for another."""
+def lent_adapters(
+    store: AdapterStore,
+    base: BaseModel,
+    ranks: Sequence[int],
+    each: int,
+    gives_way: Callable[[], bool] | None = None,
+) -> Iterator[list[Lease]]:
+    """Up to `each` made-up adapters of every rank, in turn, as long as there is room for another. They push out idle
+    ones, but with `gives_way`: what calls have brought stays where it is then. Raises GaveWay."""
     layouts = {rank: made_up_layout(store, base, rank) for rank in ranks}
     leases: list[Lease] = []
     try:
         for number in range(each):
             for rank in ranks:
-                lease = store.lend(f"lent-{rank}-{number}", layouts[rank])
+                if gives_way is not None and gives_way():
+                    raise GaveWay
+                lease = store.lend(f"lent-{rank}-{number}", layouts[rank], evicts=gives_way is None)
                 if lease is not None:
                     leases.append(lease)
         yield leases

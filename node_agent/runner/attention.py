@@ -58,6 +58,8 @@ class AttentionPlan:
     """(bucket, or -1 - chunk; sliding window) -> mask, shared by the layers"""
     compiled: AttentionPass | None = None
     """where the compiled operators attend for the decode rows, in the place of buckets"""
+    wide: bool = False
+    """whether prompt chunks attend in fp32, where that is faster than the cache's dtype"""
 
 
 def plan_attention(
@@ -66,6 +68,7 @@ def plan_attention(
     values: list[torch.Tensor],
     block_tokens: int,
     compiled: AttentionPass | None = None,
+    wide: bool = False,
 ) -> AttentionPlan:
     device = batch.token_ids.device
     offsets = torch.arange(block_tokens, device=device)
@@ -99,7 +102,8 @@ def plan_attention(
         length, context = batch.query_lens[row], batch.context_lens[row]
         chunks.append(Chunk(start, start + length, context, slots_of(row, context)))
         start += length
-    return AttentionPlan(keys, values, batch.slot_mapping[: batch.n_tokens], decode, chunks, compiled=compiled)
+    written = batch.slot_mapping[: batch.n_tokens]
+    return AttentionPlan(keys, values, written, decode, chunks, compiled=compiled, wide=wide)
 
 
 def paged_attention(
@@ -155,9 +159,10 @@ def attend_chunk(
     length = chunk.end - chunk.start
     whole = length == chunk.context and (window is None or chunk.context <= window)
     mask = None if whole else _cached(plan, (-1 - i, window), partial(_chunk_mask, chunk, window))
-    k = keys.index_select(0, chunk.slots).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
-    v = values.index_select(0, chunk.slots).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
-    q = query[0, :, chunk.start : chunk.end].reshape(kv_heads, group, length, head_dim)
+    dtype = torch.float32 if plan.wide else keys.dtype
+    k = keys.index_select(0, chunk.slots).to(dtype).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
+    v = values.index_select(0, chunk.slots).to(dtype).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
+    q = query[0, :, chunk.start : chunk.end].to(dtype).reshape(kv_heads, group, length, head_dim)
     done = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scaling)
     out[chunk.start : chunk.end] = done.reshape(kv_heads * group, length, head_dim).transpose(0, 1)
 

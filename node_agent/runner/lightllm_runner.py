@@ -23,6 +23,7 @@ class LightllmRunner:
         self.dtype: torch.dtype = model.data_type
         self.num_layers: int = model.layers_num
         self.block_tokens, self.num_blocks = block_tokens, num_blocks
+        self.products = None
         self.kv_shape = 2 * model.tp_k_head_num_, model.head_dim_
         slots = num_blocks * block_tokens
         self.memory = KvMemory(
@@ -58,14 +59,18 @@ class LightllmPass:
         self.layer = max(self.layer, to_layer)
 
     def finish(self) -> StepOutput:
-        return step_output(self.logits(), self.batch.sampling)
+        return step_output(self.logits_of, self.batch)
 
-    @torch.inference_mode()
     def logits(self) -> torch.Tensor:
         """f32[Q, V] of `logit_rows`. All layers must have been advanced."""
+        return self.logits_of(self.batch.logit_rows)
+
+    @torch.inference_mode()
+    def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """f32[n, V] of the tokens with the indices `rows` i64[n]."""
         if self.hidden is None or self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
-        model, rows = self.runner.model, self.batch.logit_rows
+        model = self.runner.model
         if not rows.shape[0]:
             return self.hidden.new_empty(0, model.vocab_size, dtype=torch.float32)
         every = PassState()  # as in a decode pass: a row of hidden states per row of logits

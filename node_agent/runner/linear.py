@@ -1,4 +1,4 @@
-"""y = x W^T + b with W laid out once for the processor, where that pays."""
+"""y = x W^T + b, computed as the node's choice of products says."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-ROWS_HINT = 8
-"""The row count that oneDNN chooses its layout for: a decode batch. Others run with the same layout."""
+from node_agent.runner.products import Products, few_rows, pack, packed_product, widened
 
 
 class Linear(nn.Module):
-    """A linear layer for inference.
+    """A linear layer for inference; sums are fp32 and rounded once.
 
-    bf16 on a CPU: oneDNN would lay a plain weight out anew in every call, which at decode sizes is a large part of the
-    call's time. So it is laid out once here, and the plain copy is dropped; the results have equal bits. Elsewhere it
-    is torch's own linear.
+    `products` is the choice for bf16 weights on a CPU; without it (fp32, fp16, GPUs) this is torch's own linear. Packed
+    weights take the place of the plain ones.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, products: Products | None = None) -> None:
         super().__init__()
-        self.bias = bias
-        self.packed = weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _onednn_has_bf16()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT) if self.packed else weight
+        self.bias, self.products = bias, products
+        self.weight = pack(weight) if products is not None and products.packed else weight.contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., d_in] -> [..., d_out]"""
-        if self.packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return y
-        return linear(x, self.weight, self.bias)
-
-
-def _onednn_has_bf16() -> bool:
-    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        products = self.products
+        if products is None:
+            return linear(x, self.weight, self.bias)
+        if products.packed:
+            return packed_product(x, self.weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.shape[0] <= products.few:
+            y = few_rows(rows, self.weight, self.bias, products.operator)
+        else:
+            y = widened(rows, self.weight, self.bias)
+        return y.view(*x.shape[:-1], -1)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from node_agent.runner.linear import Linear
+from node_agent.runner.products import Products
 from node_agent.types import PassLora
 
 
@@ -26,14 +27,16 @@ class Current:
 class FusedProjection(nn.Module):
     """The product of a projection group with its shared input; returns the first part and keeps the others."""
 
-    def __init__(self, current: Current, layer: int, group: str, linears: list[nn.Linear]) -> None:
+    def __init__(
+        self, current: Current, layer: int, group: str, linears: list[nn.Linear], products: Products | None
+    ) -> None:
         super().__init__()
         self.current, self.layer, self.group = current, layer, group
         self.widths = [module.out_features for module in linears]
         bias = None
         if any(module.bias is not None for module in linears):
             bias = torch.cat([_bias(module) for module in linears])
-        self.linear = Linear(torch.cat([module.weight.data for module in linears]), bias)
+        self.linear = Linear(torch.cat([module.weight.data for module in linears]), bias, products)
         self.parts: dict[int, torch.Tensor] = {}
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,20 +71,29 @@ def _bias(module: nn.Linear) -> torch.Tensor:
     return torch.zeros_like(module.weight.data[:, 0]) if module.bias is None else module.bias.data
 
 
-def fuse_projections(layer: Any, index: int, current: Current) -> None:
+def fuse_projections(layer: Any, index: int, current: Current, products: Products | None = None) -> None:
     """Replace the seven linears of one decoder layer in place, one group at a time (memory grows by one group)."""
-    _fuse(layer.self_attn, ["q_proj", "k_proj", "v_proj"], "qkv", index, current)
-    _fuse(layer.self_attn, ["o_proj"], "o", index, current)
-    _fuse(layer.mlp, ["gate_proj", "up_proj"], "gate_up", index, current)
-    _fuse(layer.mlp, ["down_proj"], "down", index, current)
+    _fuse(layer.self_attn, ["q_proj", "k_proj", "v_proj"], "qkv", index, current, products)
+    _fuse(layer.self_attn, ["o_proj"], "o", index, current, products)
+    _fuse(layer.mlp, ["gate_proj", "up_proj"], "gate_up", index, current, products)
+    _fuse(layer.mlp, ["down_proj"], "down", index, current, products)
 
 
-def _fuse(owner: nn.Module, names: list[str], group: str, layer: int, current: Current) -> None:
+def layer_weights(layer: Any) -> list[torch.Tensor]:
+    """Returns the weights [d_out, d_in] of one decoder layer's seven linears, not fused yet."""
+    modules = [getattr(layer.self_attn, f"{name}_proj") for name in ("q", "k", "v", "o")]
+    modules += [getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+    return [module.weight.data for module in modules]
+
+
+def _fuse(
+    owner: nn.Module, names: list[str], group: str, layer: int, current: Current, products: Products | None
+) -> None:
     linears = [getattr(owner, name) for name in names]
     for name, module in zip(names, linears, strict=True):
         if type(module) is not nn.Linear:
             raise TypeError(f"layer {layer}: {name} is a {type(module).__name__}; only nn.Linear can be served")
-    fused = FusedProjection(current, layer, group, linears)
+    fused = FusedProjection(current, layer, group, linears, products)
     setattr(owner, names[0], fused)
     for i, name in enumerate(names[1:], start=1):
         setattr(owner, name, FusedPart(fused, i))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from node_agent.device import record_event
-from node_agent.types import SamplingBatch, StepOutput
+from node_agent.runner.prompt_scores import Head, score_prompts
+from node_agent.types import Rules, SamplingBatch, StepBatch, StepOutput
 
 _MASK = (1 << 64) - 1
 
@@ -29,12 +30,14 @@ def uniform(seed: int, choice: int, position: int) -> float:
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, list[Logprobs | None]]:
     """logits [Q, V] -> token ids i64[Q] on the device, and log probabilities of the raw logits for rows that ask."""
     raw = logits.float()
-    scores = _penalised(raw, batch) if batch.counts else raw
-    tokens = scores.argmax(dim=-1)
+    changed = {row: _changed(raw[row], rules) for row, rules in batch.rules.items()}
+    tokens = raw.argmax(dim=-1)
+    for row, scores in changed.items():
+        tokens[row] = scores.argmax()
     drawn = [row for row, temperature in enumerate(batch.temperature) if temperature >= GREEDY_BELOW]
     for row in drawn:
         tokens[row] = _draw(
-            scores[row] / batch.temperature[row],
+            changed.get(row, raw[row]) / batch.temperature[row],
             batch.top_k[row],
             batch.top_p[row],
             batch.min_p[row],
@@ -44,21 +47,21 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, li
 
 
 @torch.inference_mode()
-def step_output(logits: torch.Tensor, batch: SamplingBatch) -> StepOutput:
-    """What a pass with these logits [Q, V] ends in; Q may be 0."""
+def step_output(head: Head, batch: StepBatch) -> StepOutput:
+    """What a pass ends in. `head` gives the logits [n, V] of some of its tokens, by indices i64[n]; n may be 0."""
+    scores = score_prompts(head, batch.scoring)
+    logits = head(batch.logit_rows)
     if not logits.shape[0]:
-        return StepOutput(torch.empty(0, dtype=torch.int64), [], frozenset(), record_event(logits.device))
-    tokens, logprobs = sample(logits, batch)
+        return StepOutput(torch.empty(0, dtype=torch.int64), [], frozenset(), record_event(logits.device), scores)
+    tokens, logprobs = sample(logits, batch.sampling)
     # amax hands on NaN and +inf, and costs one read of the logits
     poisoned = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
-    return StepOutput(tokens.cpu(), logprobs, poisoned, record_event(logits.device))
+    return StepOutput(tokens.cpu(), logprobs, poisoned, record_event(logits.device), scores)
 
 
-def _penalised(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """OpenAI's penalties: presence once per token generated so far, frequency per occurrence."""
-    scores = logits.clone()
-    for row, token_ids, counts in batch.counts:
-        scores[row, token_ids] -= batch.presence_penalty[row] + batch.frequency_penalty[row] * counts
+def _changed(row: torch.Tensor, rules: Rules) -> torch.Tensor:
+    scores = row.clone()
+    rules.apply(scores)
     return scores
 
 

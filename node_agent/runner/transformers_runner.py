@@ -18,7 +18,8 @@ from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.attention import paged_attention, plan_attention
 from node_agent.runner.compiled import compile_layers, compiled_pass, decoder_operators
 from node_agent.runner.linear import Linear
-from node_agent.runner.projections import Current, fuse_projections
+from node_agent.runner.product_choice import choose_products
+from node_agent.runner.projections import Current, fuse_projections, layer_weights
 from node_agent.runner.sampler import step_output
 from node_agent.types import PassLora, StepBatch, StepOutput
 
@@ -61,10 +62,11 @@ class TransformersRunner:
         self.num_layers = len(self.layers)
         self.block_tokens, self.num_blocks = block_tokens, num_blocks
         self.current = Current()
+        self.products = choose_products(weight for layer in self.layers for weight in layer_weights(layer))
         for index, layer in enumerate(self.layers):
-            fuse_projections(layer, index, self.current)
+            fuse_projections(layer, index, self.current, self.products)
         head = self.model.lm_head
-        self.head = Linear(head.weight.data, None if head.bias is None else head.bias.data)
+        self.head = Linear(head.weight.data, None if head.bias is None else head.bias.data, self.products)
         shape = kv_shape(model.config)
         slots = num_blocks * block_tokens
         self.keys = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
@@ -90,7 +92,8 @@ class TransformersPass:
         self.positions = batch.positions[: batch.n_tokens].unsqueeze(0)
         self.rotary = model.rotary_emb(self.hidden, position_ids=self.positions)
         compiled = None if runner.heads is None else compiled_pass(batch, self.rotary, runner.heads)
-        self.plan = plan_attention(batch, runner.keys, runner.values, runner.block_tokens, compiled)
+        wide = runner.products is not None and runner.products.wide_attention
+        self.plan = plan_attention(batch, runner.keys, runner.values, runner.block_tokens, compiled, wide)
 
     @torch.inference_mode()
     def advance(self, to_layer: int) -> None:
@@ -107,14 +110,18 @@ class TransformersPass:
         self.runner.current.lora = None
 
     def finish(self) -> StepOutput:
-        return step_output(self.logits(), self.batch.sampling)
+        return step_output(self.logits_of, self.batch)
 
-    @torch.inference_mode()
     def logits(self) -> torch.Tensor:
         """[Q, V] of `logit_rows`, in the model's dtype. All layers must have been advanced."""
+        return self.logits_of(self.batch.logit_rows)
+
+    @torch.inference_mode()
+    def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, V] of the tokens with the indices `rows` i64[n], in the model's dtype."""
         if self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
-        model, rows = self.runner.model, self.batch.logit_rows
+        model = self.runner.model
         found: torch.Tensor
         if rows.shape[0]:
             found = self.runner.head(model.model.norm(self.hidden[0].index_select(0, rows)))

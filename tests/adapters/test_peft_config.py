@@ -11,6 +11,7 @@ import pytest
 from peft import LoraConfig
 from peft_files import tiny_model
 
+from adapters.foreign_fields import OTHER_COMPUTATION, TRAINERS, TRAINING
 from adapters.peft_config import HARMLESS, REFUSED, SERVED, check_config
 from adapters.peft_targets import DEFAULT_TARGETS, module_names
 from adapters.strict_json import loads
@@ -163,6 +164,58 @@ def test_initialisations_that_leave_the_base_alone_are_served(init: object) -> N
 def test_harmless_fields_may_hold_anything() -> None:
     config = plain(**dict.fromkeys(HARMLESS, "anything"))
     assert fields_in_trouble(json.loads(json.dumps(config))) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lorap_lr_ratio", 16.0),
+        ("lora_dtype", "bf16"),
+        ("unsloth_version", "2026.1"),
+        ("axolotl_config_path", "qlora.yml"),
+        ("cutoff_len", 2048),
+        ("loraplus_lr_ratio", 4),
+        ("merge_weights", True),
+        ("_from_model_config", True),
+    ],
+)
+def test_notes_of_trainers_are_ignored_with_a_warning(field: str, value: object) -> None:
+    _, problems, warnings = check_config(plain(**{field: value}))
+    assert problems == []
+    assert warnings == [f"{field} in adapter_config.json is ignored: only the training run is concerned"]
+
+
+def test_one_warning_names_all_ignored_fields() -> None:
+    _, problems, warnings = check_config(plain(**{f"unsloth_{index}": 1 for index in range(30)}))
+    assert problems == []
+    assert len(warnings) == 1 and "unsloth_19 and 10 more in adapter_config.json are ignored" in warnings[0]
+
+
+def test_trainers_notes_are_no_fields_that_peft_reads() -> None:
+    real = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert not real & (TRAINING | set(OTHER_COMPUTATION))
+    assert not [name for name in real if name.startswith(TRAINERS)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("enable_lora", [True, False, True]), ("use_qa_lora", True), ("model_key_mapping", {"a": "b"}), ("lora_rank", 4)],
+)
+def test_fields_of_other_libraries_that_may_change_the_result_are_refused(field: str, value: object) -> None:
+    assert fields_in_trouble(plain(**{field: value})) == [field]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "hidden_size": 64}, "a whole model's config.json"),
+        ({"fine_tune_type": "lora", "lora_parameters": {"rank": 8}, "num_layers": 16}, "MLX"),
+    ],
+)
+def test_configs_of_something_else_are_told_in_one_problem(config: dict[str, Any], told: str) -> None:
+    settings, (problem,), _ = check_config(config)
+    assert settings is None
+    assert told in problem.problem
 
 
 def test_fan_in_fan_out_is_ignored_with_a_warning() -> None:

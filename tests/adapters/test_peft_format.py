@@ -25,6 +25,7 @@ from adapters.peft_format import (
     read_tensor,
     read_tensor_table,
 )
+from adapters.wrong_files import LFS_POINTER
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -114,6 +115,7 @@ def test_broken_tables_are_refused(tmp_path: Path, case: str) -> None:
         (safetensors_bytes(b'{"a": 1, "a": 2}'), "occurs twice"),
         (safetensors_bytes(b"{\xff}"), "not UTF-8"),
         (b"GGUF\x03\x00\x00\x00\x00\x00", "GGUF"),
+        (LFS_POINTER + b"\noid sha256:00\nsize 4096\n", "a Git LFS pointer, not the file itself: run `git lfs pull`"),
     ],
 )
 def test_files_that_are_no_safetensors_are_refused(tmp_path: Path, data: bytes, reason: str) -> None:
@@ -121,6 +123,11 @@ def test_files_that_are_no_safetensors_are_refused(tmp_path: Path, data: bytes, 
     path.write_bytes(data)
     with pytest.raises(InvalidAdapter, match=reason):
         read_tensor_table(path)
+
+
+def test_a_config_that_is_a_pointer_of_git_lfs_is_told_as_that() -> None:
+    with pytest.raises(InvalidAdapter, match="a Git LFS pointer, not the file itself: run `git lfs pull`"):
+        read_config(LFS_POINTER + b"\noid sha256:00\nsize 4096\n")
 
 
 class Bomb:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,13 +226,11 @@ def test_real_adapters_of_other_kinds_are_refused(
     assert all(mark in text for mark in marks), text
 
 
-def test_every_tensor_of_another_base_is_listed_with_both_shapes(tmp_path: Path, good: Any, base: BaseModel) -> None:
-    tensors = safetensors.torch.load_file(good[1])
-    wider = {name: ("F32", np.zeros([side * 2 for side in tensor.shape], "f4")) for name, tensor in tensors.items()}
-    found = problems(good[0], write_tensors(tmp_path / "w.safetensors", wider), base)
-    assert {problem.tensor for problem in found} == set(tensors)
+def test_every_tensor_of_a_wrong_shape_is_listed_with_both_shapes(good: Any, base: BaseModel) -> None:
+    found = problems(changed(good[0], r=6), good[1], base)
+    assert {problem.tensor for problem in found} == set(safetensors.torch.load_file(good[1]))
     one = next(problem for problem in found if problem.tensor == f"{Q0}.lora_A.weight")
-    assert (one.problem, one.expected, one.found) == ("wrong shape for this base and rank", "[4, 32]", "[8, 64]")
+    assert (one.problem, one.expected, one.found) == ("wrong shape for this base and rank", "[6, 32]", "[4, 32]")
 
 
 def edited(good: tuple[bytes, Path], path: Path, edit: Any) -> Path:
@@ -249,9 +248,91 @@ def test_a_missing_half_is_named(tmp_path: Path, good: tuple[bytes, Path], base:
     assert "missing" in found[0].problem
 
 
-def test_no_tensors_at_all_lists_every_module(tmp_path: Path, good: tuple[bytes, Path], base: BaseModel) -> None:
-    found = problems(good[0], edited(good, tmp_path / "w", dict.clear), base)
-    assert len(found) == LAYERS * 2 * 2
+@pytest.mark.parametrize("name", ["default", "my-adapter", "mein_Ädapter"])
+def test_names_of_peft_s_state_dict_are_served(
+    tmp_path: Path, good: tuple[bytes, Path], base: BaseModel, name: str
+) -> None:
+    """`lora_A.NAME.weight`: the artifact is the one of the same adapter as `save_pretrained` names its tensors."""
+    tensors = safetensors.torch.load_file(good[1])
+    renamed = {key.replace(".weight", f".{name}.weight"): tensor for key, tensor in tensors.items()}
+    safetensors.torch.save_file(renamed, tmp_path / "w")
+    layout = validate(read_peft(good[0], tmp_path / "w"), base)
+    plain = validate(read_peft(*good), base)
+    assert (layout.ranks, layout.targets, layout.bytes) == (plain.ranks, plain.targets, plain.bytes)
+    headers = [
+        write_artifact(found, base, weights, tmp_path / f"artifact-{index}")
+        for index, (found, weights) in enumerate(((layout, tmp_path / "w"), (plain, good[1])))
+    ]
+    assert [block.sha256 for block in headers[0].layers] == [block.sha256 for block in headers[1].layers]
+
+
+def test_the_state_dict_of_a_real_peft_model_is_served(tmp_path: Path, base: BaseModel) -> None:
+    """As trainers write it that save `model.state_dict()` without the base's weights."""
+    torch.manual_seed(0)
+    model = peft_model()
+    save(model, tmp_path)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if "lora_" in name}
+    assert all(".default." in name for name in state)
+    safetensors.torch.save_file(state, tmp_path / "w")
+    layout = validate(read_peft((tmp_path / "adapter_config.json").read_bytes(), tmp_path / "w"), base)
+    assert layout.targets == ("q", "v")
+
+
+def renamed(rename: Callable[[str], str]) -> Callable[[dict[str, torch.Tensor]], None]:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[rename(name)] = tensors.pop(name)
+
+    return edit
+
+
+def two_adapters(tensors: dict[str, torch.Tensor]) -> None:
+    for index, name in enumerate(list(tensors)):
+        tensors[name.replace(".weight", f".{'ab'[index % 2]}.weight")] = tensors.pop(name)
+
+
+def with_base_weights(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{Q0}.base_layer.weight"] = torch.ones(32, 32)
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (dict.clear, "it holds no tensors"),
+        (two_adapters, "tensors of 2 adapters (a, b): save one"),
+        (with_base_weights, "the base model's weights beside the adapter's"),
+        (
+            renamed(lambda name: name.removeprefix("base_model.model.").replace("lora_", "")),
+            "a whole model's weights (12 tensors, no LoRA among them)",
+        ),
+        (
+            renamed(lambda name: name[17:].lower().removesuffix(".weight")),
+            "MLX",
+        ),
+        (renamed(lambda name: name.removeprefix("base_model.model.")), "none of its 12 tensors is named as PEFT"),
+    ],
+)
+def test_files_of_something_else_are_told_in_one_problem(
+    tmp_path: Path, good: tuple[bytes, Path], base: BaseModel, edit: Any, reason: str
+) -> None:
+    (found,) = problems(good[0], edited(good, tmp_path / "w", edit), base)
+    assert found.tensor == "adapter_model.safetensors"
+    assert reason in found.problem
+
+
+def test_an_adapter_of_a_larger_base_is_told_in_one_problem(
+    tmp_path: Path, good: tuple[bytes, Path], base: BaseModel
+) -> None:
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in list(tensors.items()):
+            rows, columns = tensor.shape
+            tensors[name] = torch.ones(rows, columns * 2) if "lora_A" in name else torch.ones(rows * 2, columns)
+
+    config = changed(good[0], base_model_name_or_path="acme/larger")
+    (found,) = problems(config, edited(good, tmp_path / "w", widen), base)
+    assert found.tensor == "adapter_config.json#base_model_name_or_path"
+    assert "trained for another base model" in found.problem
+    assert (found.expected, found.found) == ("32 to 32", "'acme/larger, 64 to 64'")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +342,7 @@ def test_no_tensors_at_all_lists_every_module(tmp_path: Path, good: tuple[bytes,
         ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", "maps to no projection"),
         ("base_model.model.model.layers.00.self_attn.q_proj.lora_A.weight", "the config does not target its module"),
         ("base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight", "maps to no projection"),
-        (f"{Q0}.lora_A.default.weight", "maps to nothing"),
+        (f"{Q0}.lora_A.default.weight", "carries an adapter's name (default) and other tensors' names do not"),
         (f"{Q0}.lora_C.weight", "maps to nothing"),
         ("model.layers.0.self_attn.q_proj.lora_A.weight", "maps to nothing"),
         (f"{Q0}.lora_magnitude_vector", "DoRA"),
@@ -336,7 +417,9 @@ def test_config_and_tensors_are_judged_together(tmp_path: Path, good: tuple[byte
 
 
 def test_the_list_of_problems_is_bounded(tmp_path: Path, good: tuple[bytes, Path], base: BaseModel) -> None:
+    extra = "base_model.model.model.layers.99.mlp.up_proj.lora_A.weight"
     many = {f"t{index}": ("F32", np.zeros(1, "f4")) for index in range(MAX_PROBLEMS * 2)}
+    many[extra] = ("F32", np.zeros(1, "f4"))
     found = problems(good[0], write_tensors(tmp_path / "w", many), base)
     assert len(found) == MAX_PROBLEMS + 1
     assert "not listed" in found[-1].problem

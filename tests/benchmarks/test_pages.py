@@ -9,15 +9,28 @@ import pytest
 from benchmarks.cold_plots import ratios_plot, timeline_plot
 from benchmarks.plots import cpu_plot, floor_plot, memory_plot, save
 from benchmarks.report import ROOT, load
-from benchmarks.tables import TABLES, render
+from benchmarks.rule import WIDTH
+from benchmarks.tables import TABLES, committed, render
 
 
 @pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
 def test_tables_are_those_of_the_reports(page: Path) -> None:
-    text = page.read_text()
-    assert render(page, text) == text
+    text, reports = page.read_text(), committed()
+    assert render(page, text, reports) == text
     with pytest.raises(ValueError, match="one pair of markers"):
-        render(page, text.replace("<!-- /", "<!-- ", 1))
+        render(page, text.replace("<!-- /", "<!-- ", 1), reports)
+
+
+NARROW = ["README.md", *(f"docs/{name}.md" for name in (
+    "benchmarks", "cold-start", "fair-shares", "map", "simulate",
+))]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", NARROW)
+def test_lines_fit_a_screen(page: str) -> None:
+    """But for an address or a key that can't be cut, inside a block of code."""
+    lines = (ROOT / page).read_text().splitlines()
+    assert [line for line in lines if len(line) > WIDTH and not line.startswith("  curl")] == []
 
 
 def test_plots(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,42 @@ def test_a_template_that_breaks_is_a_refusal(stories_dir: Path, tmp_path: Path, 
     (directory / "chat_template.jinja").write_text("{{ " + expression + " }}")
     with pytest.raises(TextError, match="chat template refused"):
         BaseText(directory).encode_chat([{"role": "user", "content": "hello"}])
+
+
+def bad_words_of_vllm(tokenizer: Any, words: list[str]) -> list[list[int]]:
+    """As vLLM's SamplingParams.update_from_tokenizer makes them, by transformers' tokenizer."""
+    found: list[list[int]] = []
+    for word in words:
+        for spaced in (False, True):
+            ids = tokenizer.encode((" " if spaced else "") + word.lstrip(), add_special_tokens=False)
+            if not spaced or (ids[0] != found[-1][0] and len(ids) == len(found[-1])):
+                found.append(ids)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(words=st.lists(st.text(min_size=1, max_size=12).filter(str.strip), max_size=4))
+def test_bad_words_as_vllm_has_them(both: tuple[BaseText, Any], words: list[str]) -> None:
+    text, reference = both
+    assert text.encode_bad_words(words) == bad_words_of_vllm(reference, words)
+
+
+def test_bad_words_of_a_byte_level_tokenizer(smollm_dir: Path) -> None:
+    reference, words = AutoTokenizer.from_pretrained(smollm_dir), ["Paris", " the", "new line", "\u20ac"]
+    found = BaseText(smollm_dir).encode_bad_words(words)
+    assert found == bad_words_of_vllm(reference, words)
+    assert len(found) > len(words), "words have another token behind a space"
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=st.text(min_size=1, max_size=40), keep=st.integers(2, 20))
+def test_prompts_are_truncated_as_transformers_does(
+    both: tuple[BaseText, Any], stories_dir: Path, prompt: str, keep: int
+) -> None:
+    reference = _left_truncating(stories_dir)
+    assert both[0].encode_prompt(prompt, keep=keep) == reference(prompt, truncation=True, max_length=keep)["input_ids"]
+
+
+@lru_cache
+def _left_truncating(directory: Path) -> Any:
+    return AutoTokenizer.from_pretrained(directory, truncation_side="left")

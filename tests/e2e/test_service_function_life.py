@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 from whole_service import Service, eventually
 
 import garnish
@@ -225,13 +227,26 @@ def test_command_line(service: Service, stories_adapters: dict[str, Path]) -> No
     assert gone.stderr == "garnish: not_found: there is no function 'winter'\n"
 
 
-def test_command_line_tells_every_problem(service: Service, smollm_adapters: dict[str, Path]) -> None:
-    wrong = service.run("deploy", "wrong", str(smollm_adapters["pirate"]), "--state", "state", "--dry-run")
+def test_command_line_tells_every_problem(service: Service, stories_adapters: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(stories_adapters["dragon"] / CONFIG_FILE, tmp_path)
+    tensors = load_file(stories_adapters["dragon"] / WEIGHTS_FILE)
+    halves = {name: tensor for name, tensor in tensors.items() if "lora_A" in name}
+    nowhere = {"base_model.model.nowhere.lora_A.weight": next(iter(halves.values())).clone()}
+    save_file(halves | nowhere, tmp_path / WEIGHTS_FILE)
+    wrong = service.run("deploy", "wrong", str(tmp_path), "--state", "state", "--dry-run")
     first, *details = wrong.stderr.splitlines()[-3:]
     assert wrong.returncode == 1
     assert any("garnish: validation_failed" in line for line in wrong.stderr.splitlines())
-    assert "expected" in first
+    assert "lora_B" in first
     assert details[-1].startswith("  and ")
+
+
+def test_command_line_tells_another_base_in_one_line(service: Service, smollm_adapters: dict[str, Path]) -> None:
+    wrong = service.run("deploy", "wrong", str(smollm_adapters["pirate"]), "--state", "state", "--dry-run")
+    *_, told, problem = wrong.stderr.splitlines()
+    assert wrong.returncode == 1
+    assert told.startswith("garnish: validation_failed")
+    assert "trained for another base model" in problem
 
 
 def test_logs_tell_nothing_of_what_was_sent(service: Service) -> None:

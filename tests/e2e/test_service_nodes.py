@@ -94,7 +94,7 @@ def test_an_operator_moves_adapters_and_drains_nodes(pair: Service) -> None:
     done = pair.run("nodes", "evict", first, "dragon", "--tenant", "acme", "--state", "state")
     assert (done.returncode, done.stdout) == (1, "")
     assert "is not on this node" in done.stderr
-    done = pair.run("nodes", "--state", "state")
+    done = pair.run("nodes", "--state", "state", "--no-header")
     assert [line.split("\t")[:2] for line in done.stdout.splitlines()] == [[first, "ready"], [second, "ready"]]
 
 

@@ -89,5 +89,5 @@ def test_without_keys(make_service: MakeService, stories_dir: Path, stories_adap
     service.start()
     assert httpx.post(f"{service.url}/invoke/dragon", json=GREEDY, timeout=60).status_code == 200
     assert "key" not in (service.state / "credentials.toml").read_text().replace("[keys]", "")
-    assert service.run("list", "--state", "state").stdout.startswith("dragon\t")
+    assert service.run("list", "--state", "state", "--no-header").stdout.startswith("dragon\t")
     assert service.stop() == 0

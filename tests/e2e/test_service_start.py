@@ -55,11 +55,12 @@ def _up_and_paste(service: Service) -> tuple[str, str]:
     lines: list[str] = []
     for line in process.stdout:
         lines.append(line)
-        if "curl " in line:
+        if line.lstrip().startswith("-d "):
             break
     else:
         raise AssertionError((service.folder / "err.txt").read_text())
-    pasted = subprocess.run(["bash", "-c", lines[-1]], cwd=service.folder, capture_output=True, text=True, timeout=60)
+    command = "".join(lines[lines.index("try:\n") + 1 :])
+    pasted = subprocess.run(["bash", "-c", command], cwd=service.folder, capture_output=True, text=True, timeout=60)
     assert service.stop() == 0
     return "".join(lines), pasted.stdout
 

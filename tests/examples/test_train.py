@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,41 @@ def train(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+WITHOUT_BF16 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""Makes torch compute as on a CPU of AVX2 alone."""
+
+
+def pace(expression: str, **environment: str) -> str:
+    """What an expression over examples/adapters/pace.py prints, in a process of its own."""
+    command = [sys.executable, "-c", f"from pace import *; print({expression})"]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        command, cwd=EXAMPLES / "adapters", env=settings, capture_output=True, text=True, timeout=240, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the level of instructions can't be forced here")
+def test_without_bf16_units_training_is_in_fp32() -> None:
+    """There torch's bf16 products take a reference path, several times as slow."""
+    assert pace("fast_dtype(576, 1536)", **WITHOUT_BF16) == "torch.float32"
+
+
+def test_a_tie_is_for_fp32() -> None:
+    told = "import pace; clock = iter(range(1000)); pace.time.perf_counter = lambda: next(clock)"
+    assert pace(f"[exec({told!r}), fast_dtype(8, 8)][1]") == "torch.float32"
+
+
+def test_bf16_is_taken_where_it_is_faster() -> None:
+    told = "import pace; pace._product_s = lambda d_in, d_out, dtype: dtype.itemsize / 1000"
+    assert pace(f"[exec({told!r}), fast_dtype(8, 8)][1]") == "torch.bfloat16"
+
+
+def test_time_left() -> None:
+    shown = pace("[time_left(1, 10, 2.0), time_left(5, 10, 60.0), time_left(2, 100, 60.0)]")
+    assert shown == "['about 18 s left', 'about 60 s left', 'about 49 min left']"
+
+
 @pytest.mark.slow
 def test_one_adapter_elsewhere(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(EXAMPLES / "models" / "convert_stories.py")], check=True, timeout=240)
@@ -24,6 +62,8 @@ def test_one_adapter_elsewhere(tmp_path: Path) -> None:
     before = (committed / "adapter_model.safetensors").read_bytes()
     done = train("dragon", "--base", "stories260K", "--steps", "2", "--out", str(tmp_path / "mine"))
     assert done.returncode == 0, done.stderr
+    assert re.search(r"^stories260K/dragon: 2 steps in (float32|bfloat16)$", done.stdout, re.MULTILINE)
+    assert re.search(r"^step 1 of 2: loss \d+\.\d+, about \d+ s left$", done.stdout, re.MULTILINE)
     assert (tmp_path / "mine" / "adapter_config.json").read_bytes() == (committed / "adapter_config.json").read_bytes()
     assert len((tmp_path / "mine" / "adapter_model.safetensors").read_bytes()) == len(before)
     assert (tmp_path / "mine" / "adapter_model.safetensors").read_bytes() != before

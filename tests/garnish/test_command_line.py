@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from garnish.cli.main import main
 from garnish.cli.versions import parse_target
 
 
@@ -44,6 +49,10 @@ def test_version(tmp_path: Path) -> None:
         ("alias", "name", "prod", "3=0.5", "3=0.5"),
         ("delete", "name", "--version", "0"),
         ("delete", "name", "--version", "1", "--force"),
+        ("delete", "name:1", "--force"),
+        ("delete", "name:1", "--version", "1"),
+        ("delete", "name:0"),
+        ("delete", "name:prod"),
         ("nodes", "evict", "node-1"),
         ("nodes", "prefetch", "node-1", "name", "--digest", "0"),
         ("nodes", "--json", "drain", "node-1"),
@@ -60,12 +69,15 @@ def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("list",), "unreachable: the service can't be reached"),
-        (("list", "--url", "nonsense://x"), "unreachable"),
+        (
+            ("list", "--url", "nonsense://x"),
+            "not a service's address: 'nonsense://x' (expected one such as",
+        ),
+        (("list", "--url", "127.0.0.1:8080"), "unreachable: not a service's address: '127.0.0.1:8080'"),
         (("up",), "serverless.yml: No such file or directory"),
         (("gateway", "-f", "nothing.yml"), "nothing.yml: No such file or directory"),
         (("node", "--gateway", "http://127.0.0.1:1"), "serverless.yml: No such file or directory"),
-        (("deploy", "f", "nowhere"), "nowhere: expected a PEFT adapter's adapter_config.json"),
+        (("deploy", "f", "nowhere"), "nowhere: there is no such folder"),
     ],
 )
 def test_failures_are_one_line(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
@@ -75,6 +87,83 @@ def test_failures_are_one_line(tmp_path: Path, arguments: tuple[str, ...], told:
     assert last.startswith("garnish: ")
     assert told in last
     assert "Traceback" not in done.stderr
+
+
+ASKING = (
+    *(("list",), ("describe", "f"), ("delete", "f"), ("delete", "f:1"), ("deploy", "f", "ADAPTER"), ("usage",)),
+    *(("alias", "f", "prod"), ("alias", "f", "prod", "1"), ("rollback", "f"), ("explain", "id"), ("nodes",)),
+    *(("invoke", "f", "x"), ("invoke", "f", "x", "--stream"), ("deploy", "-f", "serverless.yml", "--dry-run")),
+    *(("nodes", "adapters", "n"), ("nodes", "prefetch", "n", "f"), ("nodes", "drain", "n"), ("nodes", "undrain", "n")),
+)
+"""Every command that asks the service, without options."""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with an adapter's name and a service file in it, and no credentials anywhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("GARNISH_URL", "GARNISH_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "ADAPTER").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "ADAPTER" / name).write_text("{}")
+    (tmp_path / "serverless.yml").write_text("service: s\nbase_model: ./b\nfunctions: {f: {adapter: ./ADAPTER}}\n")
+    return tmp_path
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line, apart from progress, of a command that fails with exit code 1."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    shown = capsys.readouterr()
+    assert (ended.value.code, shown.out) == (1, "")
+    (line,) = [line for line in shown.err.splitlines() if line.startswith("garnish: ")]
+    assert shown.err.endswith(line + "\n")
+    return line
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("arguments", ASKING)
+def test_a_service_that_is_down(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as bound:  # nobody listens on it
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setenv("GARNISH_URL", url)
+        assert f"nothing answers at {url}: is it started? garnish up" in failure(capsys, *arguments)
+
+
+@pytest.fixture(params=["a page", "a refusal", "a redirect", "another protocol"])
+def foreign(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of something that is not Garnish."""
+    answers = {
+        "a page": b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>",
+        "a refusal": b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno",
+        "a redirect": b"HTTP/1.1 302 Found\r\nlocation: /login\r\ncontent-length: 0\r\n\r\n",
+        "another protocol": b"220 mail.example ESMTP\r\n",
+    }
+
+    class Answer(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(answers[request.param])
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_address_that_is_not_garnish(foreign: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (("list",), ("nodes",), ("describe", "f")):
+        line = failure(capsys, *arguments, "--url", foreign)
+        assert foreign in line and "Garnish service" in line
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from garnish.connection import DEFAULT_URL, Connection, find_connection
@@ -24,7 +25,21 @@ def state(tmp_path: Path) -> Path:
 def find(state: Path, *given: str | None, tenant: str | None = None, **environment: str) -> Connection:
     url, key = (*given, None, None)[:2]
     environment.setdefault("XDG_CONFIG_HOME", str(state / "no-such-config"))
-    return find_connection(url, key, environment, state=state, tenant=tenant)
+    found = find_connection(url, key, environment, state=state, tenant=tenant)
+    return msgspec.structs.replace(found, key_from="")
+
+
+def test_where_a_key_was_found(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "garnish").mkdir()
+    (tmp_path / "garnish" / "config.toml").write_text('url = "http://far"\napi_key = "far-key"\n')
+    known = {"XDG_CONFIG_HOME": str(tmp_path)}
+    for url, key, environment, source in (
+        (None, None, {}, str(state / "credentials.toml")),
+        (None, "k", {}, "given"),
+        (None, None, {"GARNISH_API_KEY": "k"}, "GARNISH_API_KEY"),
+        ("http://far", None, {}, str(tmp_path / "garnish" / "config.toml")),
+    ):
+        assert find_connection(url, key, {**known, **environment}, state=state).key_from == source
 
 
 def test_credentials_of_the_state(state: Path) -> None:

@@ -61,6 +61,7 @@ def test_what_is_typed_and_told(typed: Typed) -> None:
     typed.declare({"here": {"backend": "local", "desired": 2, "max": 3}})
     planned = typed("plan", "--detailed-exitcode", code=2)
     assert planned.stdout.splitlines() == [
+        "ACTION\tPOOL\tRESOURCE\tREASON\tCOSTS MONEY",
         "create\there\there-1\tnot there yet\t-",
         "create\there\there-2\tnot there yet\t-",
         "2 to create",
@@ -108,7 +109,7 @@ def in_aws(typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typ
     (typed.state / "cluster.secret").write_text(SECRET)
     aws = {
         "region": "eu-central-1", "vpc_id": "vpc-1", "subnet_ids": ["subnet-1"], "gateway_security_group_id": "sg-1",
-        "secret_parameter": "/garnish/secret", "package": "garnish==0.1.0", "image_parameter": "/images/gpu",
+        "secret_parameter": "/garnish/secret", "package": "s3://acme/garnish.whl", "image_parameter": "/images/gpu",
         "model_source": "s3://acme-models/small", "registry_bucket": "managed",
     }  # fmt: skip
     typed.declare(

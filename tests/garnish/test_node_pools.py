@@ -31,7 +31,7 @@ from node_agent.config import EngineConfig
 
 AWS = {
     "region": "eu-central-1", "vpc_id": "vpc-1", "subnet_ids": ["subnet-1"], "gateway_security_group_id": "sg-1",
-    "secret_parameter": "/garnish/secret", "package": "garnish==0.1.0", "image_parameter": "/images/gpu",
+    "secret_parameter": "/garnish/secret", "package": "s3://acme/garnish.whl", "image_parameter": "/images/gpu",
     "model_source": "s3://acme-models/llama-8b",
 }  # fmt: skip
 LLAMA_8B = {
@@ -112,6 +112,13 @@ def test_an_address_with_a_password_is_refused(folder: Path) -> None:
     with pytest.raises(FrontDoorError, match=r"infra\.gateway_url: expected no user and password") as refused:
         load_service_file(write(folder, infra={"gateway_url": "http://me:s3cret@gateway:8080"}))
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("package", ["garnish==0.1.0", "garnish", "./dist/garnish-0.1.0-py3-none-any.whl", "s3://b/x"])
+def test_a_package_that_is_no_wheel_on_s3_is_refused(folder: Path, package: str) -> None:
+    """On PyPI the name belongs to someone else: an instance would run their code."""
+    with pytest.raises(FrontDoorError, match=r"infra\.aws\.package: .* is not this project's. Run `make wheel`"):
+        load_service_file(aws_file(folder, infra={"gateway_url": "http://g:8080", "aws": {**AWS, "package": package}}))
 
 
 def test_where_the_state_lies(folder: Path) -> None:

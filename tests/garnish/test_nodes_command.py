@@ -15,6 +15,8 @@ from tests.cluster.measured import PROFILE
     ("record", "shown"),
     [
         ({}, "no model"),
+        ({"measuring": 0.0}, "measuring, 0%"),
+        ({"measuring": 0.424}, "measuring, 42%"),
         ({"performance": msgspec.to_builtins(PROFILE.model)}, "-"),
         ({"performance": msgspec.to_builtins(PROFILE.model), "forecast_ratio": 1.0349}, "1.03"),
     ],

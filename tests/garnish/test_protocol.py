@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from garnish.connection import Connection
 from garnish.errors import GarnishError
 from garnish.protocol import EventReader, error_of, invoke_call, parse
 from gateway.schema import FunctionList, TokenEvent
@@ -65,12 +66,27 @@ def test_error_event_and_broken_stream() -> None:
         read(token)
 
 
+HERE = Connection("http://here:1", "key", key_from="GARNISH_API_KEY")
+
+
+def answer(status: int, **content: Any) -> httpx.Response:
+    return httpx.Response(status, request=httpx.Request("GET", "http://here:1/functions?limit=1"), **content)
+
+
+def test_a_refused_key_is_named() -> None:
+    reply = answer(401, json={"error": {**ERROR["error"], "type": "unauthenticated"}})
+    assert "full (the one that was sent: GARNISH_API_KEY)" in error_of(reply, HERE).report()
+    without = error_of(reply, Connection("http://here:1", "")).report()
+    assert "none is known for http://here:1: set GARNISH_API_KEY" in without
+
+
 def test_error_replies() -> None:
-    error = error_of(httpx.Response(429, json=ERROR, headers={"retry-after": "3"}))
+    error = error_of(answer(429, json=ERROR, headers={"retry-after": "3"}), HERE)
     assert (error.status, error.type, error.retry_after, str(error)) == (429, "overloaded", 3.0, "overloaded: full")
-    assert error_of(httpx.Response(502, text="<html>")).type == "internal"
+    foreign = error_of(answer(502, text="<html>"), HERE)
+    assert str(foreign).startswith("internal: http://here:1 answered 502, but not as a Garnish service does")
     with pytest.raises(GarnishError, match="not understood"):
-        parse(httpx.Response(200, text="{"), FunctionList)
+        parse(answer(200, text="{"), FunctionList, HERE)
 
 
 def test_report_lists_the_details() -> None:
@@ -82,7 +98,7 @@ def test_report_lists_the_details() -> None:
 
 def test_fields_of_a_newer_service_are_no_error() -> None:
     reply = httpx.Response(200, json={"text": "a", "index": 0, "token_id": None, "new": 1})
-    assert parse(reply, TokenEvent).text == "a"
+    assert parse(reply, TokenEvent, HERE).text == "a"
 
 
 def test_the_client_waits_longer_than_the_service() -> None:

@@ -40,8 +40,8 @@ def test_gc(folder: Path) -> None:
     dry = garnish(folder, "gc", "--dry-run")
     assert dry.returncode == 0
     assert dry.stdout.splitlines() == [
-        f"would remove blobs/sha256/{'0' * 64} (5 bytes)",
-        "1 files, 0 artifacts and 0 manifests, 5 bytes would be removed; 3 files and artifacts stay",
+        f"would remove blobs/sha256/{'0' * 64} (5 B)",
+        "1 files, 0 artifacts and 0 manifests, 5 B would be removed; 3 files and artifacts stay",
     ]
     assert orphan.exists()
     done = json.loads(garnish(folder, "gc", "--json").stdout)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from test_command_line import garnish
 
+from garnish.logs import for_people
 from gateway.trace_log import CALL, Call
 
 MAF = "HashOwner,HashApp,HashFunction,Trigger,1,2\no1,a,f,http,60,90\no2,a,g,timer,30,0\n"
@@ -131,6 +132,9 @@ def test_logs_become_a_trace_that_can_be_simulated(state: Path) -> None:
 def test_logs_are_shown(state: Path) -> None:
     assert garnish(state, "logs", "node-1", "-n", "1").stdout == "two\n"
     every = garnish(state, "logs").stdout
+    assert for_people("one") == "one" and for_people("\x1b[2J") == "\N{REPLACEMENT CHARACTER}[2J"
+    line = {"time": "2026-11-23T18:40:42.784Z", "level": "info", "process": "api", "message": "said"}
+    assert for_people(json.dumps(line)) == "18:40:42 INFO  api: said"
     assert "node-1\tone\n" in every and "gateway\t" in every
     assert json.loads(garnish(state, "logs", "node-1", "--json").stdout) == {"node-1": ["one", "two"]}
 

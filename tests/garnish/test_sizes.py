@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from garnish.sizes import parse_bytes, parse_rate, parse_seconds
+from garnish.sizes import parse_bytes, parse_rate, parse_seconds, shown_bytes
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,20 @@ def test_anything_else_is_refused(parse: object, value: object) -> None:
 @given(st.integers(1, 2**40), st.sampled_from([("B", 1), ("KiB", 1 << 10), ("MB", 10**6)]))
 def test_units_multiply(count: int, unit: tuple[str, int]) -> None:
     assert parse_bytes(f"{count}{unit[0]}") == count * unit[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *((0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2350080, "2.2 MiB"), (104857600, "100 MiB")),
+        *((1048575, "1.0 MiB"), (4 << 30, "4.0 GiB"), (5000 << 40, "5000 TiB")),
+    ],
+)
+def test_bytes_as_people_read_them(count: int, text: str) -> None:
+    assert shown_bytes(count) == text
+
+
+@given(st.integers(0, 2**60))
+def test_what_is_shown_is_nearly_what_is_meant(count: int) -> None:
+    if count:
+        assert abs(parse_bytes(shown_bytes(count)) - count) <= 0.05 * count

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from cluster.logs import JsonLines
 from garnish.screen import Screen
 from garnish.up.greeting import capacity_lines
 from garnish.up.logs import bound_log, capacity, end_reason, fresh_log, last_problem, times_ended
 from garnish.up.run import NO_REASON, Ends
-from gateway.logs import JsonFormatter
-from node_agent.log import JsonLines
 
 
 @pytest.fixture
@@ -28,10 +27,9 @@ def say(log: Path, process: str, message: str, **extra: object) -> None:
         stream.write(json.dumps(line) + "\n")
 
 
-@pytest.mark.parametrize("formatter", [JsonFormatter, lambda: JsonLines("engine")])
-def test_the_end_of_a_stack_trace_is_read_from_both_logs(log: Path, formatter: Callable[[], logging.Formatter]) -> None:
+def test_the_end_of_a_stack_trace_is_read(log: Path) -> None:
     logger, handler = logging.Logger("x"), logging.FileHandler(log)
-    handler.setFormatter(formatter())
+    handler.setFormatter(JsonLines("engine"))
     logger.addHandler(handler)
     try:
         raise OSError("no space left")
@@ -92,11 +90,16 @@ def test_a_log_that_grew_too_large_is_begun_anew(log: Path) -> None:
     assert last_problem(log, 2001) == "after", "where a process began in the log before means nothing now"
 
 
-def test_what_a_node_has_room_for(log: Path) -> None:
+def test_what_a_host_is_good_for(log: Path) -> None:
     assert capacity(log) is None
-    say(log, "engine", "capacity", kv_tokens=1, device_adapters={"8": 2, "16": 1}, host_adapters={"8": 20, "16": 10})
-    say(log, "engine", "capacity", kv_tokens=640, device_adapters={"8": 2, "16": 1}, host_adapters={"8": 20, "16": 10})
-    assert capacity_lines("node-1", capacity(log)) == [
-        "node-1 has room for 640 tokens of running requests",
-        "node-1 has room for adapters (all seven projections): 2 of rank 8, 1 of rank 16; in host memory 10 of rank 16",
-    ]
+    rooms = {"device_adapters": {"8": 2, "16": 1, "128": 0}, "host_adapters": {"8": 20, "16": 10}}
+    say(log, "engine", "capacity", kv_tokens=1, **rooms)
+    before = capacity(log)
+    assert before is not None, "of a node of an older version, too"
+    say(log, "engine", "capacity", **rooms, tokens_per_second={"1": 7.71, "8": 61.5}, device="cpu", dtype="bfloat16")
+    found = capacity(log)
+    room = "node-1: room for 1 adapters of rank 16 (0 of rank 128), 10 in host memory"
+    speed = "node-1: about 7.7 tokens/s to one caller, 62 to 8 together (cpu, bfloat16)"
+    assert capacity_lines("node-1", found) == [speed, room]
+    unknown = capacity_lines("node-1", msgspec.structs.replace(found, tokens_per_second={}))
+    assert unknown[0] == "node-1: tokens per second are not known (garnish profile measures them) (cpu, bfloat16)"

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.frames import frame
 from cluster.messages import (
+    PARAMETERS_VERSION,
     ColdStart,
     Done,
     Event,
@@ -88,6 +89,7 @@ class StubNode:
             block_tokens=16,
             residents=[Resident(digest="0" * 64, tier="host", bytes=1, in_use=0)],
             acknowledged=list(self.acknowledged),
+            accepts=PARAMETERS_VERSION,
         )
         if state == "warming":  # as a node whose engine has not said yet what it has
             unknown = {"base": "", "max_context": 0, "kv_blocks": 0, "kv_blocks_free": 0, "residents": []}

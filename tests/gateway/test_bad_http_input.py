@@ -69,7 +69,7 @@ def test_what_is_not_json_answers_400(gateway: Running, path: str, body: bytes) 
         ({"prompt": "x", "max_tokens": "3"}, "max_tokens"),
         ({"prompt": "x", "temperature": -0.1}, "temperature"),
         ({"prompt": "x", "top_p": 0}, "top_p"),
-        ({"prompt": "x", "top_k": -1}, "top_k"),
+        ({"prompt": "x", "top_k": -2}, "top_k"),
         ({"prompt": "x", "min_p": 1.5}, "min_p"),
         ({"prompt": "x", "seed": -1}, "seed"),
         ({"prompt": "x", "stop": [""]}, "stop"),

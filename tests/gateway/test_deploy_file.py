@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -19,22 +20,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from garnish import AsyncClient
+from gateway.schema import DeployReply
+from tests.garnish.hub_server import running_hub
+
 
 class Folder:
     """A service file whose functions a running gateway is to hold."""
 
     def __init__(self, root: Path, url: str, key: str) -> None:
         self.root = root
-        self._environment = {**os.environ, "GARNISH_URL": url, "GARNISH_API_KEY": key, "XDG_CONFIG_HOME": str(root)}
+        self.environment = {**os.environ, "GARNISH_URL": url, "GARNISH_API_KEY": key, "XDG_CONFIG_HOME": str(root)}
 
     def write(self, **functions: dict[str, str]) -> None:
         content = {"service": "s", "base_model": "./base", "tenants": {"acme": {}}, "functions": functions}
         (self.root / "serverless.yml").write_text(json.dumps(content))
 
     def run(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "garnish.cli.main", "deploy", "-f", "serverless.yml", *arguments]
+        return self.command("deploy", "-f", "serverless.yml", *arguments, answer=answer)
+
+    def command(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "garnish.cli.main", *arguments]
         return subprocess.run(
-            command, cwd=self.root, env=self._environment, input=answer, capture_output=True, text=True, timeout=60
+            command, cwd=self.root, env=self.environment, input=answer, capture_output=True, text=True, timeout=60
         )
 
     def deploy(self) -> dict[str, Any]:
@@ -91,7 +99,41 @@ def test_an_adapter_that_is_not_there(folder: Folder) -> None:
     folder.write(f={"adapter": "./pirate"}, g={"adapter": "./nowhere"})
     done = folder.run("--yes")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "nowhere: expected a PEFT adapter's" in done.stderr
+    assert "nowhere: there is no such folder" in done.stderr
+
+
+async def deployed_by_python(name: str, adapter: str) -> DeployReply:
+    async with AsyncClient() as client:
+        return await client.deploy(name, adapter)
+
+
+def test_an_adapter_that_lies_on_the_hub(
+    folder: Folder, gateway: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a service file and by name, with the version that the same files have when they are named by their folder."""
+    with running_hub() as hub:
+        folder.environment |= {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "huggingface"),
+            "NO_PROXY": "127.0.0.1",
+        }
+        hub.models["acme/pirate"] = {
+            file.name: file.read_bytes() for file in (folder.root / "pirate").iterdir() if file.is_file()
+        }
+        folder.write(f={"adapter": "./pirate"}, g={"adapter": "hf:acme/pirate"})
+        done = folder.deploy()
+        assert actions(done) == {"f": "create", "g": "create"}
+        digests = [entry["digest"] for entry in done["deployed"]]
+        assert digests[0] == digests[1]
+        assert actions(folder.deploy()) == {"f": "none", "g": "none"}
+        one = folder.command("deploy", "h", "hf:acme/pirate", "--json")
+        assert (one.returncode, json.loads(one.stdout)["digest"]) == (0, digests[0]), one.stderr
+        for name, value in folder.environment.items():
+            monkeypatch.setenv(name, value)
+        assert asyncio.run(deployed_by_python("i", "hf:acme/pirate")).digest == digests[0]
+        none = folder.command("deploy", "h", "hf:acme/nobody")
+        assert (none.returncode, none.stderr.count("\n")) == (1, 2), none.stderr
+        assert "hf:acme/nobody: the Hub has no such model" in none.stderr
 
 
 @pytest.fixture

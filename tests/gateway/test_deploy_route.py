@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import safetensors.torch
 from raw_http import send
 from running_gateway import Running, upload
 
@@ -47,14 +48,24 @@ def test_an_adapter_that_no_node_can_hold_is_warned_of(start: Callable[..., Runn
 
     assert warnings() == [[], []]  # no node is known
     size = client.get("/functions/f/versions/1").json()["bytes"]
-    small = running.node(adapter_bytes=size - 1)
+    own = {"adapter_bytes": 9 * size, "adapter_itemsize": 2}  # as the adapter's file
+    small = running.node(**own, largest_adapter=size - 1)
     found = warnings()
     assert found[0] == found[1]
-    assert f"{size} bytes, and the roomiest node has {size - 1} bytes" in found[0][0]
-    running.node(adapter_bytes=size + 5, base="another")
+    assert f"takes {size} bytes on a node, and the roomiest one has {size - 1} bytes" in found[0][0]
+    running.node(**own, largest_adapter=size + 5, base="another")
     assert warnings() == found
-    small.publish(running.url, adapter_bytes=size)
+    small.publish(running.url, **own, largest_adapter=size)
     assert warnings() == [[], []]
+    wide = own | {"adapter_itemsize": 4}
+    small.publish(running.url, **wide, largest_adapter=2 * size - 1)
+    assert f"takes {2 * size} bytes" in warnings()[0][0]
+    small.publish(running.url, **wide, largest_adapter=2 * size)
+    assert warnings() == [[], []]
+    small.publish(running.url, adapter_bytes=size)  # an older node, of whichever dtype
+    assert warnings() == [[], []]
+    small.publish(running.url, adapter_bytes=size - 1)
+    assert warnings()[0]
     small.publish(running.url, state="warming")  # it says nothing of its memory
     assert warnings() == [[], []]
 
@@ -113,6 +124,41 @@ def test_every_problem_is_listed(gateway: Running, pirate: dict) -> None:
     assert {"adapter_config.json#use_dora", "adapter_config.json#bias"} <= {entry["tensor"] for entry in details}
     assert all(set(entry) == {"tensor", "problem", "expected", "found"} for entry in details)
     assert leftovers(gateway) == []
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_an_uploaded_pointer_of_git_lfs(gateway: Running, pirate: dict, name: str) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2350080\n"
+    reply = gateway.client().post("/deploy/f", files=pirate | {name: (name, pointer)})
+    (problem,) = reply.json()["error"]["details"]
+    assert (reply.status_code, problem["tensor"]) == (422, name)
+    assert problem["problem"] == "a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
+
+
+def test_an_uploaded_pickle_by_its_own_name(gateway: Running, pirate: dict) -> None:
+    """Refused at its part's head, unread."""
+    files = {CONFIG: pirate[CONFIG], "adapter_model.bin": ("adapter_model.bin", b"\x80\x02}q\x00.")}
+    reply = gateway.client().post("/deploy/f", files=files)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["param"]) == (422, "validation_failed", "adapter_model.bin")
+    assert error["message"] == (
+        "adapter_model.bin is a pickle, which is never read, for it could run code: "
+        "docs/adapters.md says how to convert it"
+    )
+    assert leftovers(gateway) == []
+
+
+def test_tensors_that_carry_an_adapter_s_name(gateway: Running, pirate: dict, tmp_path: Path) -> None:
+    tensors = safetensors.torch.load(pirate[WEIGHTS][1])
+    named = {name.replace(".weight", ".default.weight"): tensor for name, tensor in tensors.items()}
+    data = safetensors.torch.save(named)
+    client = gateway.client()
+    assert client.post("/deploy/f", files=pirate | {WEIGHTS: (WEIGHTS, data)}).status_code == 201
+    named[next(iter(tensors))] = named.pop(next(iter(named)))
+    reply = client.post("/deploy/f", files=pirate | {WEIGHTS: (WEIGHTS, safetensors.torch.save(named))})
+    (problem,) = reply.json()["error"]["details"]
+    assert reply.status_code == 422
+    assert "carries an adapter's name (default) and other tensors' names do not" in problem["problem"]
 
 
 @pytest.mark.parametrize(

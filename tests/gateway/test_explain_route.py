@@ -12,11 +12,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from running_gateway import Running
 from stub_node import echo, refuse
 
 from cluster.messages import Resident
+from cluster.performance_model import PerformanceModel
 from gateway.explain_schema import ExplainReply
+from tests.cluster.measured import PROFILE
 
 CALL = {"prompt": "x", "max_tokens": 3}
 
@@ -27,11 +30,18 @@ def explained(running: Running, name: str, key: str = "acme", **headers: str) ->
     return msgspec.json.decode(reply.content, type=ExplainReply)
 
 
+def performance(running: Running) -> PerformanceModel:
+    """As the node would have measured it for its base."""
+    (node,) = running.nodes
+    return replace(PROFILE.model, key=replace(PROFILE.key, base=node.record("ready").base))
+
+
 def test_every_name_of_a_call_explains_it(gateway: Running, pirate: dict[str, Any]) -> None:
     client = gateway.client()
     digest = client.post("/deploy/pirate", files=pirate).json()["digest"]
     (node,) = gateway.nodes
-    node.publish(gateway.url, residents=[Resident(digest, "host", 1, 0)], running=1, batch_ranks=[8])
+    node.publish(gateway.url, performance=performance(gateway), running=1, batch_ranks=[8],
+                 residents=[Resident(digest, "host", 1, 0)])  # fmt: skip
     reply = client.post("/invoke/pirate", json=CALL, headers={"x-request-id": "mine.1"})
     made = reply.json()["id"]
     told = [explained(gateway, name) for name in (made, f"{made}-0", "mine.1")]
@@ -92,6 +102,7 @@ def test_a_second_placement_and_a_refusal_are_told(start: Callable[..., Running]
 
 def test_lengths_are_learnt_and_forecasts_are_compared(gateway: Running) -> None:
     client = gateway.client()
+    gateway.nodes[0].publish(gateway.url, performance=performance(gateway))
     for _ in range(3):
         made = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 6, "model": "stories260K"}).json()[
             "id"
@@ -101,6 +112,23 @@ def test_lengths_are_learnt_and_forecasts_are_compared(gateway: Running) -> None
     counts = [line for line in text.splitlines() if line.startswith("garnish_ttft_forecast_error_seconds_count")]
     assert sum(float(line.split()[-1]) for line in counts) == 3
     assert 'garnish_schedule_seconds_bucket{le="0.0001"}' in text
+
+
+def test_nothing_is_forecast_until_the_node_has_a_model_of_its_own(gateway: Running) -> None:
+    """What is assumed of such nodes is another machine; the gateway learns of the model from the node's record."""
+    client, (node,) = gateway.client(), gateway.nodes
+    told = []
+    for known in ({"measuring": 0.4}, {"performance": performance(gateway)}):
+        node.publish(gateway.url, **known)
+        made = client.post("/v1/completions", json={**CALL, "model": "stories260K"}).json()["id"]
+        told.append(explained(gateway, made).placements[0].decision.candidates[0])
+    before, after = told
+    assert (before.chosen, before.model, before.ttft, before.step, before.total) == (True, "assumed", None, None, None)
+    assert (after.chosen, after.model) == (True, "measured")
+    assert after.ttft is not None and after.step is not None and after.total is not None
+    text = gateway.client("admin").get("/metrics").text
+    counts = [line for line in text.splitlines() if line.startswith("garnish_ttft_forecast_error_seconds_count")]
+    assert sum(float(line.split()[-1]) for line in counts) == 1, "of the call that was forecast"
 
 
 def test_the_command_shows_it(gateway: Running, tmp_path: Path) -> None:
@@ -118,7 +146,9 @@ def test_the_command_shows_it(gateway: Running, tmp_path: Path) -> None:
     shown = garnish("mine")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "on node-0, by rank_aware" in shown.stdout
-    assert "*\tnode-0\tdevice\t0\t0\t0\t" in shown.stdout and "not measured" in shown.stdout
+    assert "\tNODE\tTIER\tRUNNING\t" in shown.stdout
+    assert "*\tnode-0\tdevice\t0\t0\t0\t" in shown.stdout
+    assert "\t-\t-\t-\t-\t-\t-\t-\t-\t" in shown.stdout and "no forecast: its performance model is not" in shown.stdout
     unknown = garnish("another")
     assert unknown.returncode == 1 and "no call 'another' is remembered" in unknown.stderr
     assert garnish("mine", "--admin", "--tenant", "acme").returncode == 2

@@ -64,6 +64,8 @@ def test_no_prompt_key_or_output_is_logged(config: GatewayConfig, tmp_path: Path
     assert MARK not in text
     assert key.rpartition("_")[2][:16] not in text
     lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["process"] for line in lines} == {"gateway"}
+    assert [line["message"] for line in lines[:2]] == ["listening", "worker is ready"], "and no server's own lines"
     told = [line for line in lines if line["level"] in ("warning", "error")]
     assert told, "nodes that break off are told"
     assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)

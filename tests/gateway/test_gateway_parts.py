@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import threading
 import time
 
@@ -17,7 +15,6 @@ from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
 from gateway.bodies import convert, field_of
 from gateway.last_hour import Counts, LastHour
-from gateway.logs import JsonFormatter
 from gateway.metrics import LabelCap
 from gateway.running import Running
 from gateway.threads import READ_THREADS, LeavableThreads, StoreThreads
@@ -169,17 +166,3 @@ def test_errors_name_the_field(value: object, param: str | None) -> None:
 @given(st.text())
 def test_any_message_has_a_field_or_none(message: str) -> None:
     assert field_of(message) is None or isinstance(field_of(message), str)
-
-
-def test_log_lines_are_json() -> None:
-    record = logging.LogRecord("gateway", logging.WARNING, "f", 1, "odd %s\n", ("\u2028",), None)
-    record.request_id = "r1"
-    line = JsonFormatter().format(record)
-    assert "\n" not in line
-    assert json.loads(line) | {"time": ""} == {
-        "time": "",
-        "level": "warning",
-        "logger": "gateway",
-        "message": "odd \u2028\n",
-        "request_id": "r1",
-    }

@@ -21,6 +21,7 @@ from gateway import schema
 from gateway.app import ROUTES
 from gateway.called import CalledDigests
 from gateway.openapi import FILE, document, render
+from gateway.routes import docs
 
 
 def samples(running: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -184,6 +185,7 @@ def test_the_document_is_valid_and_served(gateway: Running) -> None:
 def test_every_public_route_is_in_the_document() -> None:
     listed = {(path, method.upper()) for path, item in document()["paths"].items() for method in item}
     hidden = {("/cluster/record", "POST"), ("/openapi.json", "GET")}
+    hidden |= {(route.path, "GET") for route in docs.routes}
     routed = {(route.path.replace(":path", ""), method) for route in ROUTES for method in route.methods - {"HEAD"}}
     assert routed - hidden == listed
 

@@ -34,7 +34,7 @@ def test_the_same_tokens_in_a_thread(stories_dir: Path, source: Prompts) -> None
     async def main() -> None:
         text = BaseText(stories_dir)
         found = await tokens_of(source, text, LeavableThreads(1), 100_000, time.monotonic() + 60, stays)
-        assert found == [text.tokenizer.encode(prompt).ids for prompt in source.texts]
+        assert found == [text.tokenizer.encode(prompt).ids for prompt in source.prompts]
 
     asyncio.run(main())
 

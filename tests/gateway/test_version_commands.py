@@ -87,7 +87,10 @@ def test_commands(deployed: Running, tmp_path: Path) -> None:
     assert run("alias", "f", "prod", "2").stdout == "f:prod -> 2\n"
     assert run("alias", "f", "prod", "2=90%", "3=10%").stdout == "f:prod -> 2:0.9+3:0.1\n"
     shown = run("alias", "f", "prod").stdout.splitlines()
-    assert [line.partition("\t")[0] for line in shown] == ["f:prod -> 2:0.9+3:0.1", "2"]
+    assert [line.partition("\t")[0] for line in shown] == ["f:prod -> 2:0.9+3:0.1", "BEFORE", "2"]
+    assert (
+        run("alias", "f", "prd").stderr == "garnish: not_found: function f has no alias 'prd'; did you mean 'prod'?\n"
+    )
     assert "prod=2:0.9+3:0.1" in run("list").stdout
     described = run("describe", "f").stdout
     assert "alias prod: 2:0.9+3:0.1\n" in described

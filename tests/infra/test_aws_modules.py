@@ -25,7 +25,7 @@ AWS = ("aws_pool", "aws_registry")
 SETTINGS: dict[str, Any] = {
     "region": "eu-central-1", "pool": "l40s", "group": "demo-l40s", "gpus": 4,
     "gateway_url": "http://gateway.internal:8080", "node_port": 8081, "secret_parameter": "/garnish/demo/secret",
-    "package": "s3://acme-packages/garnish-0.1.0-py3-none-any.whl", "package_on_s3": True,
+    "package": "s3://acme-packages/garnish-0.1.0-py3-none-any.whl",
     "model_source": "s3://acme-models/llama-8b/", "node_file": base64.b64encode(b'{"node": {}}').decode(),
     "drain_seconds": 3700,
 }  # fmt: skip
@@ -39,7 +39,7 @@ def aws_stack(**registry: Any) -> Stack:
         gateway_security_group_id="sg-1",
         gateway_url="http://gateway.internal:8080",
         secret_parameter="/garnish/demo/secret",
-        package="garnish==0.1.0",
+        package="s3://acme-packages/garnish-0.1.0-py3-none-any.whl",
         image_parameter="/acme/images/gpu",
         model_source="s3://acme-models/llama-8b",
         node_file='{"note": "${not} a template"}',
@@ -102,24 +102,20 @@ def is_shell(text: str) -> None:
 
 @needs_terraform
 def test_user_data(tmp_path: Path) -> None:
-    wheel = user_data(tmp_path / "wheel")
-    index = user_data(tmp_path / "index", package="garnish==0.1.0", package_on_s3=False)
-    for text in (wheel, index):
-        is_shell(text)
-        assert len(base64.b64encode(text.encode())) <= 21_844, "AWS takes 16 KiB"
-        (awaiting,) = re.findall(r"<<'END'\n(.*?)^END$", text, re.DOTALL | re.MULTILINE)
-        is_shell(awaiting)
-        assert "--auto-scaling-group-name 'demo-l40s'" in awaiting
-        calls = re.findall(r"curl .*", text)
-        assert calls and all("X-aws-ec2-metadata-token" in call for call in calls), "IMDSv2 only"
-        assert all("--max-time" in call for call in calls), "no wait without bound"
-        assert "--name '/garnish/demo/secret' --with-decryption" in text
-        assert 'data/model/llama-8b/"' in text, "the folder that the node's file names"
-        assert '[ "$gpu" -lt 4 ]' in text
-    assert (
-        'pip install --quiet "/opt/$(basename' in wheel and "aws s3 cp --only-show-errors 's3://acme-packages/" in wheel
-    )
-    assert "garnish[node]==" in index and "/opt/$(basename" not in index
+    text = user_data(tmp_path / "wheel")
+    is_shell(text)
+    assert len(base64.b64encode(text.encode())) <= 21_844, "AWS takes 16 KiB"
+    (awaiting,) = re.findall(r"<<'END'\n(.*?)^END$", text, re.DOTALL | re.MULTILINE)
+    is_shell(awaiting)
+    assert "--auto-scaling-group-name 'demo-l40s'" in awaiting
+    calls = re.findall(r"curl .*", text)
+    assert calls and all("X-aws-ec2-metadata-token" in call for call in calls), "IMDSv2 only"
+    assert all("--max-time" in call for call in calls), "no wait without bound"
+    assert "--name '/garnish/demo/secret' --with-decryption" in text
+    assert 'data/model/llama-8b/"' in text, "the folder that the node's file names"
+    assert '[ "$gpu" -lt 4 ]' in text
+    assert "aws s3 cp --only-show-errors 's3://acme-packages/" in text
+    assert 'pip install --quiet "/opt/$(basename' in text
 
 
 STUB = """#!/bin/sh

@@ -48,6 +48,17 @@ UNFIT: list[dict[str, Any]] = [
     {"sampling": Sampling(min_p=-0.1)},
     {"sampling": Sampling(top_k=-1)},
     {"sampling": Sampling(logprobs=65)},
+    {"sampling": Sampling(prompt_logprobs=65)},
+    {"sampling": Sampling(repetition_penalty=0.0)},
+    {"sampling": Sampling(repetition_penalty=float("inf"))},
+    {"sampling": Sampling(min_tokens=101)},
+    {"sampling": Sampling(min_tokens=-1)},
+    {"sampling": Sampling(logit_bias={512: 1.0})},
+    {"sampling": Sampling(logit_bias={1: float("nan")})},
+    {"sampling": Sampling(stop_token_ids=[-1])},
+    {"sampling": Sampling(stop_token_ids=[1] * 70_000)},
+    {"sampling": Sampling(bad_words=[[]])},
+    {"sampling": Sampling(bad_words=[[3, 512]])},
     {"sampling": Sampling(presence_penalty=float("inf"))},
     {"sampling": Sampling(frequency_penalty=float("nan"))},
 ]
@@ -89,7 +100,7 @@ def test_another_version_of_the_protocol_is_for_another_node(tmp_path: Path, sto
         async with served_node(tmp_path, stories_dir) as node:
             engine = await node.engine()
             for body in (
-                msgspec.msgpack.encode(request_of(v=2)),
+                msgspec.msgpack.encode(request_of(v=3)),
                 msgspec.msgpack.encode({"v": 99, "of": "another shape"}),
             ):
                 failed = await refusal(node, body)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Token
+from cluster.messages import Done, Event, Failed, GenerateRequest, PromptLogprobs, Sampling, Started, Token
 from cluster.text import BaseText
 from node_agent.api_reply import Reply
 from node_agent.detokenize import TokenText
-from node_agent.ipc import Generated
+from node_agent.ipc import Generated, PromptScored, Top
 from tests.node_agent.scripted_engine import admitted, finished
 from tests.node_agent.served_node import request_of
 from tests.node_agent.test_stops import whole_text_answer
@@ -60,3 +60,41 @@ def test_after_the_end_nothing_is_retryable_that_was_begun(text: BaseText) -> No
     reply.translate(Generated("r1", 403))
     assert reply.fail("node_failed", "gone") == Failed("node_failed", "gone", retryable=False)
     assert not reply.fail("validation_failed", "bad").retryable
+
+
+@given(data=st.data())
+def test_special_tokens_are_shown_where_they_are_wanted(text: BaseText, data: st.DataObject) -> None:
+    """Against decoding prompt and output as a whole."""
+    words = st.lists(st.one_of(st.integers(0, 511), st.sampled_from([1, 2])), min_size=1, max_size=12)
+    prompt, ids = [1, 403, *data.draw(words)], data.draw(words)
+    decode = text.tokenizer.decode
+    whole, before = (decode(some, skip_special_tokens=False) for some in (prompt + ids, prompt))
+    asked = request_of(token_ids=prompt, sampling=Sampling(skip_special_tokens=False), ignore_eos=True)
+    _, *tokens, done = events_of(text, asked, ids)
+    if whole.startswith(before) and not before.endswith("\ufffd"):
+        assert "".join(event.text for event in [*tokens, done]) == whole[len(before) :]  # type: ignore[union-attr]
+
+
+@given(ids=st.lists(st.integers(3, 511), min_size=1, max_size=10), include=st.booleans(), stop=st.booleans())
+def test_the_token_that_ends_a_text(text: BaseText, ids: list[int], include: bool, stop: bool) -> None:
+    """Not part of the text, unless asked for; `stop_reason` names it, but for the end of text."""
+    end = ids[-1] if stop else 2
+    output = ids if stop else [*ids, 2]
+    output = output[: output.index(end) + 1]
+    way = Sampling(stop_token_ids=[end] if stop else [], include_stop=include, skip_special_tokens=False)
+    _, *tokens, done = events_of(text, request_of(sampling=way, token_ids=[1, 403]), output, "stop")
+    assert isinstance(done, Done)
+    said = "".join(event.text for event in [*tokens, done])  # type: ignore[union-attr]
+    shown = output if include else output[:-1]
+    whole = text.tokenizer.decode([1, 403, *shown], skip_special_tokens=False)
+    assert said == whole[len(text.tokenizer.decode([1, 403], skip_special_tokens=False)) :]
+    assert (done.finish_reason, done.stop_reason) == ("stop", end if stop else None)
+    assert done.completion_tokens == len(output)
+
+
+def test_prompt_scores_are_told_with_their_tokens(text: BaseText) -> None:
+    reply = Reply(request_of(token_ids=[1, 403, 407, 261]), "n1", TokenText(text), received=0.0)
+    told = reply.translate(PromptScored("r1", 2, [Top(-0.5, [(261, -0.1)], 4), Top(-1.5, [], 1)]))
+    assert isinstance(told, PromptLogprobs)
+    assert [(entry.token_id, entry.logprob, entry.rank) for entry in told.logprobs] == [(407, -0.5, 4), (261, -1.5, 1)]
+    assert [top.token_id for top in told.logprobs[0].top] == [261]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from node_agent.runner.lightllm_runner import LightllmPass, LightllmRunner
 
 if importlib.util.find_spec("lightllm") is None:
-    pytest.skip("lightllm is not installed (make install does it): its runner is NOT tested", allow_module_level=True)
+    pytest.skip("lightllm is not installed (make install-dev): its runner is NOT tested", allow_module_level=True)
 
 VOCAB = 97
 SHAPE = {

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from cluster.messages import Sampling
+from kernels.product import ProductOperator
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
+from node_agent.runner.products import Products, can_pack
 from node_agent.runner.projections import FusedProjection
 from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token, load_model
 
@@ -77,6 +79,37 @@ def advance(runner: TransformersRunner, rows: list[Row], n_decode: int, stops: l
     for row in rows:
         row.request.computed += row.length
     return logits
+
+
+WAYS = {
+    "packed": Products(True, 0, False, None),
+    "few": Products(False, 64, False, ProductOperator()),
+    "widened": Products(False, 0, True, None),
+    "both": Products(False, 3, True, ProductOperator()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_bf16_products(way: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and decode steps in bf16 are as close to the fp32 model's logits as Hugging Face's own bf16 is."""
+    if way == "packed" and not can_pack():
+        pytest.skip("oneDNN does not multiply bf16 on this processor")
+    monkeypatch.setattr("node_agent.runner.transformers_runner.choose_products", lambda _: WAYS[way])
+    runner = TransformersRunner(load_model(model_dir, torch.device("cpu"), torch.bfloat16), 4, 128)
+    assert runner.products is WAYS[way]
+    exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    exact.to(torch.bfloat16).float()  # the weights that the runner has
+    plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+    requests = [request([(7 * i + j) % VOCAB for j in range(5 + 9 * i)], 1 + 30 * i) for i in range(4)]
+    for step in range(3):
+        rows = [Row(r, len(r.tokens) - r.computed) for r in requests]
+        got = advance(runner, rows, len(requests) if step else 0, [1])
+        for i, r in enumerate(requests):
+            with torch.inference_mode():
+                want, other = (model(torch.tensor([r.tokens])).logits[0, -1].float() for model in (exact, plain))
+            spread = float((other - want).abs().max())
+            assert float((got[i].float() - want).abs().max()) <= 3 * spread + 0.02
+            r.tokens.append(int(want.argmax()))
 
 
 @settings(max_examples=12, deadline=None)

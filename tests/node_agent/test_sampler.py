@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.messages import Sampling
 from node_agent.runner.sampler import sample, uniform
+from node_agent.runner.score_rules import ScoreRules
 from node_agent.types import SamplingBatch
 
 LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=30)
@@ -18,7 +20,7 @@ LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=30)
 def batch(**ways: object) -> SamplingBatch:
     defaults: dict[str, object] = {
         "temperature": [1.0], "top_p": [1.0], "top_k": [0], "min_p": [0.0], "uniform": [0.5],
-        "presence_penalty": [0.0], "frequency_penalty": [0.0], "counts": [], "logprobs": [-1],
+        "logprobs": [-1],
     }  # fmt: skip
     return SamplingBatch(**{**defaults, **ways})  # type: ignore[arg-type]
 
@@ -100,11 +102,12 @@ def test_uniform_depends_on_its_arguments_alone(seed: int, choice: int, position
 
 def test_penalties_are_openais() -> None:
     logits = torch.tensor([[2.0, 1.9, 0.0]])
-    counts = [(0, torch.tensor([0]), torch.tensor([3.0]))]
-    ways = batch(temperature=[0.0], presence_penalty=[0.05], frequency_penalty=[0.01], counts=counts)
-    assert int(sample(logits, ways)[0][0]) == 0  # 2.0 - 0.05 - 0.03 = 1.92
-    ways = batch(temperature=[0.0], presence_penalty=[0.05], frequency_penalty=[0.03], counts=counts)
-    assert int(sample(logits, ways)[0][0]) == 1  # 2.0 - 0.05 - 0.09 = 1.86
+    for frequency, want in ((0.01, 0), (0.03, 1)):  # 2.0 - 0.05 - 0.03 = 1.92, and 2.0 - 0.05 - 0.09 = 1.86
+        way = Sampling(presence_penalty=0.05, frequency_penalty=frequency)
+        rules = ScoreRules(way, [1], 4, [], logits.device)
+        for _ in range(3):
+            rules.append_token(0)
+        assert int(sample(logits, batch(temperature=[0.0], rules={0: rules}))[0][0]) == want
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

@@ -37,8 +37,8 @@ def test_any_cut_gives_what_the_whole_text_gives(pieces: list[str], stops: list[
     matcher, emitted, seen, stopped = StopMatcher(stops), "", "", False
     for piece in pieces:
         seen += piece
-        part, stopped = matcher.feed(piece)
-        emitted += part
+        part, stop = matcher.feed(piece)
+        emitted, stopped = emitted + part, stop is not None
         expected, found = whole_text_answer(seen, stops)
         assert stopped == found
         if stopped:
@@ -52,22 +52,40 @@ def test_any_cut_gives_what_the_whole_text_gives(pieces: list[str], stops: list[
 
 def test_a_stop_string_across_three_pieces_is_cut_out() -> None:
     matcher = StopMatcher(["\n\nUser:"])
-    assert matcher.feed("Hello.\n") == ("Hello.", False)
-    assert matcher.feed("\nUs") == ("", False)
-    assert matcher.feed("er: and more") == ("", True)
+    assert matcher.feed("Hello.\n") == ("Hello.", None)
+    assert matcher.feed("\nUs") == ("", None)
+    assert matcher.feed("er: and more") == ("", "\n\nUser:")
 
 
 def test_a_false_start_is_released_in_full() -> None:
     matcher = StopMatcher(["aab"])
-    assert matcher.feed("aa") == ("", False)
-    assert matcher.feed("a") == ("a", False), "the last two may still begin the stop string"
-    assert matcher.feed("c") == ("aac", False)
+    assert matcher.feed("aa") == ("", None)
+    assert matcher.feed("a") == ("a", None), "the last two may still begin the stop string"
+    assert matcher.feed("c") == ("aac", None)
 
 
 def test_without_stop_strings_nothing_is_held_back() -> None:
-    assert StopMatcher([]).feed("anything") == ("anything", False)
+    assert StopMatcher([]).feed("anything") == ("anything", None)
 
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty stop string"):
         StopMatcher(["a", ""])
+
+
+@given(st.lists(st.text(LETTERS, max_size=6), max_size=12), stop_strings, st.integers(0, 12))
+def test_stops_that_do_not_count_yet_are_passed_over(pieces: list[str], stops: list[str], passed: int) -> None:
+    """Against a search of the whole text whose matches must end behind the pieces that don't count."""
+    matcher, emitted, stop = StopMatcher(stops, include=True), "", None
+    for index, piece in enumerate(pieces):
+        part, stop = matcher.feed(piece, counts=index >= passed)
+        emitted += part
+        if stop is not None:
+            break
+    whole, begin = "".join(pieces), len("".join(pieces[:passed]))
+    ends = [end for end in range(begin + 1, len(whole) + 1) if any(whole[:end].endswith(s) for s in stops)]
+    if not ends:
+        assert (stop, emitted + matcher.flush()) == (None, whole)
+        return
+    assert emitted == whole[: ends[0]], "the stop string is part of the text"
+    assert stop == max((s for s in stops if emitted.endswith(s)), key=len)

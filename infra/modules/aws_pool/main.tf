@@ -1,6 +1,5 @@
 locals {
   name            = "${var.service}-${var.pool}"
-  package_on_s3   = startswith(var.package, "s3://")
   model_bucket    = split("/", trimprefix(var.model_source, "s3://"))[0]
   model_prefix    = trimsuffix(trimprefix(var.model_source, "s3://${local.model_bucket}/"), "/")
   registry_prefix = var.registry_prefix == "" ? "" : "${var.registry_prefix}/"
@@ -23,7 +22,6 @@ locals {
     node_port        = var.node_port
     secret_parameter = var.secret_parameter
     package          = var.package
-    package_on_s3    = local.package_on_s3
     model_source     = var.model_source
     node_file        = base64encode(var.node_file)
     drain_seconds    = var.drain_seconds
@@ -133,13 +131,13 @@ resource "aws_iam_role_policy" "node" {
           Action   = ["autoscaling:CompleteLifecycleAction", "autoscaling:RecordLifecycleActionHeartbeat"]
           Resource = [local.group_arn]
         },
+        {
+          Sid      = "ReadPackage"
+          Effect   = "Allow"
+          Action   = ["s3:GetObject"]
+          Resource = ["${local.arn}:s3:::${trimprefix(var.package, "s3://")}"]
+        },
       ],
-      local.package_on_s3 ? [{
-        Sid      = "ReadPackage"
-        Effect   = "Allow"
-        Action   = ["s3:GetObject"]
-        Resource = ["${local.arn}:s3:::${trimprefix(var.package, "s3://")}"]
-      }] : [],
       var.secret_kms_key_arn == null ? [] : [{
         Sid       = "DecryptClusterSecret"
         Effect    = "Allow"

@@ -161,13 +161,13 @@ variable "image_parameter" {
 }
 
 variable "package" {
-  description = "What pip installs on a node: a pinned requirement (garnish==0.1.0), or the s3:// address of a wheel."
+  description = "What pip installs on a node: the s3:// address of a wheel that `make wheel` built."
   type        = string
   nullable    = false
 
   validation {
-    condition     = can(regex("^(garnish==[A-Za-z0-9.+!]+|s3://[a-z0-9][a-z0-9.-]+/[A-Za-z0-9._/+-]+\\.whl)$", var.package))
-    error_message = "The package must be pinned, garnish==VERSION, or the s3:// address of a wheel."
+    condition     = can(regex("^s3://[a-z0-9][a-z0-9.-]+/[A-Za-z0-9._/+-]+\\.whl$", var.package))
+    error_message = "The package must be the s3:// address of a wheel: the name garnish on PyPI is not this project's."
   }
 }
 

@@ -1,13 +1,17 @@
-"""Where a node's performance model comes from: its file, a short sweep, or nowhere."""
+"""Where a node's performance model comes from: its file, a sweep, or nowhere."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from benchmarks.local_engine import LocalEngine, MakeEngine
@@ -15,10 +19,13 @@ from cluster.node_table import ASSUMED
 from cluster.performance_file import read_performance, write_performance
 from cluster.performance_model import DecodeModel, PrefillModel, Transfer
 from node_agent.coldstart.cold_starts import WAYS
+from node_agent.coldstart.measure import measure_link
 from node_agent.coldstart.profile import LinkCost, Profile, ProfileKey
 from node_agent.config import EngineConfig, LinkConfig
 from node_agent.engine.batch import Row
+from node_agent.engine.stats import stats_of
 from node_agent.performance import setup, sweep
+from node_agent.performance.idle import IdleMeasurement
 from node_agent.performance.links import measure_store, store_transfer
 from node_agent.performance.setup import (
     exposed_share,
@@ -28,6 +35,7 @@ from node_agent.performance.setup import (
     use_performance,
 )
 from node_agent.performance.terms import decode_sample, prefill_sample
+from node_agent.runner.products import Products
 from node_agent.types import StepOutput
 from tests.cluster.measured import PROFILE
 
@@ -42,22 +50,31 @@ def engine(make_engine: MakeEngine) -> LocalEngine:
 
 
 @pytest.fixture
-def known(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
-    """Its passes take what DECODE and PREFILL say, by the sweep's clock."""
+def known(engine: LocalEngine, known_times: Callable[[LocalEngine], None]) -> LocalEngine:
+    known_times(engine)
+    return engine
+
+
+@pytest.fixture
+def known_times(monkeypatch: pytest.MonkeyPatch) -> Callable[[LocalEngine], None]:
+    return partial(take_known_times, monkeypatch)
+
+
+def take_known_times(monkeypatch: pytest.MonkeyPatch, engine: LocalEngine) -> None:
+    """From now on its passes take what DECODE and PREFILL say, by the sweep's clock."""
     clock, real = [0.0], engine.engine.hot.forward
 
-    def forward(rows: list[Row], n_decode: int) -> StepOutput:
+    def forward(rows: list[Row], n_decode: int, gives_way: Callable[[], bool] | None = None) -> StepOutput | None:
         if n_decode:
             sample = decode_sample(rows, 0.0)
             clock[0] += DECODE.seconds(sample.rows, sample.contexts, sample.adapter_ranks)
         else:
             prompts = prefill_sample(rows, 0.0)
             clock[0] += PREFILL.seconds(prompts.tokens, prompts.squares, prompts.token_ranks)
-        return real(rows, n_decode)
+        return real(rows, n_decode, gives_way)
 
     monkeypatch.setattr(engine.engine.hot, "forward", forward)
     monkeypatch.setattr(sweep, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: 0.0))
-    return engine
 
 
 def config_of(engine: LocalEngine, profile: Path | None, **settings: Any) -> EngineConfig:
@@ -71,9 +88,21 @@ def config_of(engine: LocalEngine, profile: Path | None, **settings: Any) -> Eng
     )
 
 
-def test_without_a_file_a_node_measures_itself_and_keeps_it(known: LocalEngine, tmp_path: Path) -> None:
+def measured(engine: LocalEngine, config: EngineConfig) -> IdleMeasurement:
+    """To its end, or what is one for this test: nobody calls meanwhile."""
+    idle, until = IdleMeasurement(engine.engine, config, engine.base), time.monotonic() + 240
+    while not idle.ended and time.monotonic() < until:
+        idle.work(lambda: False)
+    assert idle.ended
+    return idle
+
+
+def test_an_idle_node_measures_itself_and_keeps_it(known: LocalEngine, tmp_path: Path) -> None:
     profile = tmp_path / "profiles" / "node-1.json"
-    use_performance(known.engine, config_of(known, profile), known.base)
+    assert not use_performance(known.engine, config_of(known, profile), known.base)
+    assert known.engine.drift is None and stats_of(known.engine).measuring is None
+    blocks, resident = known.engine.blocks.free, known.engine.store.residents()
+    measured(known, config_of(known, profile))
     drift = known.engine.drift
     assert drift is not None
     assert drift.measured.decode.rank_term == "adapter_ranks"
@@ -82,46 +111,87 @@ def test_without_a_file_a_node_measures_itself_and_keeps_it(known: LocalEngine, 
         PREFILL.seconds(100, 10_000, 800), rel=1e-3
     )
     assert drift.measured.from_store == ASSUMED.from_store
+    assert (stats_of(known.engine).performance, stats_of(known.engine).measuring) == (drift.published, None)
+    assert (known.engine.blocks.free, known.engine.store.residents()) == (blocks, resident)
     file = performance_file(str(profile))
     assert file == tmp_path / "profiles" / "node-1.performance.json"
     stored = read_performance(file, model_key(known.engine, known.base))
     assert not stored.thorough
     assert stored.decode.quality.r2 == pytest.approx(1.0)
+    assert use_performance(known.engine, config_of(known, profile), known.base), "the next start finds it"
 
 
-def test_a_file_of_this_node_is_used(known: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_performance(known.engine, config_of(known, tmp_path / "a.json"), known.base)
+def test_adapters_that_calls_have_brought_keep_their_weights(
+    make_engine: MakeEngine, stories_adapters: dict[str, Path], known_times: Callable[[LocalEngine], None]
+) -> None:
+    """On a node without a cold-start profile, whose link to the device is measured as well."""
+    engine = make_engine(cold_start="wait")
+    adapters = [engine.deploy(directory, f"f{n}") for n, directory in enumerate(stories_adapters.values())]
+    for adapter in adapters:  # in host memory they lie in another order than on the device
+        engine.submit([1, 70], 1, adapter)
+        engine.run()
+    assert all(engine.engine.store.discard(adapter.digest) for adapter in adapters)
+    idle = IdleMeasurement(engine.engine, engine.config, engine.base)
+    answers = []
+    for _ in range(2):
+        calls = [engine.submit([1, 70, 80], 8, adapter) for adapter in reversed(adapters)]
+        engine.run()
+        answers.append([engine.outcomes[call].tokens for call in calls])
+        pool = engine.engine.store.pool
+        data, owner = pool.data.clone(), list(pool.pages.owner)
+        known_times(engine)
+        until = time.monotonic() + 240
+        while not idle.ended and time.monotonic() < until:
+            idle.work(lambda: False)
+        measure_link(engine.engine.store, 1)
+        assert engine.engine.drift is not None
+        assert pool.pages.owner == owner
+        size = pool.page_size // pool.data.element_size()
+        for page in (number for number, whose in enumerate(owner) if whose is not None):
+            at = slice(page * size, (page + 1) * size)
+            assert torch.equal(pool.data[at], data[at]), f"page {page} of an adapter was written"
+    assert answers[0] == answers[1]
+
+
+def test_a_file_of_this_node_is_used(known: LocalEngine, tmp_path: Path) -> None:
+    measured(known, config_of(known, tmp_path / "a.json"))
     file = performance_file(str(tmp_path / "a.json"))
     stored = read_performance(file, None)
     other = replace(
         stored, decode=replace(stored.decode, model=replace(DECODE, base=0.5)), from_store=Transfer(0.5, 1e6)
     )
     write_performance(other, file)
-    monkeypatch.setattr(setup, "START_BUDGET", 0.0)  # nothing can be measured now
     known.engine.drift = None
     link = LinkConfig(bandwidth=1e6, latency=0.25)
-    use_performance(known.engine, config_of(known, tmp_path / "a.json", store_link=link), known.base)
+    assert use_performance(known.engine, config_of(known, tmp_path / "a.json", store_link=link), known.base)
     drift = known.engine.drift
     assert drift is not None
     assert drift.measured.decode.base == 0.5
     assert drift.measured.from_store == Transfer(0.75, 5e5)
 
 
+def test_a_model_of_other_products_is_none_of_this_nodes(
+    known: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured(known, config_of(known, tmp_path / "a.json"))
+    monkeypatch.setattr(known.engine.runner, "products", Products(False, 12, False, None))
+    assert not use_performance(known.engine, config_of(known, tmp_path / "a.json"), known.base)
+    assert "bf16 to 12 rows, then fp32')" in str(getattr(caplog.records[-1], "reason", ""))
+
+
 @pytest.mark.parametrize("damage", ["key", "text", "none"])
 def test_what_can_not_be_used_is_told_and_none_is_published(
-    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: str
+    engine: LocalEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    monkeypatch.setattr(setup, "START_BUDGET", 0.0)
     file = performance_file(str(tmp_path / "a.json"))
     if damage == "text":
         file.write_text('{"key": ')
     elif damage == "key":
         write_performance(PROFILE, file)
     before = file.read_bytes() if file.exists() else None
-    use_performance(engine.engine, config_of(engine, tmp_path / "a.json"), engine.base)
+    assert not use_performance(engine.engine, config_of(engine, tmp_path / "a.json"), engine.base)
     assert engine.engine.drift is None
     told = [str(getattr(record, "reason", "")) for record in caplog.records]
-    assert any("all the time" in line for line in told)
     assert any("run `garnish profile`" in line for line in told) == (damage != "none")
     assert (file.read_bytes() if file.exists() else None) == before
 

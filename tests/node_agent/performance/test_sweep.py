@@ -9,8 +9,8 @@ import pytest
 from benchmarks.local_engine import MakeEngine
 from cluster.performance_fit import DecodeSample
 from node_agent.performance.cases import (
+    IDLE,
     LONG,
-    SHORT,
     Bounds,
     CaseRow,
     Effort,
@@ -79,7 +79,7 @@ def test_measured_terms_are_those_of_the_case(make_engine: MakeEngine) -> None:
             assert sample.adapter_ranks == sum(made.bounds.ranks[adapter] for adapter in adapters)
 
 
-@pytest.mark.parametrize("effort", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("effort", [IDLE, LONG], ids=["idle", "long"])
 @pytest.mark.parametrize(("max_rows", "cache"), [(32, 100_000), (32, 600), (6, 5000), (1, 64), (2, 16), (4, 0)])
 def test_cases_fit_into_the_node(effort: Effort, max_rows: int, cache: int) -> None:
     contexts = row_contexts(effort, max_rows, 500, cache, 16)
@@ -102,12 +102,12 @@ def test_cases_fit_into_the_node(effort: Effort, max_rows: int, cache: int) -> N
 def test_mixes() -> None:
     """Every rank alone and shared, all in turn, half of the rows without any, and none at all."""
     bounds = Bounds(64, (160,) * 4, (8, 64, 8, 64, 8, 64))
-    cases = [case for case in decode_cases(SHORT, bounds, 0) if len(case.rows) == 4]
+    cases = [case for case in decode_cases(IDLE, bounds, 0) if len(case.rows) == 4]
     adapters = [tuple(row.adapter for row in case.rows) for case in cases]
     assert adapters == [
         (-1, -1, -1, -1), (0, 2, 4, 0), (0, 0, 0, 0), (1, 3, 5, 1), (1, 1, 1, 1), (0, 1, 2, 3), (-1, 1, -1, 3),
     ]  # fmt: skip
-    assert decode_cases(SHORT, bounds, 0) == decode_cases(SHORT, bounds, 0)
+    assert decode_cases(IDLE, bounds, 0) == decode_cases(IDLE, bounds, 0)
     without = Bounds(64, (160,) * 4, ())
-    assert {row.adapter for case in decode_cases(SHORT, without, 0) for row in case.rows} == {-1}
-    assert prefill_cases(SHORT, without)[0].rows == (CaseRow(0, 16, -1),)
+    assert {row.adapter for case in decode_cases(IDLE, without, 0) for row in case.rows} == {-1}
+    assert prefill_cases(IDLE, without)[0].rows == (CaseRow(0, 16, -1),)

@@ -133,11 +133,11 @@ run "refuses_a_size_out_of_bounds" {
   expect_failures = [var.desired]
 }
 
-run "refuses_a_package_that_is_not_pinned" {
+run "refuses_a_package_of_the_index" {
   command = plan
 
   variables {
-    package = "garnish"
+    package = "garnish==0.1.0"
   }
 
   expect_failures = [var.package]

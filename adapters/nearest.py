@@ -1,0 +1,68 @@
+"""The name that a mistyped one may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+CLOSE = 0.7
+"""difflib's ratio from which a name counts as meant: one letter wrong in four at most, two in ten."""
+MAX_CHARACTERS = 80
+"""Of what was typed; the rest is not compared."""
+WINDOW = 48
+"""Names that are looked at on each side of where the typed one would stand."""
+COMPARED = 8
+"""Of these, the ones that difflib compares: it takes a tenth of a millisecond for two long names."""
+
+
+def nearest(typed: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Up to `count` of the known names that are close to the typed one, the closest first. Case does not count."""
+    folded = {name.lower(): name for name in known if name != typed}
+    return [folded[name] for name in difflib.get_close_matches(typed[:MAX_CHARACTERS].lower(), folded, count, CLOSE)]
+
+
+def did_you_mean(typed: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name; empty where no known one is close."""
+    close = nearest(typed, known)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class NameIndex:
+    """Many names, of which only those that share a beginning or an end with the typed one are compared.
+
+    A single mistake leaves the parts before and after it in place, so the meant name mostly stands near the typed one
+    in the order of the names, or in that of the names read backwards. Among thousands that differ in one place only it
+    may be missed.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = sorted(names)
+        self._reversed = sorted(name[::-1] for name in names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def nearest(self, typed: str, count: int = 1) -> list[str]:
+        """As `nearest`, at a cost that hardly rises with the number of names."""
+        folded = typed[:MAX_CHARACTERS].lower()
+        backwards = _around(self._reversed, folded[::-1])
+        candidates = {*_around(self._names, folded), *(name[::-1] for name in backwards)} - {typed}
+        return nearest(typed, heapq.nlargest(COMPARED, candidates, key=lambda name: _shared_ends(folded, name)), count)
+
+
+def _shared_ends(one: str, other: str) -> int:
+    """Characters of the common beginning and of the common end, less the difference in length."""
+    return _common(one, other) + _common(reversed(one), reversed(other)) - abs(len(one) - len(other))
+
+
+def _common(one: Iterable[str], other: Iterable[str]) -> int:
+    """Characters in which both begin alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _around(ordered: Sequence[str], typed: str) -> Sequence[str]:
+    place = bisect_left(ordered, typed)
+    return ordered[max(0, place - WINDOW) : place + WINDOW]

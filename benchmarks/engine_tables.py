@@ -1,0 +1,187 @@
+"""Tables of the engine in process and of the whole service beside PEFT, one block for each CPU level measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.report import caption
+from benchmarks.rule import host, table, wrapped
+from benchmarks.step_profile import KINDS
+
+WORKLOADS = {
+    ("base", 1): "base, 1 request",
+    ("base", 8): "base, 8 requests",
+    ("mixed", 1): "one adapter of rank 64, 1 request",
+    ("mixed", 8): "eight adapters of ranks 8-128, 8 requests",
+}
+
+
+def dtypes(settings: dict[str, Any]) -> str:
+    """The engine's, and the peers' where they ran in another one."""
+    own, peers = settings["dtype"], settings.get("peer_dtype", settings["dtype"])
+    return str(own) if own == peers else f"{own} (peers in {peers})"
+
+
+def engine_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    speeds, firsts = [], []
+    for (kind, n), title in WORKLOADS.items():
+        ratio, lowest = figures[f"over_peft_{kind}_{n}"], figures[f"over_peft_{kind}_{n}_min"]
+        speeds.append((
+            title, f"{figures[f'{kind}_tok_s_{n}']:.0f}", f"{figures[f'peft_{kind}_tok_s_{n}']:.0f}",
+            f"{ratio:.2f} ({lowest:.2f})", f"{figures[f'http_{kind}_tok_s_{n}']:.0f}",
+        ))  # fmt: skip
+        ttft = (f"{figures[f'{who}{kind}_ttft_ms_{n}']:.0f} ms" for who in ("", "peft_", "http_"))
+        firsts.append((title, *ttft))
+    text = (
+        f"{settings['model']}, {dtypes(settings)}, {settings['threads']} threads for each, "
+        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
+        f"median of {settings['rounds']} alternated rounds."
+    )
+    return "\n".join([
+        f"**{host(document)}**",
+        "",
+        caption(document, text),
+        "",
+        *table(("tokens/s", "engine", "PEFT `generate`", "ratio (lowest round)", "service over HTTP"), speeds),
+        "",
+        *table(("time to first token", "engine", "PEFT `generate`", "service over HTTP"), firsts),
+        "",
+        *_aim_lines(figures),
+        *_step_lines(figures),
+        "",
+        _probe(figures),
+    ])  # fmt: skip
+
+
+def _aim_lines(figures: dict[str, float]) -> list[str]:
+    """Decode steps beside the peers', first tokens beside fp32 products. None for a report without them."""
+    if "step_over_peft_base_1" not in figures:
+        return []
+    rows = [
+        (f"decode step of {title}: PEFT's over the engine's", *_two(figures, f"step_over_peft_{kind}_{n}", "min"))
+        for (kind, n), title in WORKLOADS.items()
+    ]
+    rows += [
+        (f"{title} over torch's fp32 products", *_two(figures, f"{name}_over_products", "max"))
+        for title, name in (
+            ("512 prompt tokens, base, in process:", "prefill_512"),
+            ("37 prompt tokens, one adapter, in process:", "first_token_37"),
+            ("37 prompt tokens, one adapter, over HTTP:", "http_first_token_37"),
+        )
+    ]
+    return [*table(("", "median of the rounds", "worst round"), rows), ""]
+
+
+def _two(figures: dict[str, float], name: str, worst: str) -> tuple[str, str]:
+    return f"{figures[name]:.2f}", f"{figures[f'{name}_{worst}']:.2f}"
+
+
+def neighbours_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    text = (
+        f"{settings['model']}, {settings['dtype']}, one stream of the base through the whole service, mean time per "
+        f"token, median of {settings['rounds']} alternated rounds, the worst round's ratio in brackets."
+    )
+    rows = [
+        (
+            f"{title} ({settings[spin]} polls)",
+            *(f"{figures[f'{name}_{kind}_ms']:.1f} ms" for kind in ("alone", "busy")),
+            f"{figures[ratio]:.2f} ({figures[f'{ratio}_max']:.2f})",
+        )
+        for title, name, spin, ratio in (
+            ("a node's limit", "limited", "spin", "busy_over_alone"),
+            ("OpenMP's default", "default", "default_spin", "default_busy_over_alone"),
+        )
+    ]
+    alone = f"{figures['alone_over_default']:.3f} ({figures['alone_over_default_max']:.3f})"
+    return "\n".join([
+        f"**{host(document)}**",
+        "",
+        caption(document, text),
+        "",
+        *table(("", "alone", "one busy process per core", "ratio"), rows),
+        "",
+        f"Alone, the limit takes {alone} times as long as the default.",
+        "",
+        _probe(figures),
+    ])  # fmt: skip
+
+
+def _step_lines(figures: dict[str, float]) -> list[str]:
+    """A decode step's parts. A kind of operator that the profiler never saw has no column."""
+    batches = {"base": "base_8", "eight adapters": "mixed_8"}
+    seen = [
+        kind
+        for kind in (*KINDS, "other operators")
+        if any(_part(figures, batch, kind) >= 0.05 for batch in batches.values())
+    ]
+    rows = []
+    for title, batch in batches.items():
+        step, parts = _part(figures, batch, "step"), [_part(figures, batch, kind) for kind in seen]
+        rows.append((title, *(f"{value:.1f} ms" for value in (step, *parts, step - sum(parts)))))
+    return [
+        "A decode step of 8 requests, timed without the profiler; torch's operators by the profiler:",
+        "",
+        *table(("", "step", *seen, "compiled operators, Python"), rows),
+    ]
+
+
+def _part(figures: dict[str, float], batch: str, kind: str) -> float:
+    return figures[f"{batch}_{kind.replace(' ', '_')}_ms"]
+
+
+def serve_table(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    text = (
+        f"{dtypes(settings)}, {settings['threads']} threads for each, {settings['concurrency']} requests at once, "
+        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, median of "
+        f"{settings['rounds']} alternated rounds, the worst round in brackets."
+    )
+    speeds, steps = [], []
+    for name, title in settings["models"].items():
+        of = {key.removesuffix(f"_{name}"): value for key, value in document["figures"].items() if key.endswith(name)}
+        speeds.append((
+            title, f"{of['base_tok_s']:.0f}", f"{of['mixed_tok_s']:.0f}",
+            *(_ratio(of, figure, "min") for figure in ("over_peft_static_base", "over_peft")),
+        ))  # fmt: skip
+        base, mixed, padded = (f"{of[f'{kind}_step_ms']:.1f} ms" for kind in ("base", "mixed", "padded"))
+        steps.append((
+            title, base, f"{mixed}, {_ratio(of, 'added_step_over_floor', 'max')}",
+            padded, _ratio(of, "padded_over_mixed_step", "min"),
+        ))  # fmt: skip
+    return "\n".join([
+        f"**{host(document)}**",
+        "",
+        caption(document, text),
+        "",
+        *table(("tokens/s", "base", "eight adapters", "over PEFT: base", "adapters"), speeds),
+        "",
+        *table(("median step", "base", "eight adapters, added / floor", "padded", "padded / adapters"), steps),
+        "",
+        _over_http(document),
+        "",
+        _probe(document["figures"]),
+    ])  # fmt: skip
+
+
+def _ratio(figures: dict[str, float], name: str, worst: str) -> str:
+    return f"{figures[name]:.2f} ({figures[f'{name}_{worst}']:.2f})"
+
+
+def _over_http(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    return wrapped(
+        f"Over HTTP ({settings['models']['smollm2']}, the client on the same cores): "
+        f"{figures['http_base_tok_s']:.0f} tokens/s for the base and {figures['http_mixed_tok_s']:.0f} for eight "
+        f"adapters. Open loop, {figures['open_rate']:.2f} requests/s: TTFT p50 {figures['open_ttft_p50_ms']:.0f} ms "
+        f"and p99 {figures['open_ttft_p99_ms']:.0f} ms, TPOT p50 {figures['open_tpot_p50_ms']:.0f} ms, E2E p50 "
+        f"{figures['open_e2e_p50_ms']:.0f} ms, sends late by {figures['open_late_max_ms']:.1f} ms at most. The gateway "
+        f"adds {figures['gateway_added_p50_ms']:.1f} ms to the median TTFT of {settings['pairs']} short requests, each "
+        "sent through it and straight to the node."
+    )
+
+
+def _probe(figures: dict[str, float]) -> str:
+    before, after = figures["probe_before_ms"], figures["probe_after_ms"]
+    return f"Contention probe (a fixed computation on one core): {before:.2f} ms before, {after:.2f} ms after."

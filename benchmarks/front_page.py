@@ -1,0 +1,222 @@
+"""The regions of README that state figures, under the rule of benchmarks/rule.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from benchmarks.cold_tables import TIMES, full_settings
+from benchmarks.engine_tables import dtypes
+from benchmarks.gateway_rounds import figures_of
+from benchmarks.policy_cases import bed_cases, case_lines, simulated_cases, verdict
+from benchmarks.rule import WIDTH, Spread, host, spread, wrapped
+from benchmarks.service_tables import flood_ratio, refused_share
+
+Reports = Mapping[str, dict[str, Any]]
+"""Study -> its committed report."""
+
+ENGINE, SERVE = ("engine", "engine_avx2"), ("serve", "serve_avx2")
+"""The same study on the best level of a host, and held to AVX2."""
+WORKERS = {
+    "full": "workers at full speed", "full_slowed": "slowed workers",
+    "full_fourfold": "workers slowed four times more",
+}  # fmt: skip
+
+
+def status(reports: Reports) -> str:
+    """The box on top: what has never run, and what is served."""
+    gpus = {name: report["machine"]["gpu"] for name, report in reports.items() if report["machine"]["gpu"]}
+    hosts = sorted({report["machine"]["cpu"] for report in reports.values() if not report["machine"]["gpu"]})
+    models = {report["settings"].get("model") for report in reports.values()} - {None}
+    never = "**Never run:** a real AWS account" + ("" if gpus else ", a GPU")
+    studies = ", ".join(f"`{name}` ({gpu})" for name, gpu in sorted(gpus.items()))
+    on_gpu = f" **On a GPU:** only the study {studies}." if gpus else ""
+    text = (
+        f"{never}. Both are written and tested without them ([kernels](docs/kernels.md), "
+        f"[node pools](docs/node-pools.md)).{on_gpu} **Served:** bases of the Llama, Mistral, Qwen2 and Qwen3 "
+        f"architectures. **Measured:** {', '.join(sorted(models))} and random weights, on {', '.join(hosts)}."
+    )
+    return "\n".join(f"> {line}" for line in wrapped(text, width=WIDTH - 2).splitlines())
+
+
+def benefits(reports: Reports) -> str:
+    """Six bullets of one line."""
+    exact, fair = reports["exactness"]["figures"], reports["fairness"]["figures"]
+    mixed = peft_ratios(reports)
+    cold = [spread(full_settings(reports["coldstart"], kind).values(), lower_is_better=True) for kind in TIMES]
+    times = (f"{kind.upper()} {each.median:.2f} ({each.worst:.1f})" for kind, each in zip(TIMES, cold, strict=True))
+    ties = f", {exact['ties']} a tie" if exact["ties"] else ""
+    return "\n".join([
+        "- **[Deploy like a function](docs/quickstart.md)**: versions, aliases, canaries, rollback",
+        f"- **[Any mix of ranks](docs/benchmarks.md#serving)** in one batch: {mixed.median:.1f}x PEFT's tokens/s "
+        f"({mixed.worst:.1f}x)",
+        f"- **[Cold/warm](docs/cold-start.md)**, simulated: {', '.join(times)}",
+        f"- **[The tokens of PEFT](docs/benchmarks.md)**: {exact['tokens']:,} compared in fp32, "
+        f"{exact['mismatches']} differ{ties}",
+        f"- **[Fair shares](docs/tenants.md)** within {fair['share_error']:.2%} of the weights; SLO classes, limits",
+        "- **[From a laptop to pools](docs/node-pools.md)**: plan, apply and scale nodes by their load",
+    ])  # fmt: skip
+
+
+def figures(reports: Reports) -> str:
+    """A bullet for each claim, with its page and its report."""
+    bullets = [
+        *(_engine(reports[name], name) for name in ENGINE if name in reports),
+        *(_serving(reports[name], name) for name in SERVE if name in reports),
+        _cold(reports["coldstart"]),
+        _exact(reports["exactness"]),
+        _fair(reports["fairness"]),
+        _faults(reports["chaos"]),
+        _gateway(reports["gateway"]),
+        _simulated([reports["scheduling"], reports["scheduling_measured"]]),
+    ]
+    cases = bed_cases(reports["testbed"]["rows"])
+    lines = [wrapped(f"- {bullet}", "  ") for bullet in [*bullets, _routed(reports["testbed"], verdict(cases))]]
+    return "\n".join([*lines, "", *case_lines(cases)])
+
+
+def peft_ratios(reports: Reports) -> Spread:
+    """Tokens/s of eight adapters in one batch over those of PEFT's mixed batch: all studies, models and levels."""
+    found = [reports[name]["figures"]["over_peft_mixed_8"] for name in ENGINE if name in reports]
+    for report in (reports[name] for name in SERVE if name in reports):
+        found += [report["figures"][f"over_peft_{model}"] for model in report["settings"]["models"]]
+    return spread(found, lower_is_better=False)
+
+
+def _source(text: str, page: str, *names: str) -> str:
+    """The claim with its page and its reports."""
+    reports = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
+    return f"{text} [Page]({page}), {reports}."
+
+
+def _engine(report: dict[str, Any], name: str) -> str:
+    of, settings = report["figures"], report["settings"]
+    parts = ", ".join(
+        f"{title} {of[f'over_peft_{key}']:.2f} ({of[f'over_peft_{key}_min']:.2f})"
+        for title, key in (
+            ("base alone", "base_1"), ("base, eight requests", "base_8"), ("one adapter", "mixed_1"),
+            ("eight adapters", "mixed_8"),
+        )
+    )  # fmt: skip
+    text = (
+        f"**Engine** over `generate` of transformers and PEFT, tokens/s with equal threads, worst round in brackets: "
+        f"{parts}. {_first_tokens(of)}{settings['model']}, {dtypes(settings)}, {host(report)}."
+    )
+    return _source(text, "docs/benchmarks.md#the-engine-against-peft", name)
+
+
+def _first_tokens(of: dict[str, float]) -> str:
+    """Decode steps and first tokens beside their aims' references; nothing for a report without them."""
+    if "step_over_peft_base_1" not in of:
+        return ""
+    steps, firsts = (
+        " and ".join(f"{of[name]:.2f} ({of[f'{name}_{worst}']:.2f})" for name in names)
+        for names, worst in (
+            (("step_over_peft_base_1", "step_over_peft_base_8"), "min"),
+            (("prefill_512_over_products", "http_first_token_37_over_products"), "max"),
+        )
+    )
+    return (
+        f"Decode steps of 1 and 8 rows: {steps} times as fast as transformers'. 512 prompt tokens in process, and the "
+        f"first token of a chat of 37 over HTTP, in times of torch's fp32 products of their shapes: {firsts}. "
+    )
+
+
+def _serving(report: dict[str, Any], name: str) -> str:
+    of, models = report["figures"], report["settings"]["models"]
+    parts = "; ".join(
+        f"{title}: base {of[f'over_peft_static_base_{key}']:.2f} ({of[f'over_peft_static_base_min_{key}']:.2f}), "
+        f"eight adapters {of[f'over_peft_{key}']:.2f} ({of[f'over_peft_min_{key}']:.2f})"
+        for key, title in models.items()
+    )
+    where = f"{dtypes(report['settings'])}, {host(report)}"
+    text = f"**Two models**, the same with eight requests at once: {parts}. {where}."
+    return _source(text, "docs/benchmarks.md#serving", name)
+
+
+def _cold(report: dict[str, Any]) -> str:
+    kinds = {kind: full_settings(report, kind) for kind in TIMES}
+    parts = []
+    for kind, values in kinds.items():
+        part, variant = max(values, key=lambda setting: values[setting])
+        where = f"{part}, {WORKERS[variant]}"
+        parts.append(f"{kind.upper()} {median(values.values()):.2f} (worst {values[part, variant]:.2f}: {where})")
+    of = report["figures"]
+    gains = "; ".join(
+        f"{column} workers {of[f'full_over_assist_r64_{column}']:.2f} and {of[f'full_over_assist_r128_{column}']:.2f}"
+        for column in ("fast", "slowed")
+    )
+    text = (
+        f"**Cold starts** against calls whose adapter is on the device, over {len(kinds['ttft'])} settings: "
+        f"{', '.join(parts)}. Means of a round's calls; a simulated link and CPU workers (`node.simulate` in "
+        f"serverless.yml), {host(report)}. ASSIST's TTFT over FULL's, ranks 64 and 128: {gains}."
+    )
+    return _source(text, "docs/cold-start.md#the-ways-of-loading", "coldstart")
+
+
+def _exact(report: dict[str, Any]) -> str:
+    of = report["figures"]
+    text = (
+        f"**The tokens of PEFT**: {of['tokens']:,} greedy tokens of {of['cases']:,} drawn cases in fp32, "
+        f"{of['mismatches']} differ, {of['ties']} excused as a tie of PEFT's own logits. {report['settings']['model']}."
+    )
+    return _source(text, "docs/benchmarks.md#the-same-tokens-as-peft", "exactness")
+
+
+def _fair(report: dict[str, Any]) -> str:
+    ratios = ", ".join(
+        f"{title} {_of_rounds(flood_ratio(report, key))}"
+        for title, key in (("TTFT p50", "ttft_p50_ms"), ("TTFT p95", "ttft_p95_ms"), ("TPOT p50", "tpot_p50_ms"))
+    )
+    kept = {
+        case: [row["attain"] for row in report["rows"] if row["part"] == "strict" and row["case"] == case]
+        for case in ("strict", "standard")
+    }
+    shares = "; ".join(f"{case} {median(values):.1%} (worst {min(values):.1%})" for case, values in kept.items())
+    model = ", on a node that has its performance model" if report["settings"]["performance_model"] else ""
+    text = (
+        f"**Fair shares**: backlogged tenants within {report['figures']['share_error']:.2%} of their weights. Beside a "
+        f"tenant that asks for ten times its share the others have, with it over without it: {ratios}. Calls within "
+        f"their SLO beside three times the capacity of best effort{model}: {shares}. {host(report)}."
+    )
+    return _source(text, "docs/benchmarks.md#fair-shares", "fairness")
+
+
+def _of_rounds(found: tuple[float, float]) -> str:
+    return f"{found[0]:.2f} (worst round {found[1]:.2f})"
+
+
+def _faults(report: dict[str, Any]) -> str:
+    of, minutes = report["figures"], report["settings"]["seconds"] / 60
+    text = (
+        f"**Faults**: {minutes:.0f} minutes in which {of['kills']:.0f} parts were killed, hung or emptied: "
+        f"{of['wrong_tokens']:.0f} wrong tokens, {of['unanswered']:.0f} calls without an answer, "
+        f"{of['lost_acknowledged']:.0f} acknowledged and lost, {of['leaked']:.0f} leaked. {refused_share(of):.0%} of "
+        f"{of['requests']:,} calls were refused with an error of the contract meanwhile. {report['settings']['model']}."
+    )
+    return _source(text, "docs/benchmarks.md#faults", "chaos")
+
+
+def _gateway(report: dict[str, Any]) -> str:
+    of, settings = figures_of(report["rows"]), report["settings"]
+    stolen = max(row["stolen_share"] for row in report["rows"])
+    text = (
+        f"**Gateway**: adds {of['ttft_added_p50_ms']:.1f} ms to the median first token and "
+        f"{of['ttft_added_p99_ms']:.1f} ms to its p99, over all {of['rounds']:.0f} rounds (worst round "
+        f"{of['ttft_added_p50_max_ms']:.0f} and {of['ttft_added_p99_max_ms']:.0f} ms, where the host took up to "
+        f"{stolen:.0%} of the processors away); {settings['workers']} workers, {settings['streams']} streams, "
+        f"{host(report)}."
+    )
+    return _source(text, "docs/benchmarks.md#the-gateway", "gateway")
+
+
+def _simulated(found: Iterable[dict[str, Any]]) -> str:
+    cases = [case for report in found for case in simulated_cases(report["rows"])]
+    text = f"**Routing, simulated** (60 nodes, two profiles, each rate with all policies): {verdict(cases)}"
+    return _source(text, "docs/simulate.md#policies-compared", "scheduling", "scheduling_measured")
+
+
+def _routed(report: dict[str, Any], text: str) -> str:
+    text = f"**Routing** behind a real gateway and eight nodes timed by two profiles, {host(report)}: {text}"
+    return _source(text, "docs/simulate.md#behind-the-real-gateway", "testbed")

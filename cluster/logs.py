@@ -1,0 +1,124 @@
+"""Logs of every process on standard error: lines for people on a terminal, a JSON object per line elsewhere.
+
+Never prompts, outputs or secrets. What is passed as `extra` becomes fields of the line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from cluster.printable import printable
+
+CAPACITY = "capacity"
+"""Message of the line in which an engine that got warm says what it has room for."""
+SETTING = "GARNISH_LOG"
+"""Environment variable: `json` asks for JSON on a terminal, too."""
+SERVERS = ("gunicorn.error", "uvicorn.error")
+"""Loggers of the servers below ours: what they say of a start in good order is told by our own lines."""
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+_SHOWN_APART = ("time", "level", "process", "logger", "message", "exception")
+_LEVELS = {"warning": "WARN", "critical": "CRIT"}
+_COLOURS = {"WARN": "\x1b[33m", "ERROR": "\x1b[31m", "CRIT": "\x1b[31m"}
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+DIGEST_LETTERS = 12
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as one JSON object on one line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def fields(self, record: logging.LogRecord) -> dict[str, object]:
+        """Returns what the line says, in the order in which it says it."""
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update({key: value for key, value in vars(record).items() if key not in _STANDARD})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return line
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(self.fields(record), default=str)
+
+
+class ReadableLines(JsonLines):
+    """Formats a record as a line for people: time, level, process, message, fields; a stack trace below it."""
+
+    def __init__(self, process: str, colour: bool) -> None:
+        super().__init__(process)
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        return readable(self.fields(record), self._colour)
+
+
+def readable(line: Mapping[str, Any], colour: bool) -> str:
+    """Returns the fields of a JSON line as a person reads them. The time is UTC, without its date."""
+    level = str(line.get("level", "")).upper()
+    level = _LEVELS.get(level.lower(), level)
+    moment = str(line.get("time", ""))[11:19]
+    rest = " ".join(f"{key}={_shown(value)}" for key, value in line.items() if key not in _SHOWN_APART)
+    process = line.get("process") or line.get("logger", "")
+    text = f"{moment} {level:<5} {process}: {line.get('message', '')}{'  ' if rest else ''}"
+    text, rest, trace = _one_line(text), _one_line(rest), printable(str(line.get("exception", "")))
+    if colour:
+        start = _COLOURS.get(level, "")
+        text = f"{_DIM}{text[:8]}{_PLAIN}{start}{text[8:14]}{_PLAIN if start else ''}{text[14:]}"
+        rest = f"{_DIM}{rest}{_PLAIN}" if rest else ""
+    return "\n  ".join([text + rest, *trace.splitlines()])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + " ".join(f"{key}={_shown(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, float):
+        return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
+    if not isinstance(value, str):
+        return json.dumps(value, default=str)
+    if _DIGEST.fullmatch(value):
+        return value[:DIGEST_LETTERS]
+    return json.dumps(value, ensure_ascii=False) if " " in value or not value else value
+
+
+def _one_line(text: str) -> str:
+    """Returns the text without what could begin a line of its own, or move the cursor."""
+    return printable(" ".join(text.splitlines()))
+
+
+def wants_text(stream: TextIO) -> bool:
+    """Whether log lines on this stream are for people."""
+    return stream.isatty() and os.environ.get(SETTING) != "json"
+
+
+def wants_colour(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def set_up_logging(process: str) -> None:
+    """Sends this process's log to standard error, from level INFO on."""
+    logging.basicConfig(level=logging.INFO, handlers=[log_handler(process)], force=True)
+    for name in SERVERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def log_handler(process: str) -> logging.Handler:
+    """Returns the handler for standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = wants_text(sys.stderr)
+    handler.setFormatter(ReadableLines(process, wants_colour(sys.stderr)) if text else JsonLines(process))
+    return handler

@@ -1,0 +1,172 @@
+"""The folder that a person names as an adapter: its two files, or one line that says what lies there instead."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from adapters.wrong_files import LFS_POINTER, PICKLE_FILE, POINTER_PROBLEM
+from garnish.errors import GarnishError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+MAX_ENTRIES = 1000
+"""Entries of a folder that are looked at."""
+MAX_SHOWN = 5
+
+CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; f = sys.argv[1] + '/adapter_model'; "
+    "save_file({k: v.clone().contiguous() for k, v in "
+    "torch.load(f + '.bin', map_location='cpu', weights_only=True).items()}, f + '.safetensors')"
+)
+"""Python that turns a folder's pickle into safetensors; `weights_only` runs none of the pickle's code."""
+
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,12})", re.ASCII)
+_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.zst")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+class AdapterFiles(msgspec.Struct, frozen=True):
+    """An adapter's two files, which exist."""
+
+    config: Path
+    weights: Path
+
+
+def adapter_files(folder: Path, use: str) -> AdapterFiles:
+    """The folder's two files; nothing of them is read but how they begin.
+
+    `use` says how another folder is named instead, with `{}` in its place: `garnish deploy mine {}`.
+    Raises GarnishError with one line that says what the folder is, and what to do.
+    """
+    files = AdapterFiles(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
+    try:
+        if not folder.is_dir():
+            raise _problem(_no_folder(folder, use))
+        if not (files.config.is_file() and files.weights.is_file()):
+            raise _problem(what_lies_there(list(_entries(folder)), str(folder), use))
+        for file in (files.config, files.weights):
+            if _begins_as_pointer(file):
+                raise _problem(f"{file} is {POINTER_PROBLEM}")
+    except OSError as error:
+        raise _problem(f"{folder} can't be read: {error.strerror}") from None
+    return files
+
+
+def what_lies_there(names: list[str], where: str, use: str) -> str:
+    """One line about a folder that lacks at least one of the two files.
+
+    `names`: paths in it, relative, at most one folder deep. `where`: what it is called.
+    """
+    top = [name for name in names if "/" not in name]
+    below = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{CONFIG_FILE}")})
+    checkpoints = sorted((int(match[1]), name) for name in below if (match := _CHECKPOINT.fullmatch(name)))
+    if not names:
+        return f"{where} is empty: expected {CONFIG_FILE} and {WEIGHTS_FILE}"
+    if CONFIG_FILE in top:
+        return f"{where} {_without_weights(top, where)}"
+    if checkpoints:
+        newest = _named(use, f"{where}/{checkpoints[-1][1]}")
+        return f"{where} holds no adapter itself, only {_counted(len(checkpoints), 'checkpoint')}; the newest: {newest}"
+    if below:
+        first = _named(use, f"{where}/{below[0]}")
+        return f"{where} holds no adapter itself, but folders that do ({_shown(below)}); name one: {first}"
+    if "config.json" in top and any(name.endswith((".safetensors", ".bin")) for name in top):
+        return (
+            f"{where} holds a whole model (config.json and its weights), not an adapter: serve it as base_model, or "
+            "deploy the adapter that was merged into it"
+        )
+    if any(name.endswith(".gguf") for name in top):
+        return f"{where} holds a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from"
+    if WEIGHTS_FILE in top or PICKLE_FILE in top:
+        return f"{where} lacks {CONFIG_FILE}: PEFT's save_pretrained writes it beside the weights, copy it there"
+    return f"{where} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, found {_shown(sorted(top or names))}"
+
+
+def _without_weights(top: list[str], where: str) -> str:
+    """Of a folder that holds the config and not the weights."""
+    if PICKLE_FILE in top:
+        convert = f"python -c {shlex.quote(CONVERT)} {shlex.quote(where)}"
+        return (
+            f"holds {PICKLE_FILE}, a pickle, which is never read, for it could run code; "
+            f"to convert it, where torch and safetensors are installed: {convert}"
+        )
+    others = sorted(name for name in top if name.endswith(".safetensors"))
+    if len(others) == 1:
+        source, target = (shlex.quote(f"{where}/{name}") for name in (others[0], WEIGHTS_FILE))
+        return f"holds no {WEIGHTS_FILE} but {others[0]}; if that is the adapter: mv {source} {target}"
+    if any(name.endswith(".gguf") for name in top):
+        return "holds a GGUF file, llama.cpp's, and no weights of PEFT: deploy the adapter that it was converted from"
+    found = f"; found {_shown(others)}" if others else ""
+    return f"holds {CONFIG_FILE} but no {WEIGHTS_FILE}: save the adapter with PEFT's save_pretrained{found}"
+
+
+def _no_folder(path: Path, use: str) -> str:
+    """Of a path that is no folder."""
+    if path.is_file():
+        if (path.parent / CONFIG_FILE).is_file():
+            return f"{path} is a file of an adapter: name its folder: {_named(use, str(path.parent))}"
+        if path.name.endswith(".gguf"):
+            return f"{path} is a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from"
+        if path.name.endswith(_ARCHIVES):
+            return f"{path} is an archive: unpack it, and name the folder"
+        if path.name.endswith(_PICKLES):
+            return f"{path} is a pickle by its name, which is never read: name a folder that PEFT saved"
+        return f"{path} is a file: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+    near = difflib.get_close_matches(path.name, _siblings(path), 1)
+    if near:
+        return f"{path}: there is no such folder; did you mean {path.with_name(near[0])}?"
+    parts = path.parts
+    hub = f"; one on the Hugging Face Hub is named hf:{path}" if len(parts) == 2 and not path.is_absolute() else ""
+    return f"{path}: there is no such folder{hub}"
+
+
+def _siblings(path: Path) -> list[str]:
+    try:
+        with os.scandir(path.parent) as entries:
+            return [entry.name for entry in islice(entries, MAX_ENTRIES) if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """Names in the folder, and `name/adapter_config.json` of folders that hold one."""
+    with os.scandir(folder) as entries:
+        for entry in islice(entries, MAX_ENTRIES):
+            if not entry.is_dir():
+                yield entry.name
+            elif os.path.isfile(os.path.join(entry.path, CONFIG_FILE)):
+                yield f"{entry.name}/{CONFIG_FILE}"
+            else:
+                yield f"{entry.name}/"
+
+
+def _begins_as_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def _shown(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - MAX_SHOWN} more" if len(every) > MAX_SHOWN else ""
+    return ", ".join(every[:MAX_SHOWN]) + more
+
+
+def _named(use: str, folder: str) -> str:
+    return use.replace("{}", shlex.quote(folder))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _problem(text: str) -> GarnishError:
+    return GarnishError("invalid_request", text)

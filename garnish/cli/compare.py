@@ -1,0 +1,151 @@
+"""`garnish compare NAME --peft`: the function's answers beside those of transformers and PEFT alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State, Tenant, Url, open_client
+from garnish.table import Column
+
+if TYPE_CHECKING:
+    from garnish.comparison import Comparison, Row
+    from garnish.screen import Screen
+
+DEFAULT_PROMPTS = (
+    "What is the capital of France?",
+    "Once upon a time, there was a little girl named",
+    "My parcel has not arrived yet. What can I do?",
+    "List three colours.",
+)
+MAX_PROMPTS = 1000
+MAX_PROMPT_BYTES = 1 << 20
+PROMPT_WIDTH = 32
+"""Characters of a prompt in the table."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(compare)
+
+
+def compare(
+    name: Annotated[str, typer.Argument(help="NAME, NAME:ALIAS or NAME:VERSION.")],
+    peft: Annotated[bool, typer.Option("--peft", help="With transformers and PEFT alone, on this host.")] = False,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with a prompt per line.")] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="As a user's message (default: where there is a template).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=4096, help="Of each answer.")] = 24,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="The folder that was deployed (default: from the registry).")
+    ] = None,
+    file: File = DEFAULT_FILE,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a function and PEFT alone the same prompts, greedily, and compare every token. Exit code 1: they differ.
+
+    PEFT runs in a process of its own, in the node's dtype, over the base model of the service file; it needs memory for
+    that model once more. Where PEFT's best logits lie within rounding of each other, either token is right: a tie.
+    """
+    from garnish.compare_calls import Wanted, check_installed, run_comparison
+    from garnish.config import load_service_file
+    from garnish.screen import Screen
+
+    if not peft:
+        raise typer.BadParameter("expected --peft: what to compare with")
+    check_installed()
+    wanted = Wanted(
+        name=name,
+        prompts=list(DEFAULT_PROMPTS) if prompts is None else read_prompts(prompts),
+        chat=chat,
+        max_tokens=max_tokens,
+        adapter=adapter,
+        state=state,
+    )
+    service = load_service_file(file)
+    with Screen(as_json) as screen, open_client(url, state, tenant) as client:
+        found = run_comparison(wanted, service, client, screen.progress)
+        screen.end_progress()
+        show(found, screen)
+        screen.result(found)
+    if not found.equal:
+        raise typer.Exit(1)
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The lines that are not blank. Raises FrontDoorError."""
+    from garnish.errors import FrontDoorError
+
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_PROMPT_BYTES + 1)
+        found = [line.strip() for line in data.decode().splitlines() if line.strip()]
+    except OSError as error:
+        raise FrontDoorError(f"{file} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FrontDoorError(f"{file} is not UTF-8") from None
+    if len(data) > MAX_PROMPT_BYTES or not 1 <= len(found) <= MAX_PROMPTS:
+        raise FrontDoorError(f"{file}: expected 1 to {MAX_PROMPTS} lines, a prompt each, of {MAX_PROMPT_BYTES} bytes")
+    return found
+
+
+COLUMNS = (
+    Column("PROMPT", least=12, cut=True),
+    *(Column(name, number=True) for name in ("TOKENS", "EQUAL", "LOGPROB DIFF", "FUNCTION", "PEFT")),
+)
+
+
+def show(found: Comparison, screen: Screen) -> None:
+    rows = [
+        [
+            _shortened(row.prompt),
+            str(row.tokens),
+            str(row.tokens - len(row.differences)),
+            f"{row.logprob_difference:.1e}",
+            f"{row.function_seconds:.2f} s",
+            f"{row.peft_seconds:.2f} s",
+        ]
+        for row in found.rows
+    ]
+    screen.table(COLUMNS, rows)
+    for row in found.rows:
+        _show_differences(row, screen)
+    agree = "write the same" if found.equal else "DIFFER"
+    ties = f", {found.ties} at ties" if found.ties else ""
+    screen.line(
+        f"{found.function} and PEFT alone ({found.dtype} on {found.device}) {agree}: "
+        f"{found.tokens_equal} of {found.tokens} tokens equal{ties}"
+    )
+    screen.line(
+        f"largest difference of log probabilities: {found.logprob_difference:.1e} "
+        "(of the 20 most likely tokens at each position)"
+    )
+    screen.line(
+        f"seconds: {found.function_seconds:.2f} by the function, over HTTP, call after call; "
+        f"{found.peft_seconds:.2f} by PEFT, and {found.peft_load_seconds:.1f} to load"
+    )
+
+
+def _show_differences(row: Row, screen: Screen) -> None:
+    ours, theirs = row.prompt_tokens
+    if ours != theirs:
+        screen.line(f"{_shortened(row.prompt)}: {ours} prompt tokens by the service, {theirs} by transformers")
+    for entry in row.differences:
+        verdict = "a tie" if entry.is_tie else "NO tie"
+        screen.line(
+            f"{_shortened(row.prompt)}: token {entry.position + 1} is {entry.function_token}, "
+            f"PEFT's {entry.peft_token}; in PEFT's logits {entry.behind:.2g} apart: {verdict} "
+            f"(below {entry.tie_below:.2g}), its two best {entry.gap:.2g} apart"
+        )
+    if row.differences:
+        screen.line(f"  function: {row.function_text.strip()}")
+        screen.line(f"  PEFT:     {row.peft_text.strip()}")
+
+
+def _shortened(prompt: str) -> str:
+    return prompt if len(prompt) <= PROMPT_WIDTH else f"{prompt[: PROMPT_WIDTH - 3]}..."

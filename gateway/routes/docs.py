@@ -1,0 +1,50 @@
+"""GET /docs: the API as a page, drawn in the browser from /openapi.json; no key needed, nothing from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.params import known_only
+from gateway.routing import ExactRoute
+
+FOLDER = Path(__file__).parents[1] / "docs_page"
+VIEWER = "openapi-explorer-2.4.820.min.js"
+"""A vendored file; its version is part of its name, so that browsers may keep it for ever."""
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self' 'unsafe-inline'",  # the viewer sets style attributes
+    "img-src": "data:",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+HEADERS = {
+    "content-security-policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+REVALIDATE, FOREVER = "no-cache", "public, max-age=31536000, immutable"
+
+
+def _file(name: str, media_type: str, cache: str) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the endpoint that answers with one file of the page."""
+    content = (FOLDER / name).read_bytes()
+
+    async def docs(request: Request) -> Response:
+        known_only(request)
+        return Response(content, headers={**HEADERS, "cache-control": cache}, media_type=media_type)
+
+    return docs
+
+
+routes = [
+    ExactRoute("/docs", _file("index.html", "text/html", REVALIDATE), methods=["GET"]),
+    ExactRoute("/docs/page.css", _file("page.css", "text/css", REVALIDATE), methods=["GET"]),
+    ExactRoute(f"/docs/{VIEWER}", _file(VIEWER, "text/javascript", FOREVER), methods=["GET"]),
+]

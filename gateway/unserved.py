@@ -1,0 +1,67 @@
+"""Fields that other services have and this one has not: accepted where they ask for nothing, else refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cluster.errors import ServiceError
+
+DOCS = "docs/invoke.md#what-other-services-have"
+
+
+class Unserved(NamedTuple):
+    """`neutral`: the values that ask for no effect. `instead`: the nearest thing that works."""
+
+    neutral: tuple[Any, ...]
+    instead: str
+
+
+_TEXT_ONLY = "answers are free text: describe the form in the prompt, or train the adapter for it"
+_CHOICES = "use n, which returns all choices, and choose by logprobs"
+_SAMPLING = "use temperature, top_p, top_k and n"
+_TOOLS = "describe the tools in the prompt, or train the adapter for them, and parse the text"
+
+UNSERVED: dict[str, Unserved] = {
+    "allowed_token_ids": Unserved((None,), "use logit_bias or bad_words"),
+    "audio": Unserved((None,), _TEXT_ONLY),
+    "best_of": Unserved((None, 1), _CHOICES),
+    "early_stopping": Unserved((None, False), _SAMPLING),
+    "function_call": Unserved((None, "none"), _TOOLS),
+    "functions": Unserved((None, []), _TOOLS),
+    "guided_choice": Unserved((None,), "use logit_bias and logprobs over the choices' tokens"),
+    "guided_decoding_backend": Unserved((None,), _TEXT_ONLY),
+    "guided_grammar": Unserved((None,), _TEXT_ONLY),
+    "guided_json": Unserved((None,), _TEXT_ONLY),
+    "guided_regex": Unserved((None,), _TEXT_ONLY),
+    "length_penalty": Unserved((None, 1.0, 1), _SAMPLING),
+    "modalities": Unserved((None, ["text"]), _TEXT_ONLY),
+    "moderation": Unserved((None,), "check the text in the caller"),
+    "prediction": Unserved((None,), "leave it out: it would change the speed alone"),
+    "priority": Unserved((None, 0), "the function's slo_class says which calls go first"),
+    "reasoning_effort": Unserved((None, "none"), "use max_tokens"),
+    "response_format": Unserved((None, {"type": "text"}), _TEXT_ONLY),
+    "structured_outputs": Unserved((None,), _TEXT_ONLY),
+    "suffix": Unserved((None, ""), "put what comes after into the prompt"),
+    "tool_choice": Unserved((None, "none", "auto"), _TOOLS),
+    "tools": Unserved((None, []), _TOOLS),
+    "use_beam_search": Unserved((None, False), _SAMPLING),
+    "verbosity": Unserved((None, "medium"), "use max_tokens"),
+    "web_search_options": Unserved((None,), "put what was found into the prompt"),
+}
+CHAT_UNSERVED = {
+    "echo": Unserved((None, False), "use /v1/completions, or prompt_logprobs"),
+}
+"""On /v1/chat/completions alone."""
+
+
+def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, ...] = ()) -> Any:
+    """The body without fields that ask for nothing. Raises ServiceError for one that asks for what is not served."""
+    if not isinstance(body, dict):
+        return body
+    for field in unserved.keys() & body.keys():
+        neutral, instead = unserved[field]
+        # 1 == True in Python, but not in JSON.
+        if not any(body[field] == value and type(body[field]) is type(value) for value in neutral):
+            message = f"{field} is not served; {instead} ({DOCS})"
+            raise ServiceError("validation_failed", message, param=field)
+    return {field: value for field, value in body.items() if field not in unserved and field not in ignored}

@@ -1,0 +1,162 @@
+"""Runs an adapter through transformers and PEFT alone: `python -m node_agent.peft_process`, a PeftJob on its input.
+
+Nothing of the node computes here, so what it answers is an independent reference. Writes one JSON object per line:
+Loaded, then a PeftAnswer per prompt, or Failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.peft_config import CONFIG_FILE
+from adapters.peft_format import WEIGHTS_FILE, read_peft
+from adapters.tensor_names import with_plain_names
+from cluster.text import end_token_ids
+from node_agent.child import die_with_parent, read_config
+from node_agent.peft_types import Failed, Loaded, PeftAnswer, PeftJob, PeftPrompt, Position
+
+if TYPE_CHECKING:
+    import torch
+
+WARM_UP_TOKENS = 2
+
+
+class PeftAlone:
+    """The base model with one adapter, as a person loads them; `scratch` is a folder for temporary files.
+
+    Raises OSError, ValueError or RuntimeError.
+    """
+
+    def __init__(self, job: PeftJob, scratch: Path) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        from node_agent.device import DTYPES, pick_device
+
+        disable_progress_bar()
+        self.device = pick_device(job.device)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(job.model_dir, local_files_only=True)
+        self._ends = sorted(end_token_ids(Path(job.model_dir)))
+        self._max_tokens = job.max_tokens
+        base = AutoModelForCausalLM.from_pretrained(
+            job.model_dir, dtype=DTYPES.get(job.dtype, "auto"), local_files_only=True
+        )
+        self.dtype = str(base.dtype).removeprefix("torch.")
+        adapter_dir = with_plain_tensors(Path(job.adapter_dir), scratch)
+        # The node computes adapters in its own dtype; PEFT's default would compute them in float32.
+        model: Any = PeftModel.from_pretrained(base, adapter_dir, autocast_adapter_dtype=False)
+        self.model: Any = model.to(base.dtype).eval().to(self.device)
+
+    def encode(self, prompt: PeftPrompt) -> list[int]:
+        if prompt.messages is None:
+            ids: list[int] = self.tokenizer(prompt.text).input_ids
+            return ids
+        text = self.tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
+        found: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return found
+
+    def generate(self, ids: list[int], count: int) -> list[int]:
+        """At most `count` tokens, greedily, by transformers' own loop; an end token is included."""
+        import torch
+        from transformers import GenerationConfig
+
+        settings = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=count,
+            eos_token_id=self._ends or None,
+            pad_token_id=next(iter(self._ends), 0),
+        )
+        prompt = torch.tensor([ids], device=self.device)
+        with torch.inference_mode():
+            out = self.model.generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), generation_config=settings
+            )
+        tokens: list[int] = out[0, len(ids) :].tolist()
+        return tokens
+
+    def positions(self, ids: list[int], prompt: PeftPrompt) -> list[Position]:
+        """Teacher-forced: after the function's tokens, not PEFT's own, so that every position is comparable."""
+        import torch
+
+        if not prompt.tokens:
+            return []
+        given = torch.tensor([ids + prompt.tokens[:-1]], device=self.device)
+        with torch.inference_mode():
+            out = self.model(input_ids=given, use_cache=False, logits_to_keep=len(prompt.tokens))
+        rows = out.logits[0].float()
+        return [_position(row, token, top) for row, token, top in zip(rows, prompt.tokens, prompt.top, strict=True)]
+
+    def answer(self, prompt: PeftPrompt) -> PeftAnswer:
+        ids = self.encode(prompt)
+        begun = time.perf_counter()
+        tokens = self.generate(ids, self._max_tokens)
+        seconds = time.perf_counter() - begun
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return PeftAnswer(len(ids), tokens, text, seconds, self.positions(ids, prompt))
+
+
+def with_plain_tensors(folder: Path, scratch: Path) -> Path:
+    """The adapter's folder, or a copy of it in `scratch` if its tensors' names carry an adapter's name.
+
+    PEFT finds no tensor of such a file, and would answer as the base model does. Raises InvalidAdapter, OSError.
+    """
+    from safetensors.torch import load_file, save_file
+
+    config = (folder / CONFIG_FILE).read_bytes()
+    written = read_peft(config, folder / WEIGHTS_FILE)
+    plain = with_plain_names(written)
+    if plain is written:
+        return folder
+    tensors = load_file(folder / WEIGHTS_FILE)
+    renamed = {new: tensors[old] for old, new in zip(written.tensors, plain.tensors, strict=True)}
+    save_file(renamed, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
+    (scratch / CONFIG_FILE).write_bytes(config)
+    return scratch
+
+
+def _position(row: torch.Tensor, token: int, top: list[int]) -> Position:
+    best = row.topk(2)
+    first, second = best.values.tolist()
+    logprobs = row.log_softmax(dim=-1)[top].tolist() if top else []
+    return Position(int(best.indices[0]), first - second, first - float(row[token]), abs(first), logprobs)
+
+
+def main() -> int:
+    job = read_config(PeftJob)
+    die_with_parent(job.parent)
+    report = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    warnings.simplefilter("ignore")
+
+    def tell(message: msgspec.Struct) -> None:
+        report.write(msgspec.json.encode(message) + b"\n")
+
+    begun = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="garnish-") as scratch:
+            alone = PeftAlone(job, Path(scratch))
+        alone.generate(alone.encode(job.prompts[0]), WARM_UP_TOKENS)
+        tell(Loaded(str(alone.device), alone.dtype, time.perf_counter() - begun))
+        for prompt in job.prompts:
+            tell(alone.answer(prompt))
+    except ImportError as error:
+        tell(Failed(f"{error.name or error} is not installed"))
+        return 1
+    except (OSError, ValueError, RuntimeError, AdapterError) as error:
+        tell(Failed((str(error).strip() or type(error).__name__).splitlines()[0]))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What the process that runs PEFT alone is asked, and what it answers. No torch here: the command line imports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class PeftPrompt(msgspec.Struct, frozen=True):
+    """A prompt, and what the function answered: exactly one of `text` and `messages`."""
+
+    text: str | None
+    messages: list[dict[str, Any]] | None
+    tokens: list[int]
+    """The function's token ids, an end token included."""
+    top: list[list[int]]
+    """Per token, the ids whose log probabilities are asked for: those that the function's reply listed."""
+
+
+class PeftJob(msgspec.Struct, frozen=True, kw_only=True):
+    parent: int
+    """Process that the work ends with."""
+    model_dir: str
+    adapter_dir: str
+    device: str
+    dtype: str
+    """As in serverless.yml: `auto` is the model's own."""
+    max_tokens: int
+    prompts: list[PeftPrompt]
+
+
+class Position(msgspec.Struct, frozen=True):
+    """PEFT's logits after the prompt and the function's tokens up to here, float32."""
+
+    best: int
+    """Token id of the largest."""
+    gap: float
+    """Between the two largest."""
+    behind: float
+    """From the largest to that of the function's token; 0: it is the largest."""
+    size: float
+    """The largest one's magnitude, which rounding goes by."""
+    logprobs: list[float]
+    """Of the ids that were asked for."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    device: str
+    dtype: str
+    """float32, float16 or bfloat16"""
+    seconds: float
+
+
+class PeftAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    prompt_tokens: int
+    tokens: list[int]
+    """What PEFT writes by itself, greedily."""
+    text: str
+    seconds: float
+    """That `tokens` took."""
+    positions: list[Position]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    message: str
+
+
+PeftMessage = Loaded | PeftAnswer | Failed

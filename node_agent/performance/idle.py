@@ -1,0 +1,149 @@
+"""Measures a node's performance model while the node has nothing to do, in slices that give way to calls at once.
+
+A slice borrows rows, cache and adapter memory, and has given them back when it ends: whatever comes between two slices
+finds the engine as it was. Only what was timed is carried over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from adapters.base_model import BaseModel
+from cluster.performance_file import write_performance
+from cluster.performance_fit import MOST_ERROR_IDLE, DecodeFit, PrefillFit
+from node_agent.config import EngineConfig
+from node_agent.engine.loop import Engine
+from node_agent.performance.cases import IDLE, Bounds, Case
+from node_agent.performance.setup import cold_costs, fit, performance_file, profile_of, publish
+from node_agent.performance.sweep import Bench, GaveWay, Run, SweepTooSlow, all_cases, bench, passes, sweep_of
+
+QUIET_S = 3.0
+"""A node without requests and loads for so long is idle: whoever has called twice may call again."""
+SLICE_S = 0.2
+"""A slice begins no pass after it."""
+BUDGET_S = 180.0
+"""Of work, over all slices of a try; fewer repeats then."""
+FASTEST = 0.5
+"""Of a case's passes, so many count. The host of an idle node may have other things to do, which only ever lengthen a
+pass; what they are to calls, too, is followed when calls come (node_agent.performance.drift)."""
+TRIES = 3
+PAUSE_S = 60.0
+"""Between two tries: what has disturbed the first may have ended."""
+
+log = logging.getLogger("garnish.engine")
+
+
+class IdleMeasurement:
+    """Of one engine, called by the engine's thread alone. Sets `engine.measuring` and, in the end, `engine.drift`."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, base: BaseModel) -> None:
+        self.engine, self.config, self.base = engine, config, base
+        self._written: set[int] = set()
+        """blocks of the cache"""
+        self._tries_left, self._begin_at, self._worked = TRIES, 0.0, 0.0
+        self._cold_costs = cold_costs(engine, base)
+        """from before the first call: later adapters lie where a link is measured"""
+        engine.measuring = 0.0
+        self._fits: Future[tuple[DecodeFit, PrefillFit]] | None = None
+        self._begin_anew(None)
+        log.info("no performance model: one is measured while the node is idle; until then there are no forecasts")
+
+    @property
+    def ended(self) -> bool:
+        """There is a model, or there will be none."""
+        return self.engine.drift is not None or not self._tries_left
+
+    def work(self, gives_way: Callable[[], bool]) -> bool:
+        """One slice: about SLICE_S, or one pass where that takes longer; less as soon as `gives_way`, which is asked
+        before passes and, on a CPU, between their layers. False: there is nothing to do now."""
+        if self.ended or time.monotonic() < self._begin_at or gives_way():
+            return False
+        if self._fits is not None:
+            return self._take_fits(self._fits)
+        begun = time.monotonic()
+        try:
+            with bench(
+                self.engine, self.base, IDLE, budget=SLICE_S, gives_way=gives_way, written=self._written
+            ) as made:
+                if made.bounds != self._bounds:
+                    self._begin_anew(made.bounds)
+                self._run(made)
+        except (GaveWay, SweepTooSlow):
+            pass  # the next slice goes on
+        self._worked += time.monotonic() - begun
+        self._tell_progress()
+        if self._worked > BUDGET_S or (self._bounds is not None and not self._ahead):
+            self._begin_fit()
+        return True
+
+    def _begin_anew(self, bounds: Bounds | None) -> None:
+        """Forgets what was timed: cases go by what the node has room for, as `bounds` say."""
+        self._bounds = bounds
+        self._cases: list[Case] = [] if bounds is None else all_cases(IDLE, bounds)
+        self._runs: dict[Case, list[Run]] = {}
+        self._begin_rounds()
+
+    def _begin_rounds(self) -> None:
+        self._ahead = passes(self._cases, IDLE.rounds)[::-1]
+        """the last one is next"""
+
+    def _run(self, made: Bench) -> None:
+        until = time.monotonic() + SLICE_S
+        while self._ahead:
+            sample = made.run(self._ahead[-1])
+            self._runs.setdefault(self._ahead.pop(), []).append(sample)
+            if time.monotonic() > until:
+                return
+
+    def _tell_progress(self) -> None:
+        total = len(self._cases) * IDLE.rounds
+        by_passes = 1.0 - len(self._ahead) / total if total else 0.0
+        self.engine.measuring = min(1.0, round(max(by_passes, self._worked / BUDGET_S), 2))
+
+    def _begin_fit(self) -> None:
+        """In a thread of its own: it takes longer than a call may wait."""
+        try:
+            sweep = sweep_of(self._runs, max(1, len(self._cases)), FASTEST)
+        except SweepTooSlow as error:
+            self._fail(str(error))
+            return
+        with_thread = ThreadPoolExecutor(1, "performance fit")
+        self._fits = with_thread.submit(fit, sweep, MOST_ERROR_IDLE)
+        with_thread.shutdown(wait=False)
+
+    def _take_fits(self, fits: Future[tuple[DecodeFit, PrefillFit]]) -> bool:
+        if not fits.done():
+            return False
+        self._fits = None
+        try:
+            profile = profile_of(self.engine, self.base, *fits.result(), self._cold_costs)
+        except ValueError as error:  # a BadFit, a BadSample, or least squares that did not converge
+            self._fail(str(error))
+            return True
+        publish(profile, self.engine, self.config, self._cold_costs)
+        self.engine.measuring = None
+        log.info("performance model measured", extra={"seconds": round(self._worked, 1), "passes": self._passes})
+        if self.config.profile:
+            try:
+                write_performance(profile, performance_file(self.config.profile))
+            except OSError as error:
+                log.warning("the performance model is not kept", extra={"reason": str(error)})
+        return True
+
+    @property
+    def _passes(self) -> int:
+        return sum(len(of_case) for of_case in self._runs.values())
+
+    def _fail(self, reason: str) -> None:
+        """What was timed stays: with more repeats what has disturbed a few counts for less."""
+        self._tries_left -= 1
+        self._begin_at, self._worked = time.monotonic() + PAUSE_S, 0.0
+        self._begin_rounds()
+        if self._tries_left:
+            log.warning("no performance model yet; measured again when idle", extra={"reason": reason})
+        else:
+            self.engine.measuring = None
+            log.warning("no performance model: run `garnish profile`", extra={"reason": reason})

@@ -1,0 +1,208 @@
+"""Chooses how a node on a CPU computes its bf16 products: measured on this host at the node's first start, and kept.
+
+A processor's name says little: without AVX512 torch multiplies bf16 by a reference path, with AVX512 alone oneDNN
+emulates it, and only with bf16 units is it faster than fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import geometric_mean
+
+import msgspec
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from cluster.json_file import write_json
+from kernels.build import CompileError, cache_folder, processor_key
+from kernels.product import ProductOperator
+from node_agent.runner.products import Products, can_pack, few_rows, pack, packed_product, widened
+
+log = logging.getLogger(__name__)
+
+SAMPLE_BYTES = 24 << 20
+"""Of weights that are multiplied in turn: too many for a core's own caches."""
+LIMIT_S = 1.5
+"""For all rounds but the first."""
+ROUNDS = 5
+FEW_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Rows at which the compiled product is compared with the widened one."""
+COMPARED_ROWS = (1, 8, 128)
+"""Rows at which packed weights are compared with plain ones: a decode step, a batch's, a prompt."""
+MARGIN = 1.1
+"""Plain weights may be so much slower than packed ones at any of these."""
+ATTENTION_TOKENS = 128
+MAX_STORED_BYTES = 1 << 16
+
+Product = Callable[[torch.Tensor, torch.Tensor, None], torch.Tensor]
+"""(x, weight, no bias) -> y"""
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The choice as it is stored."""
+
+    packed: bool
+    few: int
+    wide_attention: bool
+    milliseconds: dict[str, float]
+    """by "kind rows": the shortest time of the sample's products"""
+
+
+def choose_products(weights: Iterable[torch.Tensor], folder: Path | None = None) -> Products | None:
+    """Returns the choice for a model with these weights [d_out, d_in]; None: leave products to torch.
+
+    `folder` keeps measurements (None: where the compiled operators are). Measuring takes some 3 s at most.
+    """
+    sample = _sample(weights)
+    if not sample or sample[0].dtype is not torch.bfloat16 or sample[0].device.type != "cpu":
+        return None
+    operator = _operator()
+    file = _file(sample, operator, folder)
+    found = None if file is None else _stored(file)
+    if found is None:
+        begin = time.perf_counter()
+        found = measure(sample, operator)
+        log.info("products measured", extra={"seconds": round(time.perf_counter() - begin, 2), **_extra(found)})
+        if file is not None:
+            _store(found, file)
+    if not found.packed:
+        return Products(False, found.few, found.wide_attention, operator)
+    return Products(True, 0, found.wide_attention, None)
+
+
+def measure(sample: list[torch.Tensor], operator: ProductOperator | None) -> Measured:
+    """Times all ways that this host has, in turn, and chooses.
+
+    On one thread, by its own processor time: neither depends on what else runs on the host.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            times = _time_all(_ways(sample, operator))
+    finally:
+        torch.set_num_threads(threads)
+    return decide(times)
+
+
+def decide(times: dict[str, float]) -> Measured:
+    """Returns the choice for these seconds by "kind rows" (kinds `few`, `widened`, `packed` where it can be had)."""
+    few = 1
+    for rows in FEW_ROWS:
+        if times[f"few {rows}"] > times[f"widened {rows}"]:
+            break
+        few = rows
+    packed = False
+    if f"packed {COMPARED_ROWS[0]}" in times:
+        plain = [times[f"{'few' if rows <= few else 'widened'} {rows}"] for rows in COMPARED_ROWS]
+        ratios = [time / times[f"packed {rows}"] for time, rows in zip(plain, COMPARED_ROWS, strict=True)]
+        packed = max(ratios) > MARGIN or geometric_mean(ratios) > 1
+    wide_attention = times["attention fp32"] * MARGIN < times["attention bf16"]
+    return Measured(packed, few, wide_attention, {name: round(t * 1e3, 3) for name, t in times.items()})
+
+
+def _ways(sample: list[torch.Tensor], operator: ProductOperator | None) -> dict[str, Callable[[], object]]:
+    """By "kind rows", one pass over the sample; and both ways of attention over one prompt."""
+    generator = torch.Generator().manual_seed(0)
+    widths = sorted({weight.shape[1] for weight in sample})
+    ways: dict[str, Callable[[], object]] = {}
+    packed = [pack(weight) for weight in sample] if can_pack() else []
+    for rows in sorted({*FEW_ROWS, *COMPARED_ROWS}):
+        by_width = {width: torch.randn(rows, width, generator=generator).bfloat16() for width in widths}
+        xs = [by_width[weight.shape[1]] for weight in sample]
+        if rows <= FEW_ROWS[-1]:
+            ways[f"few {rows}"] = partial(_multiply, partial(few_rows, operator=operator), xs, sample)
+        if rows >= FEW_ROWS[0]:
+            ways[f"widened {rows}"] = partial(_multiply, widened, xs, sample)
+        if rows in COMPARED_ROWS and packed:
+            ways[f"packed {rows}"] = partial(_multiply, packed_product, xs, packed)
+    q = torch.randn(1, 8, ATTENTION_TOKENS, 64, generator=generator).bfloat16()
+    return ways | {"attention bf16": partial(_attend, q, q.dtype), "attention fp32": partial(_attend, q, torch.float32)}
+
+
+def _multiply(product: Product, xs: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+    for x, weight in zip(xs, weights, strict=True):
+        product(x, weight, None)
+
+
+def _attend(q: torch.Tensor, dtype: torch.dtype) -> None:
+    scaled_dot_product_attention(q.to(dtype), q.to(dtype), q.to(dtype), is_causal=True).to(q.dtype)
+
+
+def _time_all(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The shortest of up to ROUNDS times of each, in seconds. Of the first round, which prepares, they are counted only
+    where there is no time for another."""
+    times = dict.fromkeys(ways, math.inf)
+    deadline = math.inf
+    for index in range(ROUNDS + 1):
+        for name, way in ways.items():
+            begin = time.thread_time()
+            way()
+            spent = time.thread_time() - begin
+            times[name] = spent if index <= 1 else min(times[name], spent)
+            if time.perf_counter() > deadline:
+                return times
+        deadline = min(deadline, time.perf_counter() + LIMIT_S)
+    return times
+
+
+def _sample(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    sample, size = [], 0
+    for weight in weights:
+        sample.append(weight)
+        size += weight.numel() * weight.itemsize
+        if size >= SAMPLE_BYTES:
+            break
+    return sample
+
+
+def _operator() -> ProductOperator | None:
+    try:
+        return ProductOperator()
+    except CompileError as error:
+        log.warning("bf16 products run without the compiled operator, more slowly", extra={"reason": str(error)})
+        return None
+
+
+def _file(sample: list[torch.Tensor], operator: ProductOperator | None, folder: Path | None) -> Path | None:
+    """Named by all that the choice depends on: processor and level, the ways there are, versions, threads, shapes.
+    None for a user without a home directory."""
+    shapes = sorted({tuple(weight.shape) for weight in sample})
+    ways = (operator is not None, can_pack(), ROUNDS)
+    parts = (processor_key(), version("garnish"), torch.__version__, torch.get_num_threads(), shapes, ways)
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    try:
+        return (folder or cache_folder()) / f"products-{key}.json"
+    except RuntimeError as error:
+        log.warning("products are measured at every start", extra={"reason": str(error)})
+        return None
+
+
+def _stored(file: Path) -> Measured | None:
+    """None without one that can be read: it is measured anew."""
+    try:
+        with file.open("rb") as stream:
+            return msgspec.json.decode(stream.read(MAX_STORED_BYTES), type=Measured)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("stored products can't be read", extra={"file": str(file), "reason": str(error)})
+        return None
+
+
+def _store(measured: Measured, file: Path) -> None:
+    try:
+        write_json(measured, file)
+    except OSError as error:
+        log.warning("products are measured at every start", extra={"file": str(file), "reason": str(error)})
+
+
+def _extra(found: Measured) -> dict[str, object]:
+    return {"packed": found.packed, "few": found.few, "wide_attention": found.wide_attention}

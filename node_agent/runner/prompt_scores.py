@@ -1,0 +1,45 @@
+"""Log probabilities of prompt tokens, for requests that ask for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from node_agent.types import PromptScoring, ScoredToken
+
+ROWS_AT_ONCE = 64
+"""Rows whose logits are held at once: of a vocabulary of 128,256 in fp32 that is 33 MB."""
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+@torch.inference_mode()
+def score_prompts(head: Head, scoring: PromptScoring | None) -> list[ScoredToken]:
+    """`head` gives the logits [n, V] of some rows i64[n] of the pass. One entry per row of `scoring`."""
+    if scoring is None:
+        return []
+    scored: list[ScoredToken] = []
+    for begin in range(0, len(scoring.top), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        scored += _score(head(scoring.rows[part]), scoring.targets[part], scoring.top[part])
+    return scored
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor, top: list[int]) -> list[ScoredToken]:
+    values = logits.float().log_softmax(dim=-1)
+    given = values.gather(1, targets[:, None])
+    ranks = (values >= given).sum(dim=-1).tolist()
+    best, ids = values.topk(min(max(top), values.shape[1]))
+    return [
+        ScoredToken(logprob, rank, list(zip(row_ids[:k], row_best[:k], strict=True)))
+        for logprob, rank, row_ids, row_best, k in zip(
+            given[:, 0].tolist(), ranks, ids.tolist(), best.tolist(), top, strict=True
+        )
+    ]
+
+
+def all_finite(scored: list[ScoredToken]) -> bool:
+    """False where the model's output was not: such scores are not to be told."""
+    return all(math.isfinite(entry.logprob) for entry in scored)

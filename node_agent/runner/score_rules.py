@@ -1,0 +1,115 @@
+"""How one request's parameters change its scores before a token is chosen, in vLLM's order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from cluster.messages import Sampling
+
+NEVER = float("-inf")
+LARGEST = 1e30
+"""Of a penalised score: a repetition penalty near 0 must not make it infinite, also once a temperature divides it."""
+
+
+def changes_scores(sampling: Sampling) -> bool:
+    """Whether a request with these parameters needs ScoreRules. Most do not, and pay nothing."""
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+        or sampling.logit_bias
+        or sampling.bad_words
+        or sampling.min_tokens
+    )
+
+
+class ScoreRules:
+    """Kept while its request lives, and told of each token that is generated: nothing is rebuilt per step."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        max_tokens: int,
+        eos_ids: Collection[int],
+        device: torch.device,
+    ) -> None:
+        """Checked before: all token ids are below the vocabulary's size."""
+        self._min_tokens = sampling.min_tokens
+        self._generated: list[int] = []
+        self._forbidden = _Forbidden(sampling.bad_words, device)
+        self._ends = torch.tensor(sorted({*eos_ids, *sampling.stop_token_ids}), dtype=torch.int64, device=device)
+        self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
+        self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
+        self._penalties = _Penalties(sampling, prompt, max_tokens, device)
+
+    def append_token(self, token: int) -> None:
+        """The request has generated this token."""
+        self._generated.append(token)
+        self._penalties.count(token)
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """Changes the row's scores f32[V] in place."""
+        self._forbidden.apply(scores, self._generated)
+        if len(self._generated) < self._min_tokens:
+            scores[self._ends] = NEVER
+        if len(self._bias_ids):
+            scores[self._bias_ids] += self._bias
+        self._penalties.apply(scores)
+
+
+class _Forbidden:
+    """Token sequences that the output must not have: the last token of each is masked where the rest stands before."""
+
+    def __init__(self, words: Sequence[Sequence[int]], device: torch.device) -> None:
+        alone = sorted({word[0] for word in words if len(word) == 1})
+        self._alone = torch.tensor(alone, dtype=torch.int64, device=device)
+        self._longer = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
+
+    def apply(self, scores: torch.Tensor, generated: list[int]) -> None:
+        if len(self._alone):
+            scores[self._alone] = NEVER
+        last = [token for prefix, token in self._longer if generated[-len(prefix) :] == prefix]
+        if last:
+            scores[last] = NEVER
+
+
+class _Penalties:
+    """Repetition (of prompt and output), frequency and presence (of the output).
+
+    `ids` i64[n] are the distinct tokens that count, `counts` f32[n] how often each was generated; their room is taken
+    at once, so that a step writes one number.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], max_tokens: int, device: torch.device) -> None:
+        self._repetition, self._frequency = sampling.repetition_penalty, sampling.frequency_penalty
+        self._presence = sampling.presence_penalty
+        self._on = bool(self._presence or self._frequency or self._repetition != 1.0)
+        known = list(dict.fromkeys(prompt)) if self._repetition != 1.0 else []
+        self._places = {token: place for place, token in enumerate(known)}
+        room = len(known) + max_tokens if self._on else 0
+        self._ids = torch.zeros(room, dtype=torch.int64, device=device)
+        self._ids[: len(known)] = torch.tensor(known, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(room, dtype=torch.float32, device=device)
+
+    def count(self, token: int) -> None:
+        if not self._on:
+            return
+        place = self._places.get(token)
+        if place is None:
+            place = self._places[token] = len(self._places)
+            self._ids[place] = token
+        self._counts[place] += 1
+
+    def apply(self, scores: torch.Tensor) -> None:
+        count = len(self._places)
+        if not count:
+            return
+        ids, counts = self._ids[:count], self._counts[:count]
+        changed = scores[ids]
+        if self._repetition != 1.0:
+            changed = torch.where(changed > 0, changed / self._repetition, changed * self._repetition)
+        changed = changed - self._frequency * counts - self._presence * (counts > 0)
+        scores[ids] = changed.clamp_(max=LARGEST)

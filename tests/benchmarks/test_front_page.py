@@ -1,0 +1,136 @@
+"""README's figures: of all settings that were measured, from the committed reports."""
+
+from __future__ import annotations
+
+import copy
+import re
+import statistics
+from typing import Any
+
+import pytest
+
+from benchmarks import front_page
+from benchmarks.cold_tables import full_settings
+from benchmarks.engine_tables import engine_table, serve_table
+from benchmarks.front_page import peft_ratios
+from benchmarks.gateway_rounds import figures_of, pairs
+from benchmarks.policy_cases import bed_cases, case_lines, simulated_cases, verdict
+from benchmarks.report import ROOT
+from benchmarks.rule import WIDTH
+from benchmarks.tables import TABLES, committed, render
+
+README = ROOT / "README.md"
+
+
+LEVEL = "SSE9"
+"""One that no host has."""
+
+
+def held_to_a_level(reports: dict[str, Any]) -> dict[str, Any]:
+    """The reports with the engine's and serving's once more, half as fast, at another level."""
+    more = dict(reports)
+    for name in ("engine", "serve"):
+        report = copy.deepcopy(reports[name])
+        report["settings"]["level"] = LEVEL
+        for key in report["figures"]:
+            if key.startswith("over_peft"):
+                report["figures"][key] /= 2
+        more[f"{name}_avx2"] = report
+    return more
+
+
+def test_a_second_level_is_another_setting() -> None:
+    reports = {name: report for name, report in committed().items() if not name.endswith("_avx2")}
+    one, both = peft_ratios(reports), peft_ratios(held_to_a_level(reports))
+    assert (one.count, both.count) == (3, 6)
+    assert both.worst == one.worst / 2 and both.median < one.median
+    text = render(README, README.read_text(), held_to_a_level(reports))
+    assert text.count(f"({LEVEL})") == 2 and "engine_avx2.json" in text and "serve_avx2.json" in text
+    page = ROOT / "docs" / "benchmarks.md"
+    blocks = render(page, page.read_text(), held_to_a_level(reports))
+    assert blocks.count(f"({LEVEL})**") == 2
+    for table, name in ((engine_table, "engine"), (serve_table, "serve")):
+        assert all(table(report) in blocks for key, report in held_to_a_level(reports).items() if key.startswith(name))
+
+
+def test_benefits_are_six_lines_that_fit() -> None:
+    lines = front_page.benefits(committed()).splitlines()
+    assert len(lines) == 6 and all(line.startswith("- **") and len(line) <= WIDTH for line in lines)
+
+
+def test_links_lead_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", README.read_text()):
+        target = ROOT / link[0]
+        assert target.exists(), link[0]
+        if link[1]:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(), flags=re.MULTILINE)
+            assert link[1] in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, link
+
+
+def test_readme_states_no_figure_elsewhere() -> None:
+    """Nothing that was measured stands outside the regions that the script writes."""
+    text = re.sub(r"<!-- (figures[^>]*) -->.*?<!-- /\1 -->", "", README.read_text(), flags=re.DOTALL)
+    assert re.findall(r"\d[\d.,]* ?(?:ms\b|us\b|s\b|%|x\b|times\b|tok)", text) == []
+
+
+def test_status_names_what_never_ran() -> None:
+    reports: dict[str, Any] = copy.deepcopy(dict(committed()))
+    for report in reports.values():
+        report["machine"]["gpu"] = None
+    assert "**Never run:** a real AWS account, a GPU." in front_page.status(reports)
+    reports["kernels"]["machine"]["gpu"] = "NVIDIA X"
+    text = front_page.status(reports).replace("\n> ", " ")
+    assert "**Never run:** a real AWS account." in text and "only the study `kernels` (NVIDIA X)" in text
+
+
+def test_the_gateway_counts_all_rounds() -> None:
+    report = committed()["gateway"]
+    rounds = list(pairs(report["rows"]))
+    added = [through["ttft_p50_ms"] - direct["ttft_p50_ms"] for direct, through in rounds]
+    found = figures_of(report["rows"])
+    assert found["ttft_added_p50_ms"] == statistics.median(added)
+    assert found["ttft_added_p50_max_ms"] == max(added)
+    assert found["rounds"] == len(rounds) == report["settings"]["rounds"]
+    for name, value in found.items():
+        assert report["figures"][name] == pytest.approx(value, abs=1e-3), name
+    with pytest.raises(ValueError, match="round"):
+        figures_of(report["rows"][1:-1])
+
+
+def test_cold_starts_count_every_setting_of_full() -> None:
+    report = committed()["coldstart"]
+    names = {name for name in report["figures"] if re.fullmatch(r"ttft_over_cached_full(_slowed|_fourfold)?_.*", name)}
+    settings = {
+        f"ttft_over_cached_{variant}_{part}": value for (part, variant), value in full_settings(report, "ttft").items()
+    }
+    assert set(settings) == {name for name in names if not re.search(r"_max(_|$)|full_(slowed|fourfold)$", name)}
+    for name, value in settings.items():
+        assert report["figures"][name] == pytest.approx(value, abs=1e-3), name
+
+
+def test_cases_also_show_where_another_policy_wins() -> None:
+    reports = committed()
+    cases = bed_cases(reports["testbed"]["rows"])
+    rows = [row for row in reports["testbed"]["rows"] if row["study"] == "testbed8"]
+    assert len(cases) == len({(row["profile"], row["load"]) for row in rows})
+    assert sum(len(case.others) + 1 for case in cases) == len(rows)
+    lost = [case for case in cases if case.attainment_gap < 0]
+    assert all(case.steadiest_other.attainment > case.ours.attainment for case in lost)
+    text = "\n".join(case_lines(cases))
+    assert all(f"{case.steadiest_other.attainment:.1%}, {case.steadiest_other.policy}" in text for case in lost)
+    won = sum(case.ours.tpt_ms < min(other.tpt_ms for other in case.others) for case in cases)
+    assert f"lowest mean TPT in {won} of {len(cases)}" in verdict(cases)
+    for name in ("scheduling", "scheduling_measured"):
+        assert len(simulated_cases(reports[name]["rows"])) == 5
+
+
+def test_refusals_are_told() -> None:
+    figures = committed()["chaos"]["figures"]
+    share = f"{figures['refused'] / figures['requests']:.0%}"
+    for page in (README, ROOT / "docs" / "benchmarks.md"):
+        assert share in page.read_text()
+
+
+def test_every_report_with_a_page_is_on_it() -> None:
+    """Each page's tables come from reports that are there."""
+    assert all("Not measured yet" not in lines(committed()) for marks in TABLES.values() for lines in marks.values())

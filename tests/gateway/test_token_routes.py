@@ -1,0 +1,115 @@
+"""/tokenize and /detokenize against transformers' own tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from running_gateway import Running
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from gateway.prompts import INLINE_CHARACTERS
+
+FIXTURE_IS_STATELESS = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+WORDS = st.sampled_from(["Once", " upon", "\n", "<|im_start|>", "user", "<|im_end|>", "é", "日本", "🏴‍☠️", "  ", "0"])
+TEXTS = st.text(max_size=30) | st.lists(WORDS, max_size=12).map("".join)
+ROLES = st.sampled_from(["system", "user", "assistant"])
+
+
+@pytest.fixture(scope="module")
+def reference(smollm_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(smollm_dir)
+
+
+@pytest.fixture
+def client(start: Callable[..., Running], smollm_dir: Path, pirate: dict[str, Any]) -> httpx.Client:
+    """Of a gateway over SmolLM2, which no node serves."""
+    return start(model_dir=str(smollm_dir), base_id="SmolLM2").client()
+
+
+@FIXTURE_IS_STATELESS
+@given(text=TEXTS.filter(bool), special=st.sampled_from([None, True, False]))
+def test_a_prompt_has_the_tokens_of_transformers(
+    client: httpx.Client, reference: PreTrainedTokenizerBase, text: str, special: bool | None
+) -> None:
+    body = {"prompt": text, "add_special_tokens": special, "return_token_strs": True}
+    reply = client.post("/tokenize", json=body)
+    expected = reference(text, add_special_tokens=special is not False)["input_ids"]
+    assert reply.status_code == 200, reply.text
+    assert reply.json() == {
+        "count": len(expected),
+        "max_model_len": 8192,
+        "tokens": expected,
+        "token_strs": reference.convert_ids_to_tokens(expected),
+    }
+
+
+@FIXTURE_IS_STATELESS
+@given(turns=st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=4), answer=st.sampled_from([None, True, False]))
+def test_a_conversation_has_the_tokens_of_transformers(
+    client: httpx.Client, reference: PreTrainedTokenizerBase, turns: list[tuple[str, str]], answer: bool | None
+) -> None:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    reply = client.post("/tokenize", json={"model": "SmolLM2", "messages": messages, "add_generation_prompt": answer})
+    assert reply.status_code == 200, reply.text
+    expected = reference.apply_chat_template(messages, add_generation_prompt=answer is not False, return_dict=False)
+    assert reply.json()["tokens"] == expected
+    assert reply.json()["token_strs"] is None
+
+
+@FIXTURE_IS_STATELESS
+@given(tokens=st.lists(st.integers(0, 49151), max_size=40))
+def test_tokens_have_the_text_of_transformers(
+    client: httpx.Client, reference: PreTrainedTokenizerBase, tokens: list[int]
+) -> None:
+    reply = client.post("/detokenize", json={"tokens": tokens})
+    assert (reply.status_code, reply.json()) == (200, {"prompt": reference.decode(tokens)})
+
+
+def test_long_texts_go_through_a_thread(client: httpx.Client, reference: PreTrainedTokenizerBase) -> None:
+    text = "A ship sailed to the sea. " * INLINE_CHARACTERS
+    tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert tokens == reference(text)["input_ids"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+
+
+def test_an_empty_prompt_is_what_a_call_makes_of_it(gateway: Running) -> None:
+    client = gateway.client()
+    tokens = client.post("/tokenize", json={"prompt": ""}).json()["tokens"]
+    assert client.post("/invoke/stories260K", json={"prompt": "", "max_tokens": 1}).status_code == 200
+    assert tokens == gateway.nodes[0].received[0].token_ids
+    assert client.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()["tokens"] == []
+
+
+def test_the_model_is_the_base_or_a_function_of_the_caller(gateway: Running, pirate: dict[str, Any]) -> None:
+    acme, other = gateway.client(), gateway.client("other")
+    assert acme.post("/deploy/pirate", files=pirate).status_code == 201
+    for path, body in (("/tokenize", {"prompt": "Once"}), ("/detokenize", {"tokens": [5]})):
+        for model in (None, "stories260K", "pirate", "pirate:latest", "pirate:1"):
+            assert acme.post(path, json={**body, "model": model}).status_code == 200
+        for client, model in ((acme, "pirate:2"), (acme, "pirate:"), (acme, "nobody"), (other, "pirate")):
+            assert client.post(path, json={**body, "model": model}).status_code == 404
+        assert gateway.client(None).post(path, json=body).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "b"}]}, "messages"),  # no chat template
+        ("/tokenize", {"prompt": "a", "surprise": 1}, "surprise"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [1, 512]}, "tokens"),  # the vocabulary ends at 511
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ],
+)
+def test_refusals_name_the_field(gateway: Running, path: str, body: dict[str, Any], param: str) -> None:
+    reply = gateway.client().post(path, json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (422, param)
