@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 SPIN_LIMIT = {"GOMP_SPINCOUNT": "10000"}
@@ -33,6 +35,34 @@ def spare_cores(engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> l
     cores = sorted(os.sched_getaffinity(0))
     spare = max(0, usable_cores(cgroup) - engine_threads)
     return cores[len(cores) - spare :]
+
+
+@dataclass(frozen=True)
+class CoreTimes:
+    """Seconds of the cores that this process may use, counted from some moment on: all, those that any process has
+    used, and those that this one has."""
+
+    passed: float
+    used: float
+    own: float
+
+
+def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
+    """Returns the times up to now; what a host has taken from a virtual machine counts as used."""
+    cores = os.sched_getaffinity(0)
+    ticks = 0
+    for line in stat.read_text().splitlines():
+        name, *fields = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+            ticks += user + nice + system + irq + softirq + steal
+    return CoreTimes(len(cores) * time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+
+def others_share(before: CoreTimes, after: CoreTimes) -> float:
+    """Returns which part of the time between, from 0 to 1, others have used."""
+    others = (after.used - before.used) - (after.own - before.own)
+    return min(1.0, max(0.0, others / max(after.passed - before.passed, 1e-9)))
 
 
 def move_threads(old: set[int], new: set[int]) -> None:

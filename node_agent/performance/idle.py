@@ -15,6 +15,7 @@ from adapters.base_model import BaseModel
 from cluster.performance_file import write_performance
 from cluster.performance_fit import MOST_ERROR_IDLE, DecodeFit, PrefillFit
 from node_agent.config import EngineConfig
+from node_agent.cores import core_times, others_share
 from node_agent.engine.loop import Engine
 from node_agent.performance.cases import IDLE, Bounds, Case
 from node_agent.performance.setup import cold_costs, fit, performance_file, profile_of, publish
@@ -24,6 +25,11 @@ QUIET_S = 3.0
 """A node without requests and loads for so long is idle: whoever has called twice may call again."""
 SLICE_S = 0.2
 """A slice begins no pass after it."""
+BUSY_SHARE = 0.25
+"""Of the cores' time: beside other processes that use so much the node counts as one that shares its host."""
+SHARED_PAUSE_S = 9 * SLICE_S
+"""Between two slices on such a host, so that they take a tenth of the time. Waiting until the others have ended might
+take for ever."""
 BUDGET_S = 180.0
 """Of work, over all slices of a try; fewer repeats then."""
 FASTEST = 0.5
@@ -63,7 +69,7 @@ class IdleMeasurement:
             return False
         if self._fits is not None:
             return self._take_fits(self._fits)
-        begun = time.monotonic()
+        begun, cores = time.monotonic(), core_times()
         try:
             with bench(
                 self.engine, self.base, IDLE, budget=SLICE_S, gives_way=gives_way, written=self._written
@@ -73,7 +79,10 @@ class IdleMeasurement:
                 self._run(made)
         except (GaveWay, SweepTooSlow):
             pass  # the next slice goes on
-        self._worked += time.monotonic() - begun
+        ended = time.monotonic()
+        self._worked += ended - begun
+        if others_share(cores, core_times()) > BUSY_SHARE:
+            self._begin_at = ended + SHARED_PAUSE_S
         self._tell_progress()
         if self._worked > BUDGET_S or (self._bounds is not None and not self._ahead):
             self._begin_fit()

@@ -169,6 +169,26 @@ def test_adapters_that_calls_have_brought_stay(
     assert (store.residents(), store.leases) == (resident, 0)
 
 
+@pytest.mark.parametrize(("used_by_others", "waits"), [(0.05, False), (0.9, True)])
+def test_slices_are_far_apart_while_others_use_the_processors(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, used_by_others: float, waits: bool
+) -> None:
+    engine = make_engine()
+    idle = IdleMeasurement(engine.engine, engine.config, engine.base)
+    monkeypatch.setattr(idle_module, "others_share", lambda before, after: used_by_others)
+    monkeypatch.setattr(idle_module, "SHARED_PAUSE_S", 2.0)
+    until = time.monotonic() + 200
+    while not idle.work(lambda: False):
+        assert time.monotonic() < until
+    ended = time.monotonic()
+    begun = idle.work(lambda: False)
+    assert begun is not waits or time.monotonic() > ended + 2.0
+    while not begun:
+        assert time.monotonic() < until
+        begun = idle.work(lambda: False)
+    assert not waits or time.monotonic() > ended + 2.0 - 0.05
+
+
 def test_a_fit_that_does_not_converge_ends_no_engine(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine()
     idle = IdleMeasurement(engine.engine, engine.config, engine.base)
