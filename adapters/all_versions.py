@@ -15,6 +15,7 @@ from adapters.errors import NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Manifest, VersionEntry
 from adapters.records import read_record
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
+from adapters.stored import decode_record
 
 _OBJECT = re.compile(r"([^/]+)/(?:function|versions/(\d+))\.json", re.ASCII)
 
@@ -135,7 +136,7 @@ def _contents(store: ObjectStore, prefix: str, pool: ThreadPoolExecutor) -> Iter
 
 def _record(key: str, data: bytes) -> FunctionRecord:
     try:
-        return msgspec.json.decode(data, type=FunctionRecord)
+        return decode_record(data, FunctionRecord)
     except msgspec.DecodeError as error:
         raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
 

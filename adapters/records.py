@@ -12,6 +12,7 @@ import msgspec
 
 from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.store import ObjectStore
+from adapters.stored import decode_record
 
 ATTEMPTS = 100
 """Tries of one change; each round of a race has a winner, so this bounds how many writers may race."""
@@ -26,7 +27,7 @@ def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | 
     except NotFound:
         return None
     try:
-        return msgspec.json.decode(found.data, type=kind), found.etag
+        return decode_record(found.data, kind), found.etag
     except msgspec.DecodeError as error:
         raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
 
