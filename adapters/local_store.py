@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,8 @@ LOCK_SECONDS = 10.0
 SHARDS = 256
 STALE_SECONDS = 60.0
 """Age from which a temporary file without a living writer is removed."""
+PLACE_ATTEMPTS = 100
+"""At naming a file in a folder that others remove again and again."""
 CHUNK = 1 << 20
 
 
@@ -83,9 +85,7 @@ class LocalStore:
     def put(self, key: str, data: bytes | Path) -> str:
         path = self._path(key)
         with _translated(), self._written(data) as (temporary, etag), self._locked(key):
-            _make_parents(path.parent, self.root)
-            os.replace(temporary, path)
-            _sync_directory(path.parent)
+            self._place(path, lambda: os.replace(temporary, path))
         return etag
 
     def put_if_absent(self, key: str, data: bytes | Path) -> str:
@@ -93,12 +93,11 @@ class LocalStore:
         if self.head(key) is not None:  # spares the copy of a large blob; the link below decides
             raise Conflict(f"{key} exists already")
         with _translated(), self._written(data) as (temporary, etag):
-            _make_parents(path.parent, self.root)
             try:
-                os.link(temporary, path)  # fails if the name is taken: the check and the write are one step
+                # Fails if the name is taken: the check and the write are one step.
+                self._place(path, lambda: os.link(temporary, path))
             except FileExistsError:
                 raise Conflict(f"{key} exists already") from None
-            _sync_directory(path.parent)
         return etag
 
     def put_if_match(self, key: str, data: bytes, etag: str) -> str:
@@ -128,15 +127,13 @@ class LocalStore:
     def delete(self, key: str) -> None:
         path = self._path(key)
         with _translated(), self._locked(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.unlink()
-            _sync_directory(path.parent)
+            self._remove(path)
 
     def delete_older(self, key: str, before: float) -> bool:
         path = self._path(key)
         with _translated(), self._locked(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if path.stat().st_mtime < before:
-                path.unlink()
-                _sync_directory(path.parent)
+                self._remove(path)
                 return True
         return False
 
@@ -193,6 +190,27 @@ class LocalStore:
             yield
         finally:
             os.close(fd)
+
+    def _place(self, path: Path, name_it: Callable[[], None]) -> None:
+        """Give a new file its name, in folders that are made for it."""
+        for attempt in range(PLACE_ATTEMPTS):
+            try:
+                _make_parents(path.parent, self.root)
+                name_it()
+                break
+            except FileNotFoundError:  # a folder became empty and was removed by someone else
+                if attempt == PLACE_ATTEMPTS - 1 or not self._tmp.is_dir():
+                    raise
+        with contextlib.suppress(FileNotFoundError):  # removed again, and its folder with it
+            _sync_directory(path.parent)
+
+    def _remove(self, path: Path) -> None:
+        """With the folders that get empty, so that listings don't grow slower for ever."""
+        path.unlink()
+        _sync_directory(path.parent)
+        with contextlib.suppress(OSError):  # it holds something, or someone else was faster
+            for folder in path.relative_to(self.root).parents[:-1]:
+                (self.root / folder).rmdir()
 
     def _sweep(self) -> None:
         """Remove temporary files whose writers died."""
@@ -260,7 +278,8 @@ def _make_parents(directory: Path, root: Path) -> None:
     """Create missing folders below `root` and make each durable in its parent."""
     for folder in (*reversed(directory.relative_to(root).parents[:-1]), directory.relative_to(root)):
         # Existing folders are synced too: whoever made one may have died before its own sync.
-        (root / folder).mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            (root / folder).mkdir(mode=0o700)
         _sync_directory((root / folder).parent)
 
 

@@ -65,7 +65,7 @@ ADMIN_OPERATIONS = (
         summary="Requests, tokens and cold starts of the caller's tenant; with an admin key of any, or of all",
         parameters=(
             parameter("query", "tenant", "With an admin key: whose (all tenants, when absent)"),
-            parameter("query", "from", f"{_TIME}. Default: 24 hours before `to`"),
+            parameter("query", "from", f"{_TIME}, 366 days before `to` at most. Default: 24 hours before `to`"),
             parameter("query", "to", f"{_TIME}. Default: now"),
             parameter("query", "group_by", "Of tenant, function, version, hour; several by commas. Default: function"),
             parameter("header", "x-garnish-tenant", "As `tenant`"),

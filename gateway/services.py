@@ -39,6 +39,10 @@ from gateway.explanations import MemoryExplanations
 from gateway.functions import Functions
 from gateway.holding import Hold
 from gateway.last_hour import LastHour
+from gateway.leader.leader import Leader, worker_name
+from gateway.leader.metrics import LeaderMetrics
+from gateway.leader.store_leases import StoreLeases
+from gateway.leader.turn import Job
 from gateway.metrics import Metrics
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
@@ -62,6 +66,7 @@ from gateway.running import Running
 from gateway.shared_state import Shared, open_shared
 from gateway.suggestions import Suggestions
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
+from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
 
 TEXT_THREADS = 2
@@ -206,7 +211,14 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         services = _make_services(config, metrics, _Opened(base, store, secret, usage, session, connections, shared))
         if config.redis is not None:
             services.join_peers()
-        yield services
+        async with _leader(config, metrics, store, shared).running():
+            yield services
+
+
+def _leader(config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared: Shared) -> Leader:
+    leases = shared.leases if config.redis is not None else StoreLeases(store, monotonic)
+    jobs = [Job("usage_compaction", UsageCompaction(store, monotonic).run)]
+    return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic)
 
 
 def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:

@@ -22,10 +22,10 @@ from gateway.responses import json_response
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.usage.hours import HOUR
-from gateway.usage.report import GROUPS, Group, Sheet, read_usage
+from gateway.usage.report import GROUPS, Group, Sheet, sum_usage
 
 DEFAULT_HOURS = 24
-MAX_HOURS = 31 * 24
+MAX_HOURS = 366 * 24
 LAST_TIME = 4102444800
 """Unix time of the year 2100."""
 TENANTS_AT_ONCE = 4
@@ -79,9 +79,8 @@ async def _add_all(services: Services, sheet: Sheet, start: int, end: int) -> No
 
 async def _add(services: Services, sheet: Sheet, tenant: str, start: int, end: int) -> None:
     newer = services.usage.unwritten(tenant)
-    records = await services.threads.read(read_usage, services.registry.store, tenant, start, end, newer)
-    for hour, record in records:
-        sheet.add(tenant, hour, record)
+    store = services.registry.store
+    sheet.include(await services.threads.read(sum_usage, store, tenant, start, end, newer, sheet.groups))
 
 
 def _groups(request: Request) -> list[Group]:

@@ -21,24 +21,18 @@ class UsageCounts(msgspec.Struct):
         self.completion_tokens += other.completion_tokens
         self.cold_starts += other.cold_starts
 
+    def maximum(self, other: UsageCounts) -> UsageCounts:
+        return UsageCounts(
+            max(self.requests, other.requests),
+            max(self.prompt_tokens, other.prompt_tokens),
+            max(self.completion_tokens, other.completion_tokens),
+            max(self.cold_starts, other.cold_starts),
+        )
+
 
 Functions = dict[str, dict[str, UsageCounts]]
 """By function and version; the base model has the version `base`."""
 BASE = "base"
-
-
-class UsageRecord(msgspec.Struct, frozen=True):
-    """tenants/<tenant>/usage/<hour>/<gateway>-<part>.json: written by one gateway alone, each time as a whole."""
-
-    functions: Functions
-
-
-def usage_folder(tenant: str) -> str:
-    return f"tenants/{tenant}/usage/"
-
-
-def usage_key(tenant: str, hour: str, gateway: str, part: int) -> str:
-    return f"{usage_folder(tenant)}{hour}/{gateway}-{part}.json"
 
 
 def add_to(functions: Functions, function: str, version: str, counts: UsageCounts) -> None:

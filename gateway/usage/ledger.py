@@ -15,15 +15,19 @@ import msgspec
 from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
 from gateway.threads import LeavableThreads
-from gateway.usage.counts import UsageCounts, UsageRecord, add_to, usage_key
-from gateway.usage.hours import hour_name
+from gateway.usage.counts import UsageCounts, add_to
+from gateway.usage.hours import HOUR, hour_name, hour_start
 from gateway.usage.journal import Journal, JournalError, Line, Sums, abandoned, claim
+from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0
 """For the last writing when the gateway stops; what it does not reach is in the journal, for the next start."""
 MAX_WRITES = 200
 """Objects written in one round; the others wait for the next."""
+LATE_SECONDS = 300.0
+"""After its hour's end an object is written under a new name each time: the old one may be removed any moment, once it
+is merged. Less than the compaction's CLOSED_SECONDS, by as much as this host's clock may be behind the store's."""
 LOG_BYTES = 1 << 20
 """From which the journal begins anew with its sums."""
 
@@ -64,7 +68,7 @@ class UsageLedger:
         sums.changes += 1
 
     def unwritten(self, tenant: str) -> dict[str, bytes]:
-        """The tenant's objects as they are to be, by key: newer than what the registry may have of them."""
+        """The tenant's objects as they are to be, by key: what the registry has of them may be older."""
         mine = [sums for sums in self._sums.values() if sums.tenant == tenant]
         return {self._key(sums): _encoded(sums) for sums in mine}
 
@@ -134,7 +138,8 @@ class UsageLedger:
         return msgspec.json.encode(list(self._sums.values()))
 
     def _key(self, sums: Sums) -> str:
-        return usage_key(sums.tenant, sums.hour, self._journal.gateway, sums.part)
+        late = self._clock() >= hour_start(sums.hour) + HOUR + LATE_SECONDS
+        return usage_key(sums.tenant, sums.hour, self._journal.gateway, sums.part, sums.changes if late else None)
 
 
 def _encoded(sums: Sums) -> bytes:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
-import msgspec
-
-from adapters.errors import InvalidRequest, NotFound, StoreUnavailable
+from adapters.errors import InvalidRequest, NotFound
 from adapters.store import MAX_LIST, ObjectStore
-from gateway.usage.counts import BASE, UsageCounts, UsageRecord, usage_folder
-from gateway.usage.hours import hour_name
+from gateway.usage.cells import Cell, Cells, cells_of, join_into
+from gateway.usage.counts import BASE, UsageCounts
+from gateway.usage.hours import HOUR, hour_name
+from gateway.usage.objects import (
+    DAY,
+    MONTH,
+    days_folder,
+    decode_hour,
+    decode_merged,
+    months_folder,
+    source_of,
+    usage_folder,
+)
 
 READERS = 8
 MAX_ROWS = 20_000
+LAST = "~"
+"""Greater than every character of a key."""
 
 Group = Literal["tenant", "function", "version", "hour"]
 GROUPS: tuple[Group, ...] = ("tenant", "function", "version", "hour")
@@ -29,60 +41,100 @@ class Sheet:
         self.groups = tuple(group for group in GROUPS if group in groups)
         self.rows: dict[Row, UsageCounts] = {}
         self.total = UsageCounts()
+        self._columns = [GROUPS.index(group) for group in self.groups]
 
-    def add(self, tenant: str, hour: str, record: UsageRecord) -> None:
-        for function, versions in record.functions.items():
-            for version, counts in versions.items():
-                values: dict[Group, str | int | None] = {
-                    "tenant": tenant,
-                    "function": function,
-                    "version": None if version == BASE else int(version),
-                    "hour": hour,
-                }
-                self.rows.setdefault(tuple(values[group] for group in self.groups), UsageCounts()).add(counts)
-                self.total.add(counts)
-        if len(self.rows) > MAX_ROWS:
-            raise InvalidRequest("group_by", f"more than {MAX_ROWS} rows: ask for fewer groups or a shorter time")
+    def add(self, tenant: str, cell: Cell, counts: UsageCounts) -> None:
+        version = None if cell.version == BASE else int(cell.version)
+        values = tenant, cell.function, version, cell.hour
+        self._add_row(tuple([values[column] for column in self._columns]), counts)
+
+    def include(self, other: Sheet) -> None:
+        """Adds the sums of a sheet of the same groups."""
+        for row, counts in other.rows.items():
+            self._add_row(row, counts)
 
     def ordered(self) -> Iterator[tuple[dict[str, str | int | None], UsageCounts]]:
         """(group -> value, sums), ascending; the base model's version, None, comes first."""
         for row in sorted(self.rows, key=lambda row: [(value is not None, value) for value in row]):
             yield dict(zip(self.groups, row, strict=True)), self.rows[row]
 
+    def _add_row(self, row: Row, counts: UsageCounts) -> None:
+        if row not in self.rows:
+            if len(self.rows) == MAX_ROWS:
+                raise InvalidRequest("group_by", f"more than {MAX_ROWS} rows: ask for fewer groups or a shorter time")
+            self.rows[row] = UsageCounts()
+        self.rows[row].add(counts)
+        self.total.add(counts)
+
+
+def sum_usage(
+    store: ObjectStore, tenant: str, first: int, end: int, newer: Mapping[str, bytes], groups: Sequence[Group]
+) -> Sheet:
+    """As `read_usage`, summed. Raises InvalidRequest, too."""
+    sheet = Sheet(groups)
+    for cell, counts in read_usage(store, tenant, first, end, newer):
+        sheet.add(tenant, cell, counts)
+    return sheet
+
 
 def read_usage(
     store: ObjectStore, tenant: str, first: int, end: int, newer: Mapping[str, bytes]
-) -> list[tuple[str, UsageRecord]]:
-    """(hour, record) of all gateways from the hour of Unix time `first` until before `end`.
+) -> Iterator[tuple[Cell, UsageCounts]]:
+    """Yields each cell from the hour of Unix time `first` until before `end` once.
 
-    `newer`: objects that are to be taken in place of the registry's. Blocks; raises StoreUnavailable.
+    Hours are read to their end before days are listed, and days before months: usage that compaction moves meanwhile is
+    met again where it went to, and joined. `newer`: objects of hours that may be ahead of the registry's. Blocks;
+    raises StoreUnavailable.
     """
-    folder = usage_folder(tenant)
-    low, high = folder + hour_name(first), folder + hour_name(end)
-    keys = {key for key in newer if low <= key < high}
-    after = low
+    low, high = hour_name(first), hour_name(end)
+    last = hour_name(end - HOUR)
+    hours, days, months = usage_folder(tenant), days_folder(tenant), months_folder(tenant)
+    cells: Cells = {}
+    for key, data in newer.items():
+        if hours + low <= key < hours + high:
+            join_into(cells, _hour_cells(key, data).items())
+    for key, data in _contents(store, _keys(store, hours, low, high)):
+        join_into(cells, _hour_cells(key, data).items())
+    for key, data in _contents(store, _keys(store, days, low[:DAY], last[:DAY] + LAST)):
+        join_into(cells, decode_merged(key, data, low, high)[0].items())
+    by_month: dict[str, list[str]] = {cell.hour[:MONTH]: [] for cell in cells}
+    for key in _keys(store, months, low[:MONTH], last[:MONTH] + LAST):
+        by_month.setdefault(key.removeprefix(months)[:MONTH], []).append(key)
+    for month, keys in sorted(by_month.items()):
+        whole = {cell: counts for cell, counts in cells.items() if cell.hour.startswith(month)}
+        for key, data in _contents(store, keys):
+            join_into(whole, decode_merged(key, data, low, high)[0].items())
+        yield from whole.items()
+
+
+def _keys(store: ObjectStore, folder: str, low: str, high: str) -> Sequence[str]:
+    """Keys of the folder from `low` until before `high`."""
+    keys: list[str] = []
+    after = folder + low
     while listed := store.list(folder, after, MAX_LIST):
-        keys |= {info.key for info in listed if info.key < high}
+        keys += [info.key for info in listed if info.key < folder + high]
         after = listed[-1].key
-        if after >= high or len(listed) < MAX_LIST:
+        if after >= folder + high or len(listed) < MAX_LIST:
             break
+    return keys
+
+
+def _contents(store: ObjectStore, keys: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """(key, content) of those that are still there."""
     with ThreadPoolExecutor(READERS, "usage") as pool:
-        contents = list(pool.map(lambda key: newer.get(key) or _read(store, key), sorted(keys)))
-    return [
-        (key.removeprefix(folder).partition("/")[0], _decode(key, data))
-        for key, data in zip(sorted(keys), contents, strict=True)
-    ]
+        for key, data in zip(keys, pool.map(partial(_read, store), keys), strict=True):
+            if data is not None:
+                yield key, data
 
 
-def _read(store: ObjectStore, key: str) -> bytes:
+def _read(store: ObjectStore, key: str) -> bytes | None:
+    """Returns None if the object is gone: it has been merged into one that is read later."""
     try:
         return store.get(key).data
     except NotFound:
-        raise StoreUnavailable(f"{key} was removed while it was read") from None
+        return None
 
 
-def _decode(key: str, data: bytes) -> UsageRecord:
-    try:
-        return msgspec.json.decode(data, type=UsageRecord)
-    except msgspec.DecodeError as error:
-        raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+def _hour_cells(key: str, data: bytes) -> Cells:
+    named = source_of(key)
+    return cells_of(*named, decode_hour(key, data)) if named else {}

@@ -6,9 +6,10 @@ import asyncio
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from usage_worlds import Crash, Watched, age, compact, crash_at
 
 from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
@@ -46,11 +48,9 @@ def counts(number: int) -> UsageCounts:
 def told(store: ObjectStore, tenant: str, newer: dict[str, bytes] | None = None) -> Counter[tuple[str, str, str]]:
     """Prompt tokens by hour, function and version."""
     sums: Counter[tuple[str, str, str]] = Counter()
-    for hour, record in read_usage(store, tenant, START - 10 * HOUR, START + 400 * HOUR, newer or {}):
-        for function, versions in record.functions.items():
-            for version, found in versions.items():
-                assert found.completion_tokens == 2 * found.prompt_tokens
-                sums[hour, function, version] += found.prompt_tokens
+    for cell, found in read_usage(store, tenant, START - 10 * HOUR, START + 400 * HOUR, newer or {}):
+        assert found.completion_tokens == 2 * found.prompt_tokens
+        sums[cell.hour, cell.function, cell.version] += found.prompt_tokens
     return sums
 
 
@@ -107,6 +107,36 @@ def test_kept_over_restarts_and_written_once(store: ObjectStore, tmp_path: Path)
             (hour, "f", "2"): 1,
             (hour_name(clock() + HOUR), "f", "1"): 3,
         }
+
+    asyncio.run(scenario())
+
+
+def test_who_was_late_writes_what_has_been_merged_once_more(store: ObjectStore, tmp_path: Path) -> None:
+    """A gateway that was cut off for days: its hour is merged as far as it had been written, and the rest is added."""
+    clock, quiet = Clock(), START + 100 * HOUR if isinstance(store, LocalStore) else time.time() + HOUR
+
+    async def scenario() -> None:
+        async with ledger_in(tmp_path / "usage", store, clock) as ledger:
+            hour = hour_name(clock())
+            ledger.add("acme", "f", "1", counts(5))
+            await ledger.flush()
+            ledger.add("acme", "f", "1", counts(7))
+        clock.now += 99 * HOUR
+        if isinstance(store, LocalStore):
+            age(store)
+        compact(store, quiet)
+        assert told(store, "acme") == {(hour, "f", "1"): 5}
+        async with ledger_in(tmp_path / "usage", store, clock) as ledger:
+            assert told(store, "acme", ledger.unwritten("acme")) == {(hour, "f", "1"): 12}
+            await ledger.flush()
+            (late,) = [info.key for info in store.list(f"tenants/acme/usage/{hour}/")]
+            assert late.endswith("-2.json"), "a name of its own, with the number of calls"
+            assert told(store, "acme") == {(hour, "f", "1"): 12}
+        if isinstance(store, LocalStore):
+            age(store)
+        compact(store, quiet)
+        assert told(store, "acme") == {(hour, "f", "1"): 12}
+        assert not store.list(f"tenants/acme/usage/{hour}/")
 
     asyncio.run(scenario())
 
@@ -194,7 +224,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.journal.begin_segment()
         self.kill()
 
-    @rule(hours=st.sampled_from([-1, 1, 2]))
+    @rule(quiet=st.booleans(), operations=st.integers(0, 40))
+    def compaction(self, quiet: bool, operations: int) -> None:
+        """Which may die half-way; `quiet`: gateways wrote long ago what lies in the registry."""
+        if quiet:
+            age(self.store)
+        with suppress(Crash):
+            compact(Watched(self.store, crash_at(operations)), self.clock())
+
+    @rule(hours=st.sampled_from([-1, 1, 2, 30]))
     def time_passes(self, hours: int) -> None:
         self.clock.now += hours * HOUR
 
@@ -311,12 +349,12 @@ def test_all_groupings_have_the_same_sum(tmp_path: Path) -> None:
             await ledger.flush()
 
     asyncio.run(scenario())
-    records = read_usage(store, "acme", START, START + 10 * HOUR, {})
+    records = list(read_usage(store, "acme", START, START + 10 * HOUR, {}))
     choose: Callable[[int], Any] = lambda mask: [group for bit, group in enumerate(GROUPS) if mask >> bit & 1]  # noqa: E731
     for mask in range(16):
         sheet = Sheet(choose(mask))
-        for hour, record in records:
-            sheet.add("acme", hour, record)
+        for cell, found in records:
+            sheet.add("acme", cell, found)
         rows = list(sheet.ordered())
         assert sum(sums.prompt_tokens for _, sums in rows) == sheet.total.prompt_tokens == total
         assert len(rows) == len({tuple(groups.values()) for groups, _ in rows})

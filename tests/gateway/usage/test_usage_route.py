@@ -19,7 +19,12 @@ from hypothesis import strategies as st
 from running_gateway import Running, upload
 from stub_node import die_after_first, die_at_once, hang_after_first, refuse_for_good
 
+from adapters.local_store import LocalStore
 from garnish.client import Client
+from gateway.leader.turn import Turn
+from gateway.usage.compaction import compact_tenant
+from gateway.usage.hours import HOUR, hour_name
+from gateway.usage.objects import usage_key
 
 NUMBERS = ("requests", "prompt_tokens", "completion_tokens")
 
@@ -210,3 +215,29 @@ def test_the_client(deployed: Running) -> None:
         told = client.usage(group_by=["version"])
     assert [(row.version, row.function, row.requests) for row in told.rows] == [(2, None, 1)]
     assert told.total.completion_tokens == 2
+
+
+def test_a_year_before_and_after_it_is_compacted(deployed: Running) -> None:
+    """Over REST and by the command line; a day more is refused."""
+    store = LocalStore(Path(deployed.config.registry))
+    end = int(time.time()) // HOUR * HOUR - 48 * HOUR
+    for days in range(0, 360, 30):
+        key = usage_key("acme", hour_name(end - days * 24 * HOUR), "0" * 16, days)
+        store.put(key, b'{"functions":{"f":{"1":{"requests":%d}}}}' % (days + 1))
+        os.utime(store.root / key, (1e9, 1e9))
+    start = end - 363 * 24 * HOUR
+    expected = sum(days + 1 for days in range(0, 360, 30))
+    asked = {"from": str(start), "to": str(end + 24 * HOUR)}
+    hours = usage(deployed, "acme", group_by="hour", **asked)
+    assert (hours["total"]["requests"], len(hours["rows"])) == (expected, 12)
+    compact_tenant(store, "acme", store.now(), Turn(1.0, lambda: 0.0, lambda: True))
+    assert usage(deployed, "acme", group_by="hour", **asked) == hours
+    assert usage(deployed, "admin", group_by="", **asked)["total"] == hours["total"]
+    command = [sys.executable, "-m", "garnish.cli.main", "usage", "--url", deployed.url, "--json", "--group-by", "hour"]
+    environment = os.environ | {"GARNISH_API_KEY": deployed.keys["acme"]}
+    done = subprocess.run(
+        [*command, "--from", asked["from"], "--to", asked["to"]], env=environment, capture_output=True, timeout=60
+    )
+    assert json.loads(done.stdout) == hours, done.stderr
+    refused = deployed.client("acme").get("/usage", params={**asked, "from": str(start - 3 * 24 * HOUR)})
+    assert refused.status_code == 422 and "8784 hours" in refused.text

@@ -1,0 +1,128 @@
+"""The heartbeat that keeps the lease, and the jobs that are called while it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from adapters.errors import StoreUnavailable
+from cluster.leases import Leases
+from cluster.redis_link import RedisAway
+from gateway.leader.metrics import LeaderMetrics
+from gateway.leader.turn import Job, Turn, TurnEnded
+
+LEASE = "leader"
+LEASE_SECONDS = 6.0
+BEAT_SECONDS = 2.0
+"""Between two heartbeats, and between two turns of a job. A killed leader is replaced within LEASE_SECONDS and two
+beats: its last write may be seen a beat late, and its end another one."""
+TURN_SECONDS = 10.0
+"""Deadline of a turn."""
+OVERTIME_SECONDS = 30.0
+"""After the deadline a turn that has not ended is given up: longer than one call of the store may take."""
+
+log = logging.getLogger("gateway")
+
+
+def worker_name() -> str:
+    """Names this process among all workers of all gateways, on /metrics and in the lease."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class Leader:
+    """Leads while it holds the lease. `clock` is monotonic seconds; `name` differs from worker to worker."""
+
+    def __init__(
+        self, leases: Leases, name: str, jobs: Sequence[Job], metrics: LeaderMetrics, clock: Callable[[], float]
+    ) -> None:
+        self.name = name
+        self._leases = leases
+        self._jobs = jobs
+        self._metrics = metrics
+        self._clock = clock
+        self._until = -math.inf
+        """The lease's end, by the clock."""
+        self._led = self._failing = False
+
+    def leads(self) -> bool:
+        """False from the lease's end on, also when this process was stopped over it."""
+        return self._clock() < self._until
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keeps the lease and runs the jobs as long as the context lasts, then gives the lease back."""
+        tasks = [asyncio.create_task(work) for work in (self._beats(), *(self._turns(job) for job in self._jobs))]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._resign()
+
+    async def beat(self) -> None:
+        """Takes or prolongs the lease."""
+        asked = self._clock()
+        try:
+            async with asyncio.timeout(BEAT_SECONDS):
+                lease = await self._leases.take(LEASE, self.name, LEASE_SECONDS)
+        except (RedisAway, StoreUnavailable, TimeoutError) as error:
+            if not self._failing:
+                log.warning("the leader's lease can't be reached", extra={"why": str(error) or "no answer in time"})
+            self._failing = True
+            self._metrics.count_beat("failed")
+        else:
+            self._failing = False
+            self._until = asked + lease.seconds if lease.holder == self.name else -math.inf
+            self._metrics.count_beat("led" if lease.holder == self.name else "followed")
+        self._note_change()
+
+    async def turn(self, job: Job) -> None:
+        """Calls the job once, if this worker leads."""
+        if not self.leads():
+            return
+        turn, failed = Turn(self._clock() + TURN_SECONDS, self._clock, self.leads), False
+        try:
+            async with asyncio.timeout(TURN_SECONDS + OVERTIME_SECONDS):
+                await job.run(turn)
+        except TurnEnded:
+            pass
+        except Exception as error:  # whatever it is, the job gets its next turn
+            failed = True
+            log.error("a job of the leader failed; it is tried again", extra={"job": job.name}, exc_info=error)
+        finally:
+            self._metrics.count_turn(job.name, turn.work, failed)
+
+    async def _beats(self) -> None:
+        while True:
+            try:
+                await self.beat()
+            except Exception:  # a worker that never beats again would never lead again
+                log.exception("a heartbeat of the leader failed; the next one follows")
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _turns(self, job: Job) -> None:
+        while True:
+            await self.turn(job)
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _resign(self) -> None:
+        if self.leads():
+            self._until = -math.inf
+            with suppress(RedisAway, StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await self._leases.free(LEASE, self.name)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        leads = self.leads()
+        self._metrics.set_leads(self.name, leads)
+        if leads != self._led:
+            log.info("this worker leads" if leads else "this worker no longer leads", extra={"worker": self.name})
+        self._led = leads

@@ -1,0 +1,92 @@
+"""Leases in the object store, for gateways without Redis: objects that are written by compare-and-swap.
+
+No host's clock is compared with another's. A holder counts its lease from before it writes; a challenger counts it from
+after it first reads that write, by its own monotonic clock. So the challenger is always the later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
+from adapters.store import ObjectStore
+from cluster.leases import NOBODY, Lease
+from gateway.threads import LeavableThreads
+
+
+class LeaseRecord(msgspec.Struct, frozen=True):
+    """leases/<name>.json"""
+
+    holder: str
+    """Empty: nobody."""
+    seconds: float
+    """For which it is held from its last write on."""
+    writes: int
+    """So that each write has another etag."""
+
+
+class StoreLeases:
+    """A `cluster.leases.Leases` whose methods raise StoreUnavailable instead of RedisAway."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._threads = LeavableThreads(1)
+        self._seen: dict[str, tuple[str, float]] = {}
+        """Each lease's etag, and since when it has been seen."""
+
+    async def take(self, name: str, holder: str, seconds: float) -> Lease:
+        known, etag = await self._read(name)
+        left = self._left(name, known)
+        if known.holder not in ("", holder) and left > 0:
+            return Lease(known.holder, left)
+        if await self._write(name, LeaseRecord(holder, seconds, known.writes + 1), etag):
+            return Lease(holder, seconds)
+        return await self.look(name)
+
+    async def free(self, name: str, holder: str) -> None:
+        known, etag = await self._read(name)
+        if known.holder == holder:
+            await self._write(name, LeaseRecord("", 0.0, known.writes + 1), etag)
+
+    async def look(self, name: str) -> Lease:
+        """An object that this process sees for the first time may say whose the lease was long ago."""
+        known, _ = await self._read(name)
+        left = self._left(name, known)
+        return Lease(known.holder, left) if known.holder and left > 0 else NOBODY
+
+    def _left(self, name: str, known: LeaseRecord) -> float:
+        return self._seen[name][1] + known.seconds - self._clock() if name in self._seen else 0.0
+
+    async def _read(self, name: str) -> tuple[LeaseRecord, str | None]:
+        """The lease and its etag; None: there is no object yet."""
+        try:
+            found = await self._threads.run(partial(self._store.get, _key(name)))
+        except NotFound:
+            self._seen.pop(name, None)
+            return LeaseRecord("", 0.0, 0), None
+        if self._seen.get(name, ("", 0.0))[0] != found.etag:
+            self._seen[name] = found.etag, self._clock()
+        try:
+            return msgspec.json.decode(found.data, type=LeaseRecord), found.etag
+        except msgspec.DecodeError as error:
+            raise StoreUnavailable(f"{_key(name)} can't be read as a lease ({error}): remove it") from None
+
+    async def _write(self, name: str, record: LeaseRecord, etag: str | None) -> bool:
+        """Returns False if another process has written it since it was read."""
+        data = msgspec.json.encode(record)
+        try:
+            if etag is None:
+                await self._threads.run(partial(self._store.put_if_absent, _key(name), data))
+            else:
+                await self._threads.run(partial(self._store.put_if_match, _key(name), data, etag))
+        except (Conflict, PreconditionFailed):
+            return False
+        return True
+
+
+def _key(name: str) -> str:
+    return f"leases/{name}.json"

@@ -1,0 +1,35 @@
+"""A job of the leader, and one call of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+
+class TurnEnded(Exception):
+    """The deadline has passed, or this worker no longer leads."""
+
+
+class Turn:
+    """One call of a job. `deadline` is by `clock`, monotonic seconds; safe to use from a thread of the job's."""
+
+    def __init__(self, deadline: float, clock: Callable[[], float], leads: Callable[[], bool]) -> None:
+        self.deadline = deadline
+        self.work = 0
+        """What the job has done so far, in its own unit; shown on /metrics."""
+        self._clock = clock
+        self._leads = leads
+
+    def check(self) -> None:
+        """A job calls it before each step that changes something. Raises TurnEnded."""
+        if not self._leads() or self._clock() >= self.deadline:
+            raise TurnEnded
+
+
+@dataclass(frozen=True)
+class Job:
+    """`run` is called once per beat while this worker leads. It does a bounded part of its work, returns or raises
+    TurnEnded at the turn's deadline, and goes on in the next turn. Two leaders may run it at once."""
+
+    name: str
+    run: Callable[[Turn], Awaitable[None]]

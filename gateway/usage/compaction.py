@@ -1,0 +1,202 @@
+"""Compaction: hours that are over are merged into their day, days into their month.
+
+What is merged is written before what it came from is removed, and readers count each cell once however many objects
+hold it (`cells.py`): a crash at any point, or a second compactor at work, changes no sum. Nothing is removed that may
+hold more than was merged:
+
+- An object of an hour may be written again by its gateway. It is taken only when nobody wrote it for QUIET_SECONDS by
+  the store's clock, and removed only if it was not written since. A late gateway uses new names (`ledger.py`).
+- A day is sealed by compare-and-swap before it is merged. Then nobody adds to it, and its name is never used again.
+- A month is never removed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+from adapters.errors import NotFound, PreconditionFailed, StoreUnavailable
+from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
+from gateway.leader.turn import Turn, TurnEnded
+from gateway.threads import LeavableThreads
+from gateway.usage.cells import Cells, cells_of, join_into
+from gateway.usage.hours import HOUR, hour_name
+from gateway.usage.objects import (
+    DAY,
+    MONTH,
+    days_folder,
+    decode_hour,
+    decode_merged,
+    encode_merged,
+    merged_key,
+    months_folder,
+    source_of,
+    usage_folder,
+)
+
+CLOSED_SECONDS = 600.0
+"""After its end an hour is closed: by then a gateway that reaches the store has written it for the last time."""
+QUIET_SECONDS = 60.0
+PAGE = 128
+"""Objects that are merged at once, so that one step is short also on a slow store."""
+MAX_BYTES = 4 << 20
+"""A merged object of this size gets no more cells; the next ones go into another one of the same day or month."""
+ATTEMPTS = 10
+"""At a write that another compactor was faster with."""
+TENANTS = 100
+
+log = logging.getLogger("gateway")
+
+
+class UsageCompaction:
+    """A job of the leader: goes through all tenants once per hour. `clock` is monotonic seconds."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._threads = LeavableThreads(1)
+        self._pending: list[str] = []
+        """Tenants of this round that were listed and not begun yet."""
+        self._after = ""
+        """The last tenant of this round that was listed."""
+        self._next_round = 0.0
+
+    async def run(self, turn: Turn) -> None:
+        """Raises TurnEnded, StoreUnavailable."""
+        await self._threads.run(partial(self._work, turn))
+
+    def _work(self, turn: Turn) -> None:
+        if self._clock() < self._next_round:
+            return
+        turn.check()
+        now = self._store.now()
+        while tenant := self._begin_tenant(turn):
+            try:
+                compact_tenant(self._store, tenant, now, turn)
+            except TurnEnded:
+                self._pending.insert(0, tenant)
+                raise
+        self._after = ""
+        self._next_round = self._clock() + HOUR - (now - CLOSED_SECONDS) % HOUR
+
+    def _begin_tenant(self, turn: Turn) -> str | None:
+        """Returns None at the round's end. A tenant that fails waits for the next round, so that the others go on."""
+        if not self._pending:
+            turn.check()
+            self._pending = list(self._store.folders("tenants/", self._after, TENANTS))
+            if not self._pending:
+                return None
+            self._after = self._pending[-1]
+        return self._pending.pop(0)
+
+
+def compact_tenant(store: ObjectStore, tenant: str, now: float, turn: Turn) -> None:
+    """Merges what is closed at `now`, Unix time by the store's clock. `turn.work` counts objects that were removed.
+
+    Blocks; raises TurnEnded, StoreUnavailable.
+    """
+    _Compactor(store, tenant, now, turn).run()
+
+
+class _Compactor:
+    def __init__(self, store: ObjectStore, tenant: str, now: float, turn: Turn) -> None:
+        self._store = store
+        self._turn = turn
+        self._hours, self._days, self._months = usage_folder(tenant), days_folder(tenant), months_folder(tenant)
+        self._open = hour_name(now - CLOSED_SECONDS)
+        """The first hour that is not closed."""
+        self._quiet = now - QUIET_SECONDS
+
+    def run(self) -> None:
+        after, more = self._hours, True
+        while more:
+            listed = self._list(self._hours, after, PAGE)
+            self._merge_hours([info for info in listed if info.key < self._hours + self._open])
+            more = len(listed) == PAGE and listed[-1].key < self._hours + self._open
+            after = listed[-1].key if listed else after
+        after, more = "", True
+        while more:
+            listed = self._list(self._days, after, PAGE)
+            for info in listed:
+                if info.key < self._days + self._open[:DAY]:
+                    self._merge_day(info.key)
+            more = len(listed) == PAGE
+            after = listed[-1].key if listed else after
+
+    def _merge_hours(self, listed: Sequence[ObjectInfo]) -> None:
+        keys = [info.key for info in listed if info.modified < self._quiet and source_of(info.key)]
+        with ThreadPoolExecutor(self._store.readers, "compaction") as pool:
+            found = dict(zip(keys, pool.map(self._read_hour, keys), strict=True))
+            days: dict[str, Cells] = {}
+            for cells in found.values():
+                for cell, counts in (cells or {}).items():
+                    join_into(days.setdefault(cell.hour[:DAY], {}), [(cell, counts)])
+            for day, cells in days.items():
+                self._add(self._days, day, cells)
+            merged = [key for key, cells in found.items() if cells is not None]
+            self._turn.work += sum(pool.map(self._remove_hour, merged))
+
+    def _read_hour(self, key: str) -> Cells | None:
+        """Returns None if the object is gone, or is none that can be read: that one stays, and reports name it."""
+        named = source_of(key)
+        assert named is not None
+        self._turn.check()
+        try:
+            data = self._store.get(key).data
+        except NotFound:
+            return None
+        try:
+            return cells_of(*named, decode_hour(key, data))
+        except StoreUnavailable as error:
+            log.error("usage is not merged", extra={"why": str(error)})
+            return None
+
+    def _remove_hour(self, key: str) -> bool:
+        self._turn.check()
+        return self._store.delete_older(key, self._quiet)
+
+    def _merge_day(self, key: str) -> None:
+        self._turn.check()
+        try:
+            found = self._store.get(key)
+            cells, sealed = decode_merged(key, found.data)
+            if not sealed:
+                self._turn.check()
+                self._store.put_if_match(key, encode_merged(cells, sealed=True), found.etag)
+        except (NotFound, PreconditionFailed):
+            return  # another compactor was faster; what it did not finish is for the next round
+        self._add(self._months, key.removeprefix(self._days)[:MONTH], cells)
+        self._turn.check()
+        self._store.delete(key)
+        self._turn.work += 1
+
+    def _add(self, folder: str, name: str, cells: Cells) -> None:
+        """Joins the cells into one object of this day or month."""
+        for _ in range(ATTEMPTS):
+            with suppress(PreconditionFailed, NotFound):
+                return self._add_once(folder, name, cells)
+        raise StoreUnavailable(f"{folder}{name} was changed by others {ATTEMPTS} times in a row; it is tried again")
+
+    def _add_once(self, folder: str, name: str, cells: Cells) -> None:
+        """Raises PreconditionFailed or NotFound if another compactor was faster."""
+        for info in self._list(f"{folder}{name}-", "", MAX_LIST):
+            if info.size >= MAX_BYTES:
+                continue
+            self._turn.check()
+            found = self._store.get(info.key)
+            joined, sealed = decode_merged(info.key, found.data)
+            if sealed:
+                continue
+            if join_into(joined, cells.items()):
+                self._turn.check()
+                self._store.put_if_match(info.key, encode_merged(joined), found.etag)
+            return
+        self._turn.check()
+        self._store.put_if_absent(merged_key(folder, name), encode_merged(cells))
+
+    def _list(self, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
+        self._turn.check()
+        return self._store.list(prefix, after, limit)

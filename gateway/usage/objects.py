@@ -1,0 +1,124 @@
+"""The objects of the registry that hold usage, and their names.
+
+tenants/<tenant>/usage/<hour>/<gateway>-<part>.json             what one journal counted, written by its gateway alone
+tenants/<tenant>/usage/<hour>/<gateway>-<part>-<changes>.json   the same, newer, from a gateway that was late
+tenants/<tenant>/usage/days/<day>-<id>.json                     hours that are over, merged
+tenants/<tenant>/usage/months/<month>-<id>.json                 days that are over, merged
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from adapters.errors import StoreUnavailable
+from gateway.usage.cells import Cell, Cells
+from gateway.usage.counts import Functions, UsageCounts
+from gateway.usage.hours import hour_start
+
+FORMAT = 1
+"""Of merged objects; a later one is refused."""
+DAY = len("2026-11-21")
+MONTH = len("2026-11")
+"""An hour's name begins with its day's, and that with its month's."""
+
+
+class UsageRecord(msgspec.Struct, frozen=True):
+    """An hour of one journal."""
+
+    functions: Functions
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A cell: indices into the object's `hours` and `sources`, then the counters."""
+
+    hour: int
+    source: int
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    cold_starts: int
+
+
+class MergedRecord(msgspec.Struct, frozen=True):
+    """Many hours of many journals."""
+
+    format: int
+    sealed: bool
+    """Nobody adds to it any more: it is about to be merged into the next level and removed."""
+    hours: list[str]
+    sources: list[str]
+    functions: dict[str, dict[str, list[Row]]]
+
+
+def usage_folder(tenant: str) -> str:
+    return f"tenants/{tenant}/usage/"
+
+
+def days_folder(tenant: str) -> str:
+    return usage_folder(tenant) + "days/"
+
+
+def months_folder(tenant: str) -> str:
+    return usage_folder(tenant) + "months/"
+
+
+def merged_key(folder: str, name: str) -> str:
+    """A key that was never used: a removal that is late can't meet a newer object of the same name."""
+    return f"{folder}{name}-{secrets.token_hex(8)}.json"
+
+
+def usage_key(tenant: str, hour: str, gateway: str, part: int, late: int | None = None) -> str:
+    """`late`: the number of changes in what is written, so that a late object is written once under its name."""
+    suffix = "" if late is None else f"-{late}"
+    return f"{usage_folder(tenant)}{hour}/{gateway}-{part}{suffix}.json"
+
+
+def source_of(key: str) -> tuple[str, str] | None:
+    """(hour, source) that a key names; None if it is no object of an hour."""
+    *_, hour, name = key.split("/")
+    try:
+        hour_start(hour)
+    except ValueError:
+        return None
+    return hour, "-".join(name.removesuffix(".json").split("-")[:2])
+
+
+def decode_hour(key: str, data: bytes) -> Functions:
+    """Raises StoreUnavailable for what is no usage record."""
+    try:
+        return msgspec.json.decode(data, type=UsageRecord).functions
+    except msgspec.DecodeError as error:
+        raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+
+
+def decode_merged(key: str, data: bytes, low: str = "", high: str = "~") -> tuple[Cells, bool]:
+    """(cells of the hours from `low` until before `high`, whether the object is sealed). Raises StoreUnavailable."""
+    try:
+        record = msgspec.json.decode(data, type=MergedRecord)
+        if record.format != FORMAT:
+            raise StoreUnavailable(f"the record {key} has format {record.format}: a newer release wrote it, use that")
+        inside = [low <= hour < high for hour in record.hours]
+        cells = {
+            Cell(record.hours[row.hour], record.sources[row.source], function, version): UsageCounts(
+                row.requests, row.prompt_tokens, row.completion_tokens, row.cold_starts
+            )
+            for function, versions in record.functions.items()
+            for version, rows in versions.items()
+            for row in rows
+            if inside[row.hour]
+        }
+    except (msgspec.DecodeError, IndexError) as error:
+        raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+    return cells, record.sealed
+
+
+def encode_merged(cells: Cells, *, sealed: bool = False) -> bytes:
+    hours = {hour: number for number, hour in enumerate(sorted({cell.hour for cell in cells}))}
+    sources = {source: number for number, source in enumerate(sorted({cell.source for cell in cells}))}
+    functions: dict[str, dict[str, list[Row]]] = {}
+    for cell, counts in cells.items():
+        row = Row(hours[cell.hour], sources[cell.source], *msgspec.structs.astuple(counts))
+        functions.setdefault(cell.function, {}).setdefault(cell.version, []).append(row)
+    return msgspec.json.encode(MergedRecord(FORMAT, sealed, list(hours), list(sources), functions))

@@ -1,0 +1,184 @@
+"""Leaders as processes of their own, and as workers of a gateway: killed ones are replaced, stopped ones stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from test_gateway_server import config  # noqa: F401  (a fixture)
+from test_gateway_workers import Pair, pair  # noqa: F401  (a fixture)
+
+from adapters.local_store import LocalStore
+from benchmarks.redis_server import RedisServer, redis_server
+from gateway.usage.counts import UsageCounts
+from gateway.usage.hours import HOUR, hour_name, hour_start
+from gateway.usage.objects import usage_folder
+
+PROGRAM = """
+import asyncio, os, sys
+from pathlib import Path
+from time import monotonic
+from prometheus_client import CollectorRegistry
+from adapters.local_store import LocalStore
+from cluster.leases import RedisLeases
+from cluster.redis_link import RedisLink
+from gateway.leader.leader import Leader
+from gateway.leader.metrics import LeaderMetrics
+from gateway.leader.store_leases import StoreLeases
+from gateway.leader.turn import Job
+
+name, registry, log, redis = sys.argv[1:]
+out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+async def steps(turn):
+    while True:
+        turn.check()
+        os.write(out, f"{name} {monotonic()}\\n".encode())
+        await asyncio.sleep(0.02)
+
+async def lead(leases):
+    metrics = LeaderMetrics(CollectorRegistry())
+    async with Leader(leases, name, [Job("steps", steps)], metrics, monotonic).running():
+        await asyncio.sleep(3600)
+
+async def main():
+    if not redis:
+        return await lead(StoreLeases(LocalStore(Path(registry)), monotonic))
+    link = RedisLink(redis, "test:", name, monotonic)
+    async with link.running():
+        await link.wait_until_up(60)
+        await lead(RedisLeases(link))
+
+asyncio.run(main())
+"""
+
+
+class Processes:
+    def __init__(self, folder: Path, redis: str, stack: ExitStack) -> None:
+        self._folder, self._redis, self._stack = folder, redis, stack
+        self.log = folder / "steps"
+        self.log.touch()
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", PROGRAM, name, str(self._folder / "registry"), str(self.log), self._redis]
+        child = subprocess.Popen(command)
+        self._stack.callback(child.wait, 30)
+        self._stack.callback(child.kill)
+        return child
+
+    def steps(self, name: str) -> list[float]:
+        """When the leader of this name took its steps, by the monotonic clock that all processes share."""
+        lines = [line.split() for line in self.log.read_text().splitlines()]
+        return [float(when) for who, when in lines if who == name]
+
+
+@pytest.fixture(params=["store", "redis"])
+def processes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Processes]:
+    with ExitStack() as stack:
+        server = stack.enter_context(redis_server(tmp_path)) if request.param == "redis" else None
+        yield Processes(tmp_path, server.url if server else "", stack)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """A test's own time limit bounds it."""
+    while not condition():
+        time.sleep(0.02)
+
+
+def test_a_killed_leader_is_replaced(processes: Processes) -> None:
+    one = processes.start("one")
+    until(lambda: processes.steps("one"))
+    processes.start("two")
+    time.sleep(3)
+    assert not processes.steps("two")
+    one.kill()
+    until(lambda: processes.steps("two"))
+    after = processes.steps("two")[0] - processes.steps("one")[-1]
+    assert after < 30, "10 s on a host that is not busy"
+
+
+def test_a_stopped_leader_does_nothing_more(processes: Processes) -> None:
+    one = processes.start("one")
+    until(lambda: processes.steps("one"))
+    one.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    processes.start("two")
+    until(lambda: processes.steps("two"))
+    one.send_signal(signal.SIGCONT)
+    before = len(processes.steps("two"))
+    until(lambda: len(processes.steps("two")) > before + 50)  # the first one had time for steps of its own
+    assert not [when for when in processes.steps("one") if when > stopped + 0.5]
+
+
+def write_hours(registry: Path, hours: int, calls: int) -> int:
+    """Objects as the previous release wrote them, of hours long over. Returns the calls that they hold."""
+    store = LocalStore(registry)
+    first = int(time.time()) // HOUR * HOUR - 40 * HOUR
+    for number in range(hours):
+        key = f"{usage_folder('default')}{hour_name(first + number * HOUR)}/{number:016x}-1.json"
+        counts = UsageCounts(calls, 10, 20, 0)
+        store.put(key, msgspec.json.encode({"functions": {"stories260K": {"base": counts}}}))
+        os.utime(registry / key, (1e9, 1e9))
+    return hours * calls
+
+
+def hours_left(registry: Path) -> list[str]:
+    listed = LocalStore(registry).list(usage_folder("default"))
+    now = time.time()
+    return [info.key for info in listed if info.key.split("/")[3][0] == "2" and _age(info.key, now) > 2 * HOUR]
+
+
+def _age(key: str, now: float) -> float:
+    return now - hour_start(key.split("/")[3])
+
+
+def leaders(url: str) -> dict[str, float]:
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    return {sample.labels["worker"]: sample.value for sample in families["garnish_leader"].samples}
+
+
+def who_leads(url: str) -> list[int]:
+    return [int(worker.split("-")[-2]) for worker, leads in leaders(url).items() if leads]
+
+
+def usage_requests(url: str) -> int:
+    params = {"from": str(int(time.time()) - 300 * 24 * HOUR)}
+    reply = httpx.get(f"{url}/usage", params=params, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return int(reply.json()["total"]["requests"])
+
+
+def test_a_killed_worker_that_led_is_replaced_and_its_work_goes_on(pair: Pair) -> None:  # noqa: F811
+    registry = Path(pair.config.registry)
+    pair.until(lambda: len(who_leads(pair.url)) == 1)
+    (led,) = who_leads(pair.url)
+    assert led in pair.workers
+    expected = write_hours(registry, 30, 7)
+    assert usage_requests(pair.url) == expected
+    os.kill(led, signal.SIGKILL)
+    killed = time.monotonic()
+    pair.until(lambda: [pid for pid in who_leads(pair.url) if pid != led])
+    assert time.monotonic() - killed < 30, "10 s on a host that is not busy"
+    pair.until(lambda: not hours_left(registry))
+    assert usage_requests(pair.url) == expected
+    pair.until(lambda: len(who_leads(pair.url)) == 1)
+
+
+def test_the_leader_resigns_when_its_gateway_stops(pair: Pair, tmp_path: Path) -> None:  # noqa: F811
+    redis: RedisServer = pair.redis
+    pair.until(lambda: len(who_leads(pair.url)) == 1)
+    pair.child.send_signal(signal.SIGTERM)
+    assert pair.child.wait(60) == 0
+    with redis.client as client:
+        assert not [key for key in client.keys("*") if key.endswith(b":lease:leader")]
