@@ -80,3 +80,11 @@ class StoreUnavailable(AdapterError):
 
 class CorruptArtifact(AdapterError):
     """Bytes in the registry are not what was written there."""
+
+
+class ArtifactPending(AdapterError):
+    """A version's artifact for the present base is not made yet. The same call will work later."""
+
+    def __init__(self, function: str, version: int) -> None:
+        super().__init__(f"version {version} of function {function} is being made ready for the present base model")
+        self.version = version

@@ -24,7 +24,9 @@ from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.contents import Contents
 from adapters.errors import (
+    ArtifactPending,
     Conflict,
+    CorruptArtifact,
     InvalidAdapter,
     InvalidRequest,
     NoSuchFunction,
@@ -105,6 +107,10 @@ class Choice(msgspec.Struct, frozen=True):
     version: Resolved
     refused: tuple[Problem, ...] = ()
     """Why it does not fit the present base model, if it does not."""
+    damaged: str = ""
+    """What of its stored files is not as it was, if they are needed."""
+    pending: bool = False
+    """Whether its artifact for the present base is still to be made: `Registry.make_artifact`."""
 
 
 class Registry:
@@ -171,8 +177,13 @@ class Registry:
     def resolve(self, tenant: str, name: str, qualifier: str | None = None, point: float = 0.0) -> Resolved:
         """The version that a call gets now; `point` in [0, 1) says on which side of a split alias it falls.
 
-        Raises NotFound, StoreUnavailable, and InvalidAdapter if the base was changed and this adapter does not fit.
+        Its artifact is made here if there is none. Raises NotFound, StoreUnavailable, CorruptArtifact, and
+        InvalidAdapter if the base was changed and this adapter does not fit.
         """
+        try:
+            return pick(self.choices(tenant, name, qualifier), point)
+        except ArtifactPending as pending:
+            self.make_artifact(tenant, name, pending.version)
         return pick(self.choices(tenant, name, qualifier), point)
 
     def choices(self, tenant: str, name: str, qualifier: str | None = None) -> Sequence[Choice]:
@@ -187,7 +198,7 @@ class Registry:
         if len(entries) != len(weights):
             hint = did_you_mean(wanted, record.aliases)
             raise NotFound(f"function {name} has no version or alias {wanted[:100]!r}{hint}")
-        return [self._choice(tenant, record, entry, weights[str(entry.version)]) for entry in entries]
+        return [self._choice(record, entry, weights[str(entry.version)]) for entry in entries]
 
     def function(self, tenant: str, name: str) -> FunctionRecord:
         """The function's record. Raises NotFound."""
@@ -271,13 +282,14 @@ class Registry:
                 self.delete_function(tenant, name)
             raise
 
-    def _choice(self, tenant: str, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
-        refused: tuple[Problem, ...] = ()
-        if entry.base != self.base.fingerprint:
-            try:
-                self.contents.ensure_artifact(self._manifest(tenant, record.name, entry.version))
-            except InvalidAdapter as error:
-                refused = tuple(error.problems)
+    def make_artifact(self, tenant: str, name: str, version: int) -> None:
+        """Make a version's artifact for the present base from its files, unless there is one. Takes long.
+
+        Raises InvalidAdapter, CorruptArtifact and StoreUnavailable.
+        """
+        self.contents.ensure_artifact(self._manifest(tenant, name, version))
+
+    def _choice(self, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
         resolved = Resolved(
             function=record.name,
             version=entry.version,
@@ -287,7 +299,15 @@ class Registry:
             bytes=entry.bytes,
             policy=record.policy,
         )
-        return Choice(share, resolved, refused)
+        if entry.base == self.base.fingerprint or self.contents.has_artifact(entry.digest):
+            return Choice(share, resolved)
+        try:
+            self.contents.check_failure(entry.digest)
+        except InvalidAdapter as error:
+            return Choice(share, resolved, refused=tuple(error.problems))
+        except CorruptArtifact as error:
+            return Choice(share, resolved, damaged=str(error))
+        return Choice(share, resolved, pending=True)
 
     def _check_name(self, name: str) -> None:
         if not is_name(name):
@@ -347,7 +367,9 @@ class Registry:
 
 
 def pick(choices: Sequence[Choice], point: float) -> Resolved:
-    """The version into whose share `point` falls, where shares lie side by side from 0. Raises InvalidAdapter.
+    """The version into whose share `point` falls, where shares lie side by side from 0.
+
+    Raises InvalidAdapter, CorruptArtifact, ArtifactPending.
 
     Moving share from one of two versions to the other moves only the points in between.
     """
@@ -360,6 +382,10 @@ def pick(choices: Sequence[Choice], point: float) -> Resolved:
             break
     if chosen.refused:
         raise InvalidAdapter(list(chosen.refused))
+    if chosen.damaged:
+        raise CorruptArtifact(chosen.damaged)
+    if chosen.pending:
+        raise ArtifactPending(chosen.version.function, chosen.version.version)
     return chosen.version
 
 
