@@ -99,8 +99,12 @@ class Tenants:
 
     def list(self, after: str = "", limit: int = 1000) -> Sequence[Tenant]:
         """A page of the tenants, in the order of the store's folders."""
-        found = (self._read(name) for name in self.store.folders("tenants/", after, limit))
+        found = (self._read(name) for name in self.names(after, limit))
         return tuple(tenant for tenant in found if tenant is not None and not tenant.deleted)
+
+    def names(self, after: str = "", limit: int = 1000) -> Sequence[str]:
+        """A page of the names of tenants in a fixed order, deleted ones of which something is left included."""
+        return self.store.folders("tenants/", after, limit)
 
     def put(
         self,
@@ -193,10 +197,7 @@ class Tenants:
     def bound_start_keys(self, names: Sequence[str], used: Sequence[str]) -> None:
         """Forget surplus keys that earlier starts made for these tenants and for administrators; `used`: texts of keys
         that stay in any case. See adapters.start_keys."""
-        found = read_record(self.store, ADMIN_KEY, Admin)
-        if found is None:
-            return
-        admin, ids = found[0].keys, {claim.key_id for text in used if (claim := parse_key(text)) is not None}
+        admin, ids = self.admin_keys(), {claim.key_id for text in used if (claim := parse_key(text)) is not None}
 
         def left(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
             return bounded(keys, unmarked_start_keys(keys, admin), ids)
@@ -212,13 +213,18 @@ class Tenants:
         if left_of_admin(admin) is not admin:
             self._change_keys(None, left_of_admin)
 
+    def admin_keys(self) -> tuple[KeyRecord, ...]:
+        """Of all administrators, revoked ones included."""
+        found = read_record(self.store, ADMIN_KEY, Admin)
+        return found[0].keys if found else ()
+
     def verify(self, text: str) -> Principal | None:
         """The key's owner, or None for anything but a valid, unrevoked key."""
         claim = parse_key(text)
         if claim is None:
             return None
         if claim.tenant is None:
-            keys = (read_record(self.store, ADMIN_KEY, Admin) or (Admin(), ""))[0].keys
+            keys = self.admin_keys()
         else:
             found = self._read(claim.tenant)
             keys = found.keys if found else ()

@@ -206,6 +206,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         services = _make_services(config, metrics, _Opened(base, store, secret, usage, session, connections, shared))
         if config.redis is not None:
             services.join_peers()
+        await services.callers.learn_tenants()
         yield services
 
 
