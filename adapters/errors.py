@@ -78,6 +78,17 @@ class StoreUnavailable(AdapterError):
     """The object store can't be reached, is full, or did not answer in time. The same call may work later."""
 
 
+class CorruptRecord(StoreUnavailable):
+    """A record in the registry is not readable: someone has to mend it."""
+
+
+class CorruptFunction(CorruptRecord):
+    """A function's own record is not readable; the message may be shown to its tenant."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(f"the record of function {function} is damaged: the operator restores it from a backup")
+
+
 class CorruptArtifact(AdapterError):
     """Bytes in the registry are not what was written there."""
 

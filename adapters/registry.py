@@ -27,6 +27,8 @@ from adapters.errors import (
     ArtifactPending,
     Conflict,
     CorruptArtifact,
+    CorruptFunction,
+    CorruptRecord,
     InvalidAdapter,
     InvalidRequest,
     NoSuchFunction,
@@ -36,6 +38,7 @@ from adapters.errors import (
 )
 from adapters.function_changes import FunctionChanges, check_alias, function_key
 from adapters.functions import (
+    BrokenFunction,
     FunctionRecord,
     Manifest,
     Policy,
@@ -49,7 +52,7 @@ from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
 from adapters.peft_format import read_peft
 from adapters.quota import Quota, Room
-from adapters.records import read_record, read_records, update_record
+from adapters.records import read_each, read_record, read_records, update_record
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, validate
 
@@ -207,21 +210,25 @@ class Registry:
             raise NoSuchFunction(tenant, name)
         return found
 
-    def functions(self, tenant: str, after: str = "", limit: int = 100) -> tuple[list[FunctionRecord], str | None]:
+    def functions(
+        self, tenant: str, after: str = "", limit: int = 100
+    ) -> tuple[list[FunctionRecord | BrokenFunction], str | None]:
         """A page of the tenant's functions in a fixed order, and the `after` of the next page if there may be one.
 
         What is left of deleted functions is passed over, MAX_PASSED at most: then a page ends early, or is empty.
         """
         _check_tenant(tenant)
-        limit, records = min(limit, MAX_LIST), list[FunctionRecord]()
+        limit, records = min(limit, MAX_LIST), list[FunctionRecord | BrokenFunction]()
         for size in (limit, MAX_PASSED):
             names = self.store.folders(f"tenants/{tenant}/functions/", after, size)
             first = 0
             while first < len(names):
                 some = names[first : first + max(limit - len(records), self.store.readers)]
-                found = read_records(self.store, [function_key(tenant, name) for name in some], FunctionRecord)
+                found = read_each(self.store, [function_key(tenant, name) for name in some], FunctionRecord)
                 for after, record in zip(some, found, strict=True):
-                    if record is not None and not record.deleted:
+                    if isinstance(record, CorruptRecord):
+                        records.append(BrokenFunction(after, str(CorruptFunction(after))))
+                    elif record is not None and not record.deleted:
                         records.append(record)
                     if len(records) == limit:
                         return records, after
@@ -316,7 +323,10 @@ class Registry:
             raise InvalidRequest("name", f"{name!r} is the base model's id")
 
     def _read(self, tenant: str, name: str) -> FunctionRecord | None:
-        found = read_record(self.store, function_key(tenant, name), FunctionRecord)
+        try:
+            found = read_record(self.store, function_key(tenant, name), FunctionRecord)
+        except CorruptRecord:
+            raise CorruptFunction(name) from None
         return found[0] if found else None
 
     def _listed(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> VersionEntry:

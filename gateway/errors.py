@@ -39,6 +39,8 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("precondition_failed", str(error))
         case adapter_errors.TooLarge():
             return ServiceError("too_large", str(error))
+        case adapter_errors.CorruptFunction():
+            return ServiceError("internal", str(error))
         case adapter_errors.StoreUnavailable():
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case adapter_errors.ArtifactPending():

@@ -313,5 +313,5 @@ def test_a_tombstone_keeps_only_what_later_deploys_need(registry: Registry, good
 def test_a_damaged_record_is_an_outage_not_a_crash(registry: Registry, good: tuple[bytes, Path]) -> None:
     deploy(registry, good)
     registry.store.put("tenants/acme/functions/f/function.json", b"{")
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailable, match="the record of function f is damaged"):
         registry.resolve("acme", "f")
