@@ -11,7 +11,7 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from adapters.artifact import artifact_key, write_artifact
@@ -44,6 +44,11 @@ class Contents:
         self._put(blob_key(hashlib.sha256(config).hexdigest()), config)
         self._put(blob_key(layout.weights_sha256), weights)
         self.put_artifact(layout, weights)
+
+    def keys(self, layout: LoraLayout, config: bytes) -> Sequence[str]:
+        """Of what `put_files` stores."""
+        blobs = blob_key(hashlib.sha256(config).hexdigest()), blob_key(layout.weights_sha256)
+        return *blobs, artifact_key(self.base.fingerprint, layout.digest)
 
     def put_artifact(self, layout: LoraLayout, weights: Path) -> None:
         """Make and store the artifact, unless it is there and young."""

@@ -58,6 +58,8 @@ from adapters.validate import LoraLayout, validate
 
 MAX_PASSED = 1000
 """Deleted functions that one page of a list passes over, besides as many as it may have."""
+MAX_REWRITES = 10
+"""Times that a deploy stores again what a garbage collection was removing."""
 MAX_ORPHANS = 1000
 """Numbers in a row that a deploy skips because deploys that failed, or still run, took them."""
 
@@ -339,10 +341,23 @@ class Registry:
             return msgspec.structs.replace(existing, base=self.base.fingerprint)
         if deploy.manifest is None:
             deploy.room.take(deploy.layout.bytes)
-            self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
-            deploy.manifest = self._put_manifest(tenant, record, deploy)
+            deploy.manifest = self._put_all(tenant, record, deploy)
         made = deploy.manifest
         return VersionEntry(made.version, made.digest, made.base, made.ranks, made.targets, made.bytes, made.created)
+
+    def _put_all(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
+        """Store what the version is made of, until nothing that a garbage collection was just removing is missing."""
+        manifest: Manifest | None = None
+        for _ in range(MAX_REWRITES):
+            self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
+            manifest = manifest or self._put_manifest(tenant, record, deploy)
+            key = _manifest_key(tenant, record.name, manifest.version)
+            missing = self.store.missing([*self.contents.keys(deploy.layout, deploy.config), key])
+            if not missing:
+                return manifest
+            if key in missing:
+                manifest = None
+        raise StoreUnavailable("what a deploy stores is removed again and again by garbage collections")
 
     def _manifest(self, tenant: str, name: str, version: int) -> Manifest:
         found = read_record(self.store, _manifest_key(tenant, name, version), Manifest)
