@@ -3,7 +3,8 @@
 Orphans are what deploys leave that died, and what deletes leave. First everything that is listed is noted, and then
 objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy writes
 content anew that it meets at half the age, so what is old enough when the run starts and is not listed is not
-wanted by a deploy under way. What a deploy wrote anew since then is young, and is looked at again before it is removed.
+wanted by a deploy under way. What a deploy wrote anew since then is young, and is looked at again before it is removed;
+a deploy that writes between that look and the removal finds it missing before it lists it, and writes it again.
 A version that was taken off its function's list since is kept, too: calls of it may still load it. All times are by
 the store's clock.
 """

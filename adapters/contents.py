@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import tempfile
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from adapters.artifact import artifact_key, write_artifact
 from adapters.base_model import BaseModel
-from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter, StoreUnavailable
+from adapters.errors import AdapterError, Conflict, CorruptArtifact, InvalidAdapter, NotFound, StoreUnavailable
 from adapters.functions import Manifest
 from adapters.peft_format import read_peft
 from adapters.store import ObjectStore
@@ -23,8 +24,10 @@ from adapters.validate import LoraLayout, file_sha256, validate
 
 REWRITE_SECONDS = 12 * 3600.0
 READ_BYTES = 8 << 20
-MAX_REFUSED = 1000
-"""Refusals that are remembered."""
+MAX_FAILURES = 1000
+"""Reasons why artifacts can't be made that are remembered."""
+DAMAGED_SECONDS = 30.0
+"""For which damaged files are not read again: someone may mend them."""
 
 
 class Contents:
@@ -33,14 +36,19 @@ class Contents:
     def __init__(self, store: ObjectStore, base: BaseModel) -> None:
         self.store = store
         self.base = base
-        self._remaking = threading.Lock()
-        self._refused: dict[str, InvalidAdapter] = {}
+        self._failures: dict[str, tuple[AdapterError, float]] = {}
+        """Why artifacts can't be made, with the monotonic seconds until which that holds."""
 
     def put_files(self, layout: LoraLayout, config: bytes, weights: Path) -> None:
         """Store both original files and the artifact, unless they are there and young."""
         self._put(blob_key(hashlib.sha256(config).hexdigest()), config)
         self._put(blob_key(layout.weights_sha256), weights)
         self.put_artifact(layout, weights)
+
+    def keys(self, layout: LoraLayout, config: bytes) -> Sequence[str]:
+        """Of what `put_files` stores."""
+        blobs = blob_key(hashlib.sha256(config).hexdigest()), blob_key(layout.weights_sha256)
+        return *blobs, artifact_key(self.base.fingerprint, layout.digest)
 
     def put_artifact(self, layout: LoraLayout, weights: Path) -> None:
         """Make and store the artifact, unless it is there and young."""
@@ -62,27 +70,44 @@ class Contents:
         """
         if self.has_artifact(manifest.digest):
             return
-        with self._remaking, _scratch() as folder:
-            if self.has_artifact(manifest.digest):
-                return  # another thread made it while this one waited
-            if manifest.digest in self._refused:
-                raise InvalidAdapter(self._refused[manifest.digest].problems)
-            weights = folder / "weights"
-            self._fetch(blob_key(manifest.weights_sha256), weights)
-            if file_sha256(weights) != manifest.weights_sha256:
-                raise CorruptArtifact(f"the stored weights of {manifest.digest} were changed")
-            config = self.store.get(blob_key(manifest.config_sha256)).data
-            self.put_artifact(self._validated(manifest.digest, config, weights), weights)
-
-    def _validated(self, digest: str, config: bytes, weights: Path) -> LoraLayout:
-        """`validate`, with refusals remembered: the files can't change, and each look at them reads all tensors."""
+        self.check_failure(manifest.digest)
         try:
-            return validate(read_peft(config, weights), self.base)
+            with _scratch() as folder:
+                weights = folder / "weights"
+                config = self._fetch_files(manifest, weights)
+                self.put_artifact(validate(read_peft(config, weights), self.base), weights)
         except InvalidAdapter as error:
-            if len(self._refused) >= MAX_REFUSED:
-                self._refused.clear()
-            self._refused[digest] = error
+            self._note_failure(manifest.digest, error, math.inf)  # the files can't change
             raise
+        except CorruptArtifact as error:
+            self._note_failure(manifest.digest, error, time.monotonic() + DAMAGED_SECONDS)
+            raise
+
+    def check_failure(self, digest: str) -> None:
+        """Raises what the artifact could not be made for a while ago: each try reads all tensors."""
+        error, until = self._failures.get(digest, (None, 0.0))
+        if isinstance(error, InvalidAdapter):
+            raise InvalidAdapter(error.problems)
+        if isinstance(error, CorruptArtifact) and time.monotonic() < until:
+            raise CorruptArtifact(str(error))
+
+    def _note_failure(self, digest: str, error: AdapterError, until: float) -> None:
+        if len(self._failures) >= MAX_FAILURES:
+            self._failures.clear()
+        self._failures[digest] = error, until
+
+    def _fetch_files(self, manifest: Manifest, weights: Path) -> bytes:
+        """The weights go to the file; returns the config. Raises CorruptArtifact unless both are what was deployed."""
+        name = f"version {manifest.version} of function {manifest.function}"
+        try:
+            self._fetch(blob_key(manifest.weights_sha256), weights)
+            config = self.store.get(blob_key(manifest.config_sha256)).data
+        except NotFound:
+            raise CorruptArtifact(f"the stored files of {name} are missing: deploy the adapter again") from None
+        hashes = file_sha256(weights), hashlib.sha256(config).hexdigest()
+        if hashes != (manifest.weights_sha256, manifest.config_sha256):
+            raise CorruptArtifact(f"the stored files of {name} are damaged: deploy the adapter again")
+        return config
 
     def _is_young(self, key: str) -> bool:
         info = self.store.head(key)

@@ -78,5 +78,24 @@ class StoreUnavailable(AdapterError):
     """The object store can't be reached, is full, or did not answer in time. The same call may work later."""
 
 
+class CorruptRecord(StoreUnavailable):
+    """A record in the registry is not readable: someone has to mend it."""
+
+
+class CorruptFunction(CorruptRecord):
+    """A function's own record is not readable; the message may be shown to its tenant."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(f"the record of function {function} is damaged: the operator restores it from a backup")
+
+
 class CorruptArtifact(AdapterError):
     """Bytes in the registry are not what was written there."""
+
+
+class ArtifactPending(AdapterError):
+    """A version's artifact for the present base is not made yet. The same call will work later."""
+
+    def __init__(self, function: str, version: int) -> None:
+        super().__init__(f"version {version} of function {function} is being made ready for the present base model")
+        self.version = version

@@ -88,6 +88,13 @@ class FunctionRecord(msgspec.Struct, frozen=True):
         return frozenset(str(entry.version) for entry in self.versions)
 
 
+class BrokenFunction(msgspec.Struct, frozen=True):
+    """A function whose function.json can't be read, as a list has it."""
+
+    name: str
+    problem: str
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """versions/<n>.json: everything about one version, written once."""
 

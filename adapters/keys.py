@@ -8,9 +8,11 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
+from adapters.errors import InvalidRequest
 from adapters.names import is_name
 
 _KEY_ID = re.compile(r"[0-9a-f]{12}", re.ASCII)
@@ -24,6 +26,9 @@ class KeyRecord(msgspec.Struct, frozen=True):
     """Hash of the whole key text; keys have 256 random bits, so a plain hash can't be searched."""
     created: float
     revoked: float | None = None
+    made_by: Literal["start", "operator"] | None = None
+    """A service that starts makes keys for itself, and takes keys that its operator has written into a file. None: an
+    administrator by the API, or a release that did not say."""
 
 
 class Principal(msgspec.Struct, frozen=True):
@@ -33,12 +38,21 @@ class Principal(msgspec.Struct, frozen=True):
     key_id: str
 
 
-def new_key(tenant: str | None) -> tuple[str, KeyRecord]:
+def new_key(tenant: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
     """A fresh key of a tenant (None: an admin key) as (text to show once, record to keep)."""
     key_id = secrets.token_hex(6)
     prefix = "gak" if tenant is None else f"gsk_{tenant}"
     text = f"{prefix}_{key_id}_{secrets.token_hex(32)}"
-    return text, KeyRecord(key_id=key_id, sha256=_hash(text), created=time.time())
+    return text, KeyRecord(key_id=key_id, sha256=_hash(text), created=time.time(), made_by=made_by)
+
+
+def operator_key(text: str) -> tuple[Principal, KeyRecord]:
+    """Whose key an operator's text is, and the record to keep. Raises InvalidRequest for what is no key."""
+    owner = parse_key(text)
+    if owner is None:
+        form = "gak_ID_SECRET for an admin, gsk_TENANT_ID_SECRET for a tenant; ID: 12, SECRET: 64 hexadecimal digits"
+        raise InvalidRequest("key", f"not a key: it has the form {form}")
+    return owner, KeyRecord(key_id=owner.key_id, sha256=_hash(text), created=time.time(), made_by="operator")
 
 
 def parse_key(text: str) -> Principal | None:

@@ -137,6 +137,9 @@ class LocalStore:
                 return True
         return False
 
+    def missing(self, keys: Sequence[str]) -> Sequence[str]:
+        return [key for key in keys if self.head(key) is None]  # looks and removals exclude each other by locks
+
     def _path(self, key: str) -> Path:
         check_key(key)
         return self.root / key

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
+from adapters.errors import Conflict, CorruptRecord, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.store import ObjectStore
 from adapters.stored import decode_record
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | None:
-    """The record and its etag, or None if there is none. Raises StoreUnavailable, also for an unreadable record."""
+    """The record and its etag, or None if there is none. Raises StoreUnavailable, CorruptRecord."""
     try:
         found = store.get(key)
     except NotFound:
@@ -29,14 +29,29 @@ def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | 
     try:
         return decode_record(found.data, kind), found.etag
     except msgspec.DecodeError as error:
-        raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+        raise CorruptRecord(f"the record {key} can't be read: {error}") from None
 
 
 def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
     """The records, in the order of `keys`; None where there is none. Raises as `read_record`."""
+    return _readable(read_each(store, keys, kind))
 
-    def read(key: str) -> T | None:
-        found = read_record(store, key, kind)
+
+def _readable(found: Sequence[T | CorruptRecord | None]) -> list[T | None]:
+    for record in found:
+        if isinstance(record, CorruptRecord):
+            raise record
+    return [record for record in found if not isinstance(record, CorruptRecord)]
+
+
+def read_each(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | CorruptRecord | None]:
+    """As `read_records`, with the error in the place of each record that can't be read. Raises StoreUnavailable."""
+
+    def read(key: str) -> T | CorruptRecord | None:
+        try:
+            found = read_record(store, key, kind)
+        except CorruptRecord as error:
+            return error
         return found[0] if found else None
 
     if store.readers == 1:

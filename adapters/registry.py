@@ -24,7 +24,11 @@ from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.contents import Contents
 from adapters.errors import (
+    ArtifactPending,
     Conflict,
+    CorruptArtifact,
+    CorruptFunction,
+    CorruptRecord,
     InvalidAdapter,
     InvalidRequest,
     NoSuchFunction,
@@ -34,6 +38,7 @@ from adapters.errors import (
 )
 from adapters.function_changes import FunctionChanges, check_alias, function_key
 from adapters.functions import (
+    BrokenFunction,
     FunctionRecord,
     Manifest,
     Policy,
@@ -47,12 +52,14 @@ from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
 from adapters.peft_format import read_peft
 from adapters.quota import Quota, Room
-from adapters.records import read_record, read_records, update_record
+from adapters.records import read_each, read_record, read_records, update_record
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, validate
 
 MAX_PASSED = 1000
 """Deleted functions that one page of a list passes over, besides as many as it may have."""
+MAX_REWRITES = 10
+"""Times that a deploy stores again what a garbage collection was removing."""
 MAX_ORPHANS = 1000
 """Numbers in a row that a deploy skips because deploys that failed, or still run, took them."""
 
@@ -105,6 +112,10 @@ class Choice(msgspec.Struct, frozen=True):
     version: Resolved
     refused: tuple[Problem, ...] = ()
     """Why it does not fit the present base model, if it does not."""
+    damaged: str = ""
+    """What of its stored files is not as it was, if they are needed."""
+    pending: bool = False
+    """Whether its artifact for the present base is still to be made: `Registry.make_artifact`."""
 
 
 class Registry:
@@ -171,8 +182,13 @@ class Registry:
     def resolve(self, tenant: str, name: str, qualifier: str | None = None, point: float = 0.0) -> Resolved:
         """The version that a call gets now; `point` in [0, 1) says on which side of a split alias it falls.
 
-        Raises NotFound, StoreUnavailable, and InvalidAdapter if the base was changed and this adapter does not fit.
+        Its artifact is made here if there is none. Raises NotFound, StoreUnavailable, CorruptArtifact, and
+        InvalidAdapter if the base was changed and this adapter does not fit.
         """
+        try:
+            return pick(self.choices(tenant, name, qualifier), point)
+        except ArtifactPending as pending:
+            self.make_artifact(tenant, name, pending.version)
         return pick(self.choices(tenant, name, qualifier), point)
 
     def choices(self, tenant: str, name: str, qualifier: str | None = None) -> Sequence[Choice]:
@@ -187,7 +203,7 @@ class Registry:
         if len(entries) != len(weights):
             hint = did_you_mean(wanted, record.aliases)
             raise NotFound(f"function {name} has no version or alias {wanted[:100]!r}{hint}")
-        return [self._choice(tenant, record, entry, weights[str(entry.version)]) for entry in entries]
+        return [self._choice(record, entry, weights[str(entry.version)]) for entry in entries]
 
     def function(self, tenant: str, name: str) -> FunctionRecord:
         """The function's record. Raises NotFound."""
@@ -196,21 +212,25 @@ class Registry:
             raise NoSuchFunction(tenant, name)
         return found
 
-    def functions(self, tenant: str, after: str = "", limit: int = 100) -> tuple[list[FunctionRecord], str | None]:
+    def functions(
+        self, tenant: str, after: str = "", limit: int = 100
+    ) -> tuple[list[FunctionRecord | BrokenFunction], str | None]:
         """A page of the tenant's functions in a fixed order, and the `after` of the next page if there may be one.
 
         What is left of deleted functions is passed over, MAX_PASSED at most: then a page ends early, or is empty.
         """
         _check_tenant(tenant)
-        limit, records = min(limit, MAX_LIST), list[FunctionRecord]()
+        limit, records = min(limit, MAX_LIST), list[FunctionRecord | BrokenFunction]()
         for size in (limit, MAX_PASSED):
             names = self.store.folders(f"tenants/{tenant}/functions/", after, size)
             first = 0
             while first < len(names):
                 some = names[first : first + max(limit - len(records), self.store.readers)]
-                found = read_records(self.store, [function_key(tenant, name) for name in some], FunctionRecord)
+                found = read_each(self.store, [function_key(tenant, name) for name in some], FunctionRecord)
                 for after, record in zip(some, found, strict=True):
-                    if record is not None and not record.deleted:
+                    if isinstance(record, CorruptRecord):
+                        records.append(BrokenFunction(after, str(CorruptFunction(after))))
+                    elif record is not None and not record.deleted:
                         records.append(record)
                     if len(records) == limit:
                         return records, after
@@ -271,13 +291,14 @@ class Registry:
                 self.delete_function(tenant, name)
             raise
 
-    def _choice(self, tenant: str, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
-        refused: tuple[Problem, ...] = ()
-        if entry.base != self.base.fingerprint:
-            try:
-                self.contents.ensure_artifact(self._manifest(tenant, record.name, entry.version))
-            except InvalidAdapter as error:
-                refused = tuple(error.problems)
+    def make_artifact(self, tenant: str, name: str, version: int) -> None:
+        """Make a version's artifact for the present base from its files, unless there is one. Takes long.
+
+        Raises InvalidAdapter, CorruptArtifact and StoreUnavailable.
+        """
+        self.contents.ensure_artifact(self._manifest(tenant, name, version))
+
+    def _choice(self, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
         resolved = Resolved(
             function=record.name,
             version=entry.version,
@@ -287,7 +308,15 @@ class Registry:
             bytes=entry.bytes,
             policy=record.policy,
         )
-        return Choice(share, resolved, refused)
+        if entry.base == self.base.fingerprint or self.contents.has_artifact(entry.digest):
+            return Choice(share, resolved)
+        try:
+            self.contents.check_failure(entry.digest)
+        except InvalidAdapter as error:
+            return Choice(share, resolved, refused=tuple(error.problems))
+        except CorruptArtifact as error:
+            return Choice(share, resolved, damaged=str(error))
+        return Choice(share, resolved, pending=True)
 
     def _check_name(self, name: str) -> None:
         if not is_name(name):
@@ -296,7 +325,10 @@ class Registry:
             raise InvalidRequest("name", f"{name!r} is the base model's id")
 
     def _read(self, tenant: str, name: str) -> FunctionRecord | None:
-        found = read_record(self.store, function_key(tenant, name), FunctionRecord)
+        try:
+            found = read_record(self.store, function_key(tenant, name), FunctionRecord)
+        except CorruptRecord:
+            raise CorruptFunction(name) from None
         return found[0] if found else None
 
     def _listed(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> VersionEntry:
@@ -309,10 +341,23 @@ class Registry:
             return msgspec.structs.replace(existing, base=self.base.fingerprint)
         if deploy.manifest is None:
             deploy.room.take(deploy.layout.bytes)
-            self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
-            deploy.manifest = self._put_manifest(tenant, record, deploy)
+            deploy.manifest = self._put_all(tenant, record, deploy)
         made = deploy.manifest
         return VersionEntry(made.version, made.digest, made.base, made.ranks, made.targets, made.bytes, made.created)
+
+    def _put_all(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
+        """Store what the version is made of, until nothing that a garbage collection was just removing is missing."""
+        manifest: Manifest | None = None
+        for _ in range(MAX_REWRITES):
+            self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
+            manifest = manifest or self._put_manifest(tenant, record, deploy)
+            key = _manifest_key(tenant, record.name, manifest.version)
+            missing = self.store.missing([*self.contents.keys(deploy.layout, deploy.config), key])
+            if not missing:
+                return manifest
+            if key in missing:
+                manifest = None
+        raise StoreUnavailable("what a deploy stores is removed again and again by garbage collections")
 
     def _manifest(self, tenant: str, name: str, version: int) -> Manifest:
         found = read_record(self.store, _manifest_key(tenant, name, version), Manifest)
@@ -347,7 +392,9 @@ class Registry:
 
 
 def pick(choices: Sequence[Choice], point: float) -> Resolved:
-    """The version into whose share `point` falls, where shares lie side by side from 0. Raises InvalidAdapter.
+    """The version into whose share `point` falls, where shares lie side by side from 0.
+
+    Raises InvalidAdapter, CorruptArtifact, ArtifactPending.
 
     Moving share from one of two versions to the other moves only the points in between.
     """
@@ -360,6 +407,10 @@ def pick(choices: Sequence[Choice], point: float) -> Resolved:
             break
     if chosen.refused:
         raise InvalidAdapter(list(chosen.refused))
+    if chosen.damaged:
+        raise CorruptArtifact(chosen.damaged)
+    if chosen.pending:
+        raise ArtifactPending(chosen.version.function, chosen.version.version)
     return chosen.version
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from adapters.errors import AdapterError, Conflict, InvalidRequest, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.s3_calls import Refused, S3Calls, S3Limits, read_body
 from adapters.s3_ranges import read_range
+from adapters.s3_removal import await_removals, remove_older
 from adapters.s3_upload import read_slice, size_of, upload
 from adapters.s3_url import S3Place
 from adapters.store import MAX_KEY, MAX_LIST, Object, ObjectInfo, check_key
@@ -135,12 +136,11 @@ class S3Store:
                 raise _unexpected(refused) from refused
 
     def delete_older(self, key: str, before: float) -> bool:
-        # S3 has no condition on the time of a write, and content that is written again keeps its etag.
-        info = self.head(key)
-        if info is None or info.modified >= before:
-            return False
-        self.delete(key)
-        return True
+        return remove_older(self, key, before)
+
+    def missing(self, keys: Sequence[str]) -> Sequence[str]:
+        await_removals(self, keys)
+        return [key for key in keys if self.head(key) is None]
 
     def target(self, key: str) -> dict[str, str]:
         check_key(key)

@@ -93,8 +93,12 @@ class ObjectStore(Protocol):
     def delete_older(self, key: str, before: float) -> bool:
         """Remove the object if its last write was before that Unix time; whether there was such an object.
 
-        On S3 a write between the look and the removal, some milliseconds, is lost.
+        What is written at that moment may be lost all the same: `missing` tells its writer.
         """
+
+    def missing(self, keys: Sequence[str]) -> Sequence[str]:
+        """Which of these objects, written by the caller, are gone; the others no `delete_older` that began before
+        removes any more. Waits for those under way."""
 
 
 def check_key(key: str) -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from adapters.errors import Conflict, InvalidRequest, NotFound
-from adapters.keys import KeyRecord, Principal, new_key, opens, parse_key
+from adapters.keys import KeyRecord, Principal, new_key, opens, operator_key, parse_key
 from adapters.names import is_name
 from adapters.records import read_record, update_record
 from adapters.slo import Slo, Weight
+from adapters.start_keys import bounded, unmarked_start_keys
 from adapters.store import ObjectStore
 
 ADMIN_KEY = "admin.json"
 MAX_KEYS = 1000
-"""Keys of one tenant that are kept; revoked ones as long as there is room."""
+"""Keys of one tenant that are kept, besides those that starts make; revoked ones as long as there is room."""
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -98,8 +99,12 @@ class Tenants:
 
     def list(self, after: str = "", limit: int = 1000) -> Sequence[Tenant]:
         """A page of the tenants, in the order of the store's folders."""
-        found = (self._read(name) for name in self.store.folders("tenants/", after, limit))
+        found = (self._read(name) for name in self.names(after, limit))
         return tuple(tenant for tenant in found if tenant is not None and not tenant.deleted)
+
+    def names(self, after: str = "", limit: int = 1000) -> Sequence[str]:
+        """A page of the names of tenants in a fixed order, deleted ones of which something is left included."""
+        return self.store.folders("tenants/", after, limit)
 
     def put(
         self,
@@ -161,25 +166,57 @@ class Tenants:
 
         self._update(tenant, end)
 
-    def add_key(self, tenant: str) -> tuple[str, KeyRecord]:
+    def add_key(self, tenant: str, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
         """A new key of an existing tenant; the text is not kept anywhere. Raises NotFound, or Conflict at MAX_KEYS."""
-        text, key = new_key(tenant)
-        self._change(tenant, lambda record: msgspec.structs.replace(record, keys=_added(record.keys, key)))
+        text, key = new_key(tenant, made_by)
+        self._change_keys(tenant, lambda keys: _added(keys, key))
         return text, key
 
     def revoke_key(self, tenant: str, key_id: str) -> None:
         """Raises NotFound. Revoking twice is no error."""
-        self._change(tenant, lambda record: msgspec.structs.replace(record, keys=_revoked(record.keys, key_id)))
+        self._change_keys(tenant, lambda keys: _revoked(keys, key_id))
 
     def add_admin_key(self) -> tuple[str, KeyRecord]:
-        """A new admin key; the text is not kept anywhere."""
-        text, key = new_key(None)
-        update_record(self.store, ADMIN_KEY, Admin, lambda admin: Admin(_added((admin or Admin()).keys, key)))
+        """A new admin key, which only starts make; the text is not kept anywhere."""
+        text, key = new_key(None, "start")
+        self._change_keys(None, lambda keys: _added(keys, key))
         return text, key
 
     def revoke_admin_key(self, key_id: str) -> None:
         """Raises NotFound."""
-        update_record(self.store, ADMIN_KEY, Admin, lambda admin: Admin(_revoked((admin or Admin()).keys, key_id)))
+        self._change_keys(None, lambda keys: _revoked(keys, key_id))
+
+    def adopt_key(self, text: str) -> None:
+        """Make a key that the operator has chosen valid, unless it was revoked.
+
+        Raises InvalidRequest for what is no key, NotFound without its tenant, Conflict at MAX_KEYS.
+        """
+        owner, key = operator_key(text)
+        self._change_keys(owner.tenant, lambda keys: _adopted(keys, key))
+
+    def bound_start_keys(self, names: Sequence[str], used: Sequence[str]) -> None:
+        """Forget surplus keys that earlier starts made for these tenants and for administrators; `used`: texts of keys
+        that stay in any case. See adapters.start_keys."""
+        admin, ids = self.admin_keys(), {claim.key_id for text in used if (claim := parse_key(text)) is not None}
+
+        def left(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
+            return bounded(keys, unmarked_start_keys(keys, admin), ids)
+
+        for name in names:  # before the admin keys go, by whose times those of tenants are known
+            record = self._read(name)
+            if record is not None and not record.deleted and left(record.keys) is not record.keys:
+                self._change_keys(name, left)
+
+        def left_of_admin(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
+            return bounded(keys, {key.key_id for key in keys if key.made_by is None}, ids)
+
+        if left_of_admin(admin) is not admin:
+            self._change_keys(None, left_of_admin)
+
+    def admin_keys(self) -> tuple[KeyRecord, ...]:
+        """Of all administrators, revoked ones included."""
+        found = read_record(self.store, ADMIN_KEY, Admin)
+        return found[0].keys if found else ()
 
     def verify(self, text: str) -> Principal | None:
         """The key's owner, or None for anything but a valid, unrevoked key."""
@@ -187,11 +224,18 @@ class Tenants:
         if claim is None:
             return None
         if claim.tenant is None:
-            keys = (read_record(self.store, ADMIN_KEY, Admin) or (Admin(), ""))[0].keys
+            keys = self.admin_keys()
         else:
             found = self._read(claim.tenant)
             keys = found.keys if found else ()
         return claim if opens(text, claim.key_id, keys) else None
+
+    def _change_keys(self, owner: str | None, change: Callable[[tuple[KeyRecord, ...]], tuple[KeyRecord, ...]]) -> None:
+        """Of a tenant, or (None) of administrators."""
+        if owner is None:
+            update_record(self.store, ADMIN_KEY, Admin, lambda admin: Admin(change((admin or Admin()).keys)))
+        else:
+            self._change(owner, lambda record: msgspec.structs.replace(record, keys=change(record.keys)))
 
     def _read(self, tenant: str) -> Tenant | None:
         found = read_record(self.store, tenant_key(tenant), Tenant)
@@ -242,14 +286,29 @@ def _check_undeclared(record: Tenant) -> None:
 
 
 def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
-    """Room is made by forgetting the key that was revoked first. Raises Conflict when none is revoked."""
-    if len(keys) >= MAX_KEYS:
-        revoked = [known for known in keys if known.revoked is not None]
+    """Room is made by forgetting the key that was revoked first. Raises Conflict when none is revoked.
+
+    Keys that starts make are bounded on their own and need no room: a service must always be able to start.
+    """
+    counted = [known for known in keys if known.made_by != "start"]
+    if key.made_by != "start" and len(counted) >= MAX_KEYS:
+        revoked = [known for known in counted if known.revoked is not None]
         if not revoked:
             raise Conflict(f"there are {MAX_KEYS} keys already; revoke some first")
         first = min(revoked, key=lambda known: known.revoked or 0.0)
         keys = tuple(known for known in keys if known is not first)
     return (*keys, key)
+
+
+def _adopted(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
+    """With the operator's key, which may be one that a start made. Another key of its id, or a revoked one, stays."""
+    known = next((known for known in keys if known.key_id == key.key_id), None)
+    if known is None:
+        return _added(keys, key)
+    if known.sha256 != key.sha256 or known.revoked is not None:
+        return keys
+    mine = msgspec.structs.replace(known, made_by="operator")
+    return tuple(mine if other is known else other for other in keys)
 
 
 def _revoked(keys: tuple[KeyRecord, ...], key_id: str) -> tuple[KeyRecord, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from adapters.keys import parse_key
 from adapters.tenants import Tenants
 from garnish.errors import StartError
 
@@ -27,6 +28,13 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str = ""
     keys: dict[str, str] = {}
     """One key per declared tenant."""
+
+
+class OperatorKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys that outlive the state directory, in a file of the operator's; a copy of `credentials.toml` will do."""
+
+    admin_key: str = ""
+    keys: dict[str, str] = {}
 
 
 def read_credentials(file: Path) -> Credentials | None:
@@ -56,6 +64,33 @@ def write_credentials(file: Path, credentials: Credentials) -> None:
     os.replace(temporary, file)
 
 
+def read_operator_keys(file: Path) -> OperatorKeys:
+    """Raises StartError when the file is missing, readable by others, or holds what is no key."""
+    where = f"gateway.credentials_file: {file}"
+    try:
+        mode = file.stat().st_mode & 0o777
+        chosen = msgspec.convert(tomllib.loads(file.read_text()), OperatorKeys)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise StartError(f"{where}: not readable credentials ({error})") from None
+    if mode & 0o077:
+        raise StartError(f"{where} is readable by others (mode {mode:o}); run: chmod 600 {file}")
+    for owner, key in ((None, chosen.admin_key), *chosen.keys.items()):
+        claim = parse_key(key)
+        if key and (claim is None or claim.tenant != owner):
+            field, form = ("admin_key", "gak_…") if owner is None else (f"keys.{owner}", f"gsk_{owner}_…")
+            raise StartError(f"{where}: {field} is not a key of the form {form} (docs/tenants.md shows it)")
+    return chosen
+
+
+def adopt_keys(tenants: Tenants, names: Sequence[str], chosen: OperatorKeys, known: Credentials | None) -> Credentials:
+    """Make the operator's keys of these tenants valid; returns `known` with them in place of its own."""
+    keys = {name: chosen.keys[name] for name in names if chosen.keys.get(name)}
+    for key in filter(None, (chosen.admin_key, *keys.values())):
+        tenants.adopt_key(key)
+    known = known or Credentials(url="", tenant=names[0])
+    return msgspec.structs.replace(known, admin_key=chosen.admin_key or known.admin_key, keys={**known.keys, **keys})
+
+
 def prepare_keys(
     tenants: Tenants, names: Sequence[str], known: Credentials | None, url: str
 ) -> tuple[Credentials, dict[str, str]]:
@@ -65,6 +100,7 @@ def prepare_keys(
     """
     made: dict[str, str] = {}
     admin_key = known.admin_key if known else ""
+    tenants.bound_start_keys(names, (admin_key, *(known.keys.values() if known else ())))
     if tenants.verify(admin_key) is None:
         admin_key = made["admin"] = tenants.add_admin_key()[0]
     keys: dict[str, str] = {}
@@ -73,6 +109,6 @@ def prepare_keys(
         keys[name] = known.keys.get(name, "") if known else ""
         principal = tenants.verify(keys[name])
         if principal is None or principal.tenant != name:
-            keys[name] = made[f"tenant {name}"] = tenants.add_key(name)[0]
+            keys[name] = made[f"tenant {name}"] = tenants.add_key(name, "start")[0]
     credentials = Credentials(url=url, admin_key=admin_key, tenant=names[0], api_key=keys[names[0]], keys=keys)
     return credentials, made

@@ -23,6 +23,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: Annotated[int, Meta(ge=1, le=32)] = 1
     webhook_hosts: list[Text] | None = None
     secret_file: Text | None = None
+    credentials_file: Text | None = None
     redis: Text | None = None
     node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None

@@ -1,30 +1,40 @@
-"""Who calls: keys to tenants, through a cache of a second."""
+"""Who calls: keys to tenants, by what the registry said of their owner a second ago at most.
+
+A key that is not in it is looked up, as far as there is room for such look-ups.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from adapters.errors import NotFound
-from adapters.keys import parse_key
+from adapters.errors import NotFound, StoreUnavailable
+from adapters.keys import KeyRecord, Principal, opens, parse_key
 from adapters.tenants import Tenant, Tenants
 from cluster.errors import ServiceError
 from gateway.cache import GraceCache
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, share
+from gateway.key_lookups import LOOKUPS_PER_SECOND, KeyLookups
 from gateway.local_only import check_local
 from gateway.threads import StoreThreads
 
 OPEN_TENANT = "default"
 """Whose functions are served when `auth` is `none`."""
 MAX_KEY_TEXT = 512
+MAX_NAMES = 50_000
+"""Tenants whose names are kept."""
 REFUSAL_SECONDS = 0.05
 """A key is refused after a multiple of this, so that the time tells nothing of whether its tenant exists."""
 TENANT_HEADER = "x-garnish-tenant"
+
+
+R = TypeVar("R")
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -42,12 +52,23 @@ class Callers:
         self._host = config.host
         self._tenants = tenants
         self._threads = threads
-        self._keys: GraceCache[_Key, Caller] = GraceCache(
-            self._verify, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
+        self._lookups = KeyLookups(share(LOOKUPS_PER_SECOND, config), clock)
+        self._known: GraceCache[str, _Owner[Tenant]] = GraceCache(
+            self._tenant_owner, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
         )
-        self._known: GraceCache[str, Tenant] = GraceCache(
-            self._record, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
+        self._admins: GraceCache[None, _Owner[None]] = GraceCache(
+            self._admin_owner, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
         )
+        self._names: set[str] = set()
+        """Tenants that most likely exist: their records are read although no call of theirs was seen yet."""
+
+    async def learn_tenants(self) -> None:
+        """Once, before the first request, so that no existing tenant has to be looked up as one that nobody knows."""
+        after = ""
+        with suppress(StoreUnavailable):
+            while len(self._names) < MAX_NAMES and (names := await self._threads.read(self._tenants.names, after)):
+                self._names.update(names)
+                after = names[-1]
 
     async def caller(self, request: Request) -> Caller:
         """Raises ServiceError: `unauthenticated` without a valid key; `forbidden` for another site's page while there
@@ -56,11 +77,14 @@ class Callers:
             check_local(request, self._host)
             return Caller(tenant=OPEN_TENANT, admin=True)
         text = _key_text(request)
-        if parse_key(text) is None:
+        claim = parse_key(text)
+        if claim is None:
             raise _invalid_key()
         began = time.monotonic()
         try:
-            return await self._keys.get(_Key(text))
+            if not await self._is_known(text, claim):
+                await self._look_up(text, claim)
+            return Caller(tenant=claim.tenant, admin=claim.tenant is None)
         except ServiceError:
             await asyncio.sleep(REFUSAL_SECONDS - (time.monotonic() - began) % REFUSAL_SECONDS)
             raise
@@ -79,12 +103,12 @@ class Callers:
             return named
         if not caller.admin:
             raise ServiceError("forbidden", "only an admin key may act for another tenant", param=TENANT_HEADER)
-        return (await self._known.get(named)).id
+        return (await self._known.get(named)).record.id
 
     async def account(self, tenant: str) -> Tenant:
         """The tenant's record, as old as a key may be. Raises NotFound, StoreUnavailable."""
         try:
-            return await self._known.get(tenant)
+            return (await self._known.get(tenant)).record
         except NotFound:
             if self._open and tenant == OPEN_TENANT:
                 return Tenant(id=tenant)
@@ -93,39 +117,59 @@ class Callers:
     def forget(self, tenant: str) -> None:
         """After a change of the tenant or its keys: this process must not answer from before it."""
         self._known.forget_where(lambda name: name == tenant)
-        self._keys.forget_where(lambda key: key.tenant == tenant)
+        self._remember(tenant)
 
     async def admin(self, request: Request) -> None:
         """Raises ServiceError `forbidden` for a tenant's key."""
         if not (await self.caller(request)).admin:
             raise ServiceError("forbidden", "this route needs an admin key")
 
-    async def _verify(self, key: _Key) -> Caller:
-        principal = await self._threads.read(self._tenants.verify, key.text)
-        if principal is None:
-            raise _invalid_key()
-        return Caller(tenant=principal.tenant, admin=principal.tenant is None)
+    async def _is_known(self, text: str, claim: Principal) -> bool:
+        """Whether it is a valid key by what is known of its owner; False where nothing is."""
+        if claim.tenant is None:
+            return (await self._admins.get(None)).has(text, claim)
+        if claim.tenant not in self._names:
+            return False
+        try:
+            return (await self._known.get(claim.tenant)).has(text, claim)
+        except NotFound:
+            self._names.discard(claim.tenant)
+            return False
 
-    async def _record(self, name: str) -> Tenant:
-        return await self._threads.read(self._tenants.get, name)
+    async def _look_up(self, text: str, claim: Principal) -> None:
+        """A key that is new, or none: refusals are alike whether its owner exists. Raises ServiceError."""
+        with self._lookups.one():
+            if await self._threads.read(self._tenants.verify, text) is None:
+                raise _invalid_key()
+        if claim.tenant is None:
+            self._admins.forget_where(lambda _: True)
+        else:
+            self.forget(claim.tenant)
+
+    def _remember(self, tenant: str) -> None:
+        if len(self._names) < MAX_NAMES:
+            self._names.add(tenant)
+
+    async def _tenant_owner(self, name: str) -> _Owner[Tenant]:
+        tenant = await self._threads.read(self._tenants.get, name)
+        return _Owner(tenant, tenant.keys)
+
+    async def _admin_owner(self, _: None) -> _Owner[None]:
+        return _Owner(None, await self._threads.read(self._tenants.admin_keys))
 
 
-class _Key:
-    """A key as a cache's key: equal by its hash, so that comparing takes no time that tells of the text."""
+class _Owner(Generic[R]):
+    """Of keys; `record` is what else is known of it."""
 
-    __slots__ = ("_digest", "tenant", "text")
+    __slots__ = ("_keys", "record")
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        claim = parse_key(text)
-        self.tenant = claim.tenant if claim else None
-        self._digest = hashlib.sha256(text.encode()).digest()
+    def __init__(self, record: R, keys: Iterable[KeyRecord]) -> None:
+        self.record = record
+        self._keys = {key.key_id: key for key in keys if key.revoked is None}
 
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._digest == other._digest
+    def has(self, text: str, claim: Principal) -> bool:
+        key = self._keys.get(claim.key_id)
+        return opens(text, claim.key_id, () if key is None else (key,))
 
 
 def _key_text(request: Request) -> str:

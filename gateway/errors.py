@@ -39,8 +39,14 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("precondition_failed", str(error))
         case adapter_errors.TooLarge():
             return ServiceError("too_large", str(error))
+        case adapter_errors.CorruptFunction():
+            return ServiceError("internal", str(error))
         case adapter_errors.StoreUnavailable():
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
+        case adapter_errors.ArtifactPending():
+            return ServiceError("unavailable", str(error), retry_after=STORE_RETRY_AFTER)
+        case adapter_errors.CorruptArtifact():
+            return ServiceError("internal", str(error))
         case HTTPException():
             return _from_starlette(error)
     return ServiceError("internal", "an unexpected error; the operator finds it in the log by the request id")

@@ -15,6 +15,7 @@ from adapters.registry import Choice, Registry, Resolved, pick
 from cluster.messages import Adapter, SloClass
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
+from gateway.rebuilds import Rebuilds
 from gateway.threads import StoreThreads
 
 Key = tuple[str, str, str]
@@ -52,6 +53,7 @@ class Functions:
         self._changed = changed
         self._registry = registry
         self._threads = threads
+        self._rebuilds = Rebuilds(registry, self.forget)
         self._cache: GraceCache[Key, Sequence[Choice]] = GraceCache(
             self._load, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
         )
@@ -60,7 +62,7 @@ class Functions:
         """What a call runs. The base model's id names the base.
 
         `side`: calls with equal ones are on the same side of an alias that splits its calls, as far as its shares stay
-        as they are. Raises NotFound, StoreUnavailable, InvalidAdapter.
+        as they are. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact, ArtifactPending.
         """
         if name == self._registry.base.id and not qualifier:
             return Target(function=name)
@@ -96,7 +98,11 @@ class Functions:
 
     async def _load(self, key: Key) -> Sequence[Choice]:
         tenant, name, qualifier = key
-        return await self._threads.read(self._registry.choices, tenant, name, qualifier or None)
+        choices = await self._threads.read(self._registry.choices, tenant, name, qualifier or None)
+        for choice in choices:
+            if choice.pending:
+                self._rebuilds.request(tenant, name, choice.version.version, choice.version.digest)
+        return choices
 
 
 def _target(found: Resolved) -> Target:

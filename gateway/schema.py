@@ -260,6 +260,8 @@ class FunctionItem(msgspec.Struct, frozen=True):
     """Of the version that `latest` points to, like `bytes`; of that with the largest share, if there are several."""
     bytes: int
     residency: list[Residency]
+    error: str | None = None
+    """Why nothing else is known of it; null in good order."""
 
 
 class FunctionList(msgspec.Struct, frozen=True):

@@ -28,7 +28,6 @@ from cluster.state import ClusterState
 from cluster.text import BaseText
 from gateway.attainment import Attainment
 from gateway.breaker import Breakers
-from gateway.cache import GraceCache
 from gateway.called import CalledDigests
 from gateway.callers import Callers
 from gateway.config import GatewayConfig, share, usage_directory
@@ -64,6 +63,7 @@ from gateway.placing import Placer
 from gateway.pool_loads import PoolLoads
 from gateway.running import Running
 from gateway.shared_state import Shared, open_shared
+from gateway.store_probe import StoreProbe
 from gateway.suggestions import Suggestions
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.usage.compaction import UsageCompaction
@@ -71,8 +71,6 @@ from gateway.usage.ledger import UsageLedger, open_ledger
 
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
-PROBE_KEY = "admin.json"
-"""Whether this object exists does not matter: the store must only answer."""
 CLOCK_SECONDS = 60.0
 """By which this host's clock may differ from the store's without a word."""
 
@@ -87,8 +85,7 @@ class Services:
     text_threads: LeavableThreads
     registry: Registry
     threads: StoreThreads
-    probe: GraceCache[None, object]
-    """Whether the store answers: anyone may ask that without a key, so it is asked once a second at most."""
+    probe: StoreProbe
     tenants: Tenants
     callers: Callers
     usage: UsageLedger
@@ -211,6 +208,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         services = _make_services(config, metrics, _Opened(base, store, secret, usage, session, connections, shared))
         if config.redis is not None:
             services.join_peers()
+        await services.callers.learn_tenants()
         async with _leader(config, metrics, store, shared).running():
             yield services
 
@@ -235,7 +233,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         text_threads=LeavableThreads(TEXT_THREADS),
         registry=registry,
         threads=threads,
-        probe=_store_probe(config, threads, store),
+        probe=StoreProbe(config, threads, store, monotonic),
         tenants=tenants,
         callers=Callers(config, tenants, threads, monotonic),
         usage=opened.usage,
@@ -307,12 +305,6 @@ def _node_client(config: GatewayConfig, opened: _Opened, breakers: Breakers) -> 
         silence=config.node_silence,
         first_silence=config.record_expiry,
         breakers=breakers,
-    )
-
-
-def _store_probe(config: GatewayConfig, threads: StoreThreads, store: ObjectStore) -> GraceCache[None, object]:
-    return GraceCache(
-        lambda _: threads.read(store.head, PROBE_KEY), clock=monotonic, fresh=config.cache_seconds, grace=0.0
     )
 
 

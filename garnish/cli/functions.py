@@ -96,7 +96,9 @@ def list_functions(
     rows = [
         [
             item.name,
-            ", ".join(f"{alias}={pointed(target)}" for alias, target in item.aliases.items()),
+            "damaged"
+            if item.error
+            else ", ".join(f"{alias}={pointed(target)}" for alias, target in item.aliases.items()),
             str(max(item.ranks, default=0)),
             shown_bytes(item.bytes),
             ", ".join(sorted({f"{place.node}:{place.tier}" for place in item.residency})) or "-",

@@ -20,7 +20,15 @@ from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.connection import Connection
-from garnish.credentials import FILE_NAME, Credentials, prepare_keys, read_credentials, write_credentials
+from garnish.credentials import (
+    FILE_NAME,
+    Credentials,
+    adopt_keys,
+    prepare_keys,
+    read_credentials,
+    read_operator_keys,
+    write_credentials,
+)
 from garnish.errors import GarnishError, StartError
 from garnish.service_file import Tenant
 from garnish.settings import (
@@ -130,6 +138,9 @@ def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials,
         if service.auth == "none":
             credentials, made = Credentials(url=url, tenant=names[0]), dict[str, str]()
         else:
+            if service.gateway.credentials_file is not None:
+                chosen = read_operator_keys(service.path(service.gateway.credentials_file))
+                known = adopt_keys(tenants, names, chosen, known)
             credentials, made = prepare_keys(tenants, names, known, url)
         write_credentials(file, credentials)
     except (SecretError, AdapterError, OSError) as error:

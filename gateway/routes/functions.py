@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from adapters.aliases import Alias
 from adapters.errors import NotFound
-from adapters.functions import FunctionRecord, Manifest, VersionEntry
+from adapters.functions import BrokenFunction, FunctionRecord, Manifest, VersionEntry
 from adapters.names import is_name
 from cluster.errors import ServiceError
 from cluster.state import NodeView
@@ -35,7 +35,12 @@ async def list_functions(request: Request) -> Response:
         raise ServiceError("validation_failed", "after is the `next` of the page before", param="after")
     records, following = await services.threads.read(services.registry.functions, tenant, after, limit)
     nodes = await services.cluster.nodes()
-    items = [_item(record, _called(services, tenant, record), nodes) for record in records]
+    items = [
+        schema.FunctionItem(record.name, [], {}, [], 0, [], error=record.problem)
+        if isinstance(record, BrokenFunction)
+        else _item(record, _called(services, tenant, record), nodes)
+        for record in records
+    ]
     return json_response(schema.FunctionList(functions=items, next=following))
 
 

@@ -36,10 +36,13 @@ async def readyz(request: Request) -> Response:
 
 
 async def _store(services: Services) -> schema.Check:
+    """A store that can only be read is told, but calls are served from it: to take the gateway out would end them."""
     try:
-        await services.probe.get(None)
+        await services.probe.check_answers()
     except StoreUnavailable:
         return schema.Check(ok=False, problem="the registry does not answer")
+    if not await services.probe.is_writable():
+        return schema.Check(ok=True, problem="the registry can't be written to (full or read-only): deploys fail")
     return schema.Check(ok=True)
 
 

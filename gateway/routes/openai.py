@@ -44,7 +44,7 @@ async def list_models(request: Request) -> Response:
     after: str | None = ""
     for _ in range(MAX_PAGES):
         page, after = await services.threads.read(services.registry.functions, tenant, after or "", PAGE)
-        records += page
+        records += [record for record in page if isinstance(record, FunctionRecord)]  # a broken one can't be called
         if after is None:
             break
     context = await served_context(services)

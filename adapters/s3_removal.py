@@ -1,0 +1,74 @@
+"""Removal of an old object from S3 beside deploys that write it again.
+
+S3 has no condition on the time of a write, and content that is written again keeps its ETag. So whoever removes marks
+the object, looks at it once more, removes it and takes the mark away; and whoever has written objects that it counts
+on waits until none of them is marked, and then looks whether they are there. Of a write and the second look one comes
+first: if it is the write, the object is seen to be young and stays. If it is the look, the mark was there before the
+write, so the writer meets it and waits, or it is gone again, and the removal is done: the writer sees what is left.
+
+A mark whose removal may still take effect, because its answer was lost or its process died, stays until it expires.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Collection, Iterator
+
+from adapters.errors import StoreUnavailable
+from adapters.store import ObjectInfo, ObjectStore
+
+FOLDER = "removals/"
+BEGIN_SECONDS = 30.0
+"""After its mark a removal begins within this, or not at all."""
+MARK_SECONDS = 120.0
+"""No removal takes effect so long after its mark: a call ends within about half a minute (see S3Limits)."""
+POLL_SECONDS = 0.2
+
+
+def remove_older(store: ObjectStore, key: str, before: float) -> bool:
+    """As `ObjectStore.delete_older`, which calls it."""
+    if not _is_older(store, key, before):
+        return False
+    began, mark = time.monotonic(), f"{FOLDER}{_name(key)}-{secrets.token_hex(8)}"
+    store.put(mark, key.encode())
+    if not _is_older(store, key, before) or time.monotonic() - began > BEGIN_SECONDS:
+        store.delete(mark)
+        return False
+    store.delete(key)
+    store.delete(mark)
+    return True
+
+
+def await_removals(store: ObjectStore, keys: Collection[str]) -> None:
+    """Blocks while any of these is marked. Raises StoreUnavailable when that does not end."""
+    names, until = {_name(key) for key in keys}, time.monotonic() + 2 * MARK_SECONDS
+    while True:
+        live = False
+        for mark in _marks(store):
+            if store.now() - mark.modified > MARK_SECONDS:
+                store.delete(mark.key)
+            else:
+                live = live or mark.key.removeprefix(FOLDER).partition("-")[0] in names
+        if not live:
+            return
+        if time.monotonic() > until:
+            raise StoreUnavailable("what was written is being removed again and again")
+        time.sleep(POLL_SECONDS)
+
+
+def _is_older(store: ObjectStore, key: str, before: float) -> bool:
+    info = store.head(key)
+    return info is not None and info.modified < before
+
+
+def _marks(store: ObjectStore) -> Iterator[ObjectInfo]:
+    after = ""
+    while page := store.list(FOLDER, after):
+        yield from page
+        after = page[-1].key
+
+
+def _name(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32]

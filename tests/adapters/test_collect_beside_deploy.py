@@ -1,0 +1,137 @@
+"""A collection that is stopped between its last look at an object and its removal, while a deploy writes it again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from adapters import contents, s3_removal
+from adapters.base_model import BaseModel
+from adapters.collect import ORPHAN_SECONDS, collect
+from adapters.errors import StoreUnavailable
+from adapters.local_store import LocalStore
+from adapters.open_store import open_store
+from adapters.registry import Registry
+from adapters.s3_store import S3Store
+from adapters.store import ObjectStore
+from adapters.verify import verify
+
+Good = tuple[bytes, Path]
+KINDS = ["blobs/", "artifacts/", "tenants/acme/functions/f/versions/"]
+
+
+@pytest.fixture
+def url(new_url: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(contents, "REWRITE_SECONDS", 0.0)  # all that a deploy meets is old, and written anew
+    return new_url()
+
+
+class Stop:
+    """Holds up removals of keys that begin with `prefix`, from the moment in which nothing but the removal is left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: ObjectStore, prefix: str) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        if isinstance(store, S3Store):
+            remove = store.delete
+
+            def delete(key: str) -> None:
+                self._wait(key.startswith(prefix))
+                remove(key)
+
+            monkeypatch.setattr(store, "delete", delete)
+        else:
+            assert isinstance(store, LocalStore)
+            unlink, root = Path.unlink, store.root
+
+            def unlinked(path: Path, missing_ok: bool = False) -> None:
+                self._wait(str(path).startswith(str(root / prefix)))
+                unlink(path, missing_ok)
+
+            monkeypatch.setattr(Path, "unlink", unlinked)
+
+    def _wait(self, mine: bool) -> None:
+        if mine:
+            self.reached.set()
+            assert self.go_on.wait(60)
+
+
+def old_orphans(url: str, base: BaseModel, good: Good) -> float:
+    """What a function left that was deleted; a `now` by which all of it is old, and what comes after is not."""
+    store = open_store(url)
+    registry = Registry(store, base)
+    registry.deploy("acme", "f", *good)
+    store.delete("tenants/acme/functions/f/function.json")  # as a deploy leaves it that died before its end
+    time.sleep(2.1)  # S3 tells times to the second
+    now = store.now()
+    time.sleep(2.1)
+    return now + ORPHAN_SECONDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_deploy_writes_meanwhile_is_there_in_the_end(
+    url: str, base: BaseModel, good: Good, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = old_orphans(url, base, good)
+    swept = open_store(url)
+    stop = Stop(monkeypatch, swept, kind)
+    registry = Registry(open_store(url), base)
+    with ThreadPoolExecutor(2) as pool:
+        sweep = pool.submit(collect, swept, now=now)
+        assert stop.reached.wait(60)
+        deploy = pool.submit(registry.deploy, "acme", "f", *good)
+        time.sleep(1.0)  # it gets as far as it can
+        stop.go_on.set()
+        assert deploy.result().created
+        sweep.result()
+    assert verify(registry.store).damaged == 0
+    assert registry.resolve("acme", "f").digest == deploy.result().digest
+    assert not registry.store.list(s3_removal.FOLDER)
+
+
+def test_two_collections_and_a_deploy(url: str, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object is gone by the second when the deploy makes it new, and the first still has to remove it."""
+    now = old_orphans(url, base, good)
+    first = open_store(url)
+    stop = Stop(monkeypatch, first, "blobs/")
+    registry = Registry(open_store(url), base)
+    with ThreadPoolExecutor(2) as pool:
+        sweep = pool.submit(collect, first, now=now)
+        assert stop.reached.wait(60)
+        if isinstance(registry.store, S3Store):
+            collect(registry.store, now=now)
+        deploy = pool.submit(registry.deploy, "acme", "f", *good)
+        time.sleep(1.0)
+        stop.go_on.set()
+        deploy.result()
+        sweep.result()
+    assert verify(registry.store).damaged == 0
+
+
+def test_a_collection_that_died_holds_up_a_deploy_for_a_while(
+    url: str, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = old_orphans(url, base, good)
+    store = open_store(url)
+    if not isinstance(store, S3Store):
+        pytest.skip("a directory's locks end with their process")
+    remove = store.delete
+
+    def lost(key: str) -> None:
+        if key.startswith("blobs/"):
+            raise StoreUnavailable("no answer")
+        remove(key)
+
+    monkeypatch.setattr(store, "delete", lost)
+    with pytest.raises(StoreUnavailable):
+        collect(store, now=now)
+    assert len(store.list(s3_removal.FOLDER)) == 1, "the removal may still take effect"
+    monkeypatch.setattr(s3_removal, "MARK_SECONDS", 4.0)
+    registry = Registry(open_store(url), base)
+    registry.deploy("acme", "f", *good)
+    assert verify(registry.store).damaged == 0
+    assert not registry.store.list(s3_removal.FOLDER)

@@ -1,0 +1,186 @@
+"""Starts whose registry persists while their state does not: keys stay few, and those of users stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adapters.keys import KeyRecord, new_key
+from adapters.local_store import LocalStore
+from adapters.records import read_record, update_record
+from adapters.start_keys import START_KEYS
+from adapters.tenants import ADMIN_KEY, MAX_KEYS, Admin, Tenant, Tenants, tenant_key
+from garnish.config import ServiceFile, load_service_file
+from garnish.credentials import Credentials
+from garnish.errors import StartError
+from garnish.up.prepare import make_keys
+
+URL = "http://127.0.0.1:8080"
+
+
+def service(folder: Path, text: str = "") -> ServiceFile:
+    file = folder / "serverless.yml"
+    file.write_text(f"service: s\nbase_model: m\nregistry: ./registry\ntenants: {{a: , b: }}\n{text}")
+    return load_service_file(file, {})
+
+
+def start(folder: Path, number: int, text: str = "") -> tuple[Credentials, dict[str, str]]:
+    """A start with a state directory of its own."""
+    state = folder / f"state-{number}"
+    state.mkdir(exist_ok=True)
+    return make_keys(service(folder, text), state, URL)
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Tenants:
+    return Tenants(LocalStore(tmp_path / "registry"))
+
+
+def admin_keys(tenants: Tenants) -> tuple[KeyRecord, ...]:
+    found = read_record(tenants.store, ADMIN_KEY, Admin)
+    assert found is not None
+    return found[0].keys
+
+
+def older_release(tenants: Tenants, starts: int) -> tuple[list[str], list[str]]:
+    """As starts of the release before left it, each an hour after the last; the texts of their admin's and a's keys."""
+    texts: tuple[list[str], list[str]] = ([], [])
+    kept: tuple[list[KeyRecord], list[KeyRecord]] = ([], [])
+    for number in range(starts):
+        for which, owner in enumerate((None, "a")):
+            text, key = new_key(owner)
+            texts[which].append(text)
+            kept[which].append(msgspec.structs.replace(key, created=3600.0 * number + 0.2 * which))
+    for tenant in ("a", "b"):
+        tenants.put(tenant, declared=True)
+    update_record(tenants.store, ADMIN_KEY, Admin, lambda _: Admin(tuple(kept[0])))
+
+    def full(record: Tenant | None) -> Tenant:
+        assert record is not None
+        return msgspec.structs.replace(record, keys=(*record.keys, *kept[1]))
+
+    update_record(tenants.store, tenant_key("a"), Tenant, full)
+    return texts
+
+
+def test_starts_without_state_keep_keys_few(tmp_path: Path, tenants: Tenants) -> None:
+    tenants.put("a")
+    users = [tenants.add_key("a")[0] for _ in range(3)]
+    first, _ = start(tmp_path, 0)
+    for number in range(1, START_KEYS + 5):
+        last, made = start(tmp_path, number)
+        assert list(made) == ["admin", "tenant a", "tenant b"]
+    assert len(admin_keys(tenants)) <= START_KEYS + 1
+    assert len(tenants.get("a").keys) <= START_KEYS + 1 + len(users)
+    for key in (*users, first.admin_key, first.api_key, last.admin_key, *last.keys.values()):
+        assert tenants.verify(key) is not None
+    assert start(tmp_path, START_KEYS + 4)[1] == {}, "a state that is still there has its keys"
+
+
+def test_a_full_registry_of_an_older_release_is_cleaned_up(tmp_path: Path, tenants: Tenants) -> None:
+    tenants.put("a")
+    user, kept = tenants.add_key("a")
+    admins, of_a = older_release(tenants, MAX_KEYS - 1)
+    update_record(tenants.store, ADMIN_KEY, Admin, lambda found: Admin((*found.keys, new_key(None)[1])))  # type: ignore[union-attr]
+    credentials, _ = start(tmp_path, 0)
+    assert tenants.verify(credentials.admin_key) is not None
+    assert tenants.verify(credentials.keys["a"]) is not None
+    assert len(admin_keys(tenants)) == START_KEYS + 1
+    assert len(tenants.get("a").keys) == START_KEYS + 2
+    for key in (user, of_a[0], of_a[-1], admins[0], admins[-1]):
+        assert tenants.verify(key) is not None
+    assert tenants.verify(of_a[1]) is tenants.verify(admins[1]) is None
+    assert kept.key_id in {key.key_id for key in tenants.get("a").keys}
+
+
+def test_keys_that_a_user_may_have_made_stay(tmp_path: Path, tenants: Tenants) -> None:
+    _, of_a = older_release(tenants, 2 * START_KEYS)
+    second = new_key("a")  # beside the one that a start made: nobody can tell which is which
+
+    def add(record: Tenant | None) -> Tenant:
+        assert record is not None
+        beside = msgspec.structs.replace(second[1], created=3600.0 * 5 + 1)
+        return msgspec.structs.replace(record, keys=(*record.keys, beside))
+
+    update_record(tenants.store, tenant_key("a"), Tenant, add)
+    start(tmp_path, 0)
+    assert tenants.verify(second[0]) is not None
+    assert tenants.verify(of_a[5]) is not None
+    assert tenants.verify(of_a[6]) is None
+
+
+def test_a_tenant_full_of_its_own_keys_starts(tmp_path: Path, tenants: Tenants) -> None:
+    keys = tuple(new_key("a")[1] for _ in range(MAX_KEYS))
+    tenants.put("a")
+    update_record(tenants.store, tenant_key("a"), Tenant, lambda _: Tenant(id="a", keys=keys))
+    credentials, _ = start(tmp_path, 0)
+    assert tenants.verify(credentials.keys["a"]) is not None
+    assert {key.key_id for key in keys} <= {key.key_id for key in tenants.get("a").keys}
+
+
+def operators_file(folder: Path, text: str) -> str:
+    file = folder / "keys.toml"
+    file.write_text(text)
+    file.chmod(0o600)
+    return "gateway: {credentials_file: ./keys.toml}\n"
+
+
+def test_keys_from_the_operators_file(tmp_path: Path, tenants: Tenants) -> None:
+    admin, key = new_key(None)[0], new_key("a")[0]
+    named = operators_file(tmp_path, f'admin_key = "{admin}"\n[keys]\na = "{key}"\n')
+    made = [start(tmp_path, number, named) for number in range(3)]
+    assert [list(new) for _, new in made] == [["tenant b"]] * 3, "who is not in the file has a key made"
+    assert {(found.admin_key, found.api_key) for found, _ in made} == {(admin, key)}
+    assert tenants.verify(key) is not None
+    assert len(admin_keys(tenants)) == len(tenants.get("a").keys) == 1
+
+
+def test_credentials_of_a_first_start_serve_as_that_file(tmp_path: Path, tenants: Tenants) -> None:
+    start(tmp_path, 0)
+    named = operators_file(tmp_path, (tmp_path / "state-0" / "credentials.toml").read_text())
+    for number in range(1, START_KEYS + 5):
+        start(tmp_path, -number)
+    first, made = start(tmp_path, 1, named)
+    assert made == {}
+    for number in range(START_KEYS + 5):
+        start(tmp_path, -100 - number)
+    assert tenants.verify(first.admin_key) is not None
+
+
+def test_a_revoked_key_of_that_file_stays_revoked(tmp_path: Path, tenants: Tenants) -> None:
+    key = new_key("a")[0]
+    named = operators_file(tmp_path, f'keys = {{a = "{key}"}}\n')
+    start(tmp_path, 0, named)
+    owner = tenants.verify(key)
+    assert owner is not None
+    tenants.revoke_key("a", owner.key_id)
+    credentials, made = start(tmp_path, 1, named)
+    assert "tenant a" in made
+    assert tenants.verify(key) is None
+    assert tenants.verify(credentials.keys["a"]) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("admin_key = 'gak_1'", "admin_key is not a key of the form gak_"),
+        (f"keys = {{a = '{new_key('b')[0]}'}}", "keys.a is not a key of the form gsk_a_"),
+        (f"admin_key = '{new_key('b')[0]}'", "admin_key is not a key"),
+        ("keys = ", "not readable credentials"),
+    ],
+)
+def test_a_file_that_can_not_be_used(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(StartError, match=told):
+        start(tmp_path, 0, operators_file(tmp_path, text))
+
+
+def test_a_file_that_others_can_read_or_nobody(tmp_path: Path) -> None:
+    named = operators_file(tmp_path, "")
+    (tmp_path / "keys.toml").chmod(0o644)
+    with pytest.raises(StartError, match="readable by others"):
+        start(tmp_path, 0, named)
+    (tmp_path / "keys.toml").unlink()
+    with pytest.raises(StartError, match="credentials_file"):
+        start(tmp_path, 0, named)

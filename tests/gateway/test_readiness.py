@@ -1,0 +1,58 @@
+"""What /readyz says of a registry that can't be written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from gateway.store_probe import WRITE_KEY
+from running_gateway import Running, until
+
+from adapters.local_store import LocalStore
+from gateway import store_probe
+
+TOLD = "the registry can't be written to (full or read-only): deploys fail"
+
+
+@pytest.fixture
+def running(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> Running:
+    monkeypatch.setattr(store_probe, "WRITE_EVERY", 0.2)
+    found = start()
+    found.node()
+    return found
+
+
+def test_a_full_registry_shows_and_calls_are_served(
+    running: Running, pirate: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = running.client()
+    assert client.post("/deploy/f", files=pirate).status_code == 201
+    assert client.get("/readyz").json()["checks"]["store"] == {"ok": True, "problem": None}
+    written = LocalStore._written
+
+    def full(self: LocalStore, data: object) -> object:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalStore, "_written", full)
+    until(lambda: client.get("/readyz").json()["checks"]["store"]["problem"] == TOLD)
+    assert client.get("/readyz").status_code == 200
+    assert client.post("/invoke/f", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+    monkeypatch.setattr(LocalStore, "_written", written)
+    until(lambda: client.get("/readyz").json()["checks"]["store"]["problem"] is None)
+
+
+def test_writes_are_rare_and_leave_one_object(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = []
+    put = LocalStore.put
+
+    def counted(self: LocalStore, key: str, data: bytes) -> str:
+        writes.append(key)
+        return put(self, key, data)
+
+    monkeypatch.setattr(LocalStore, "put", counted)
+    running = start()
+    running.node()
+    client = running.client(None)
+    for _ in range(100):
+        assert client.get("/readyz").status_code == 200
+    assert 1 <= writes.count(WRITE_KEY) <= 3
