@@ -95,7 +95,7 @@ class Engine:
         if problem is not None:
             self._finish(request, "error", *problem)
             return
-        self.callers.note(request)
+        request.after_idle = self.callers.note(request)
         if request.adapter is not None:
             request.found = self.store.announce(request.adapter)
         self.queue.add(request)
