@@ -21,6 +21,7 @@ from node_agent.adapter_memory.integrity import heal
 from node_agent.capacity import capacity_of
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import EngineProcessConfig
+from node_agent.device import flush_denormals
 from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.engine.stats import stats_of
@@ -245,6 +246,7 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
 def main() -> int:
     set_up_logging("engine")
     disable_progress_bar()  # standard error is for JSON lines alone
+    flush_denormals()
     config = read_config(EngineProcessConfig)
     if config.parent is not None:
         die_with_parent(config.parent)
