@@ -31,6 +31,8 @@ from node_agent.child import die_with_parent, read_config
 from node_agent.config import ApiProcessConfig, NodeConfig
 from node_agent.detokenize import TokenText
 from node_agent.engine_link import EngineLink
+from node_agent.engine_watch import watch_engine
+from node_agent.heartbeat import NAME
 from node_agent.publisher import Publisher
 
 NOTICE_SECONDS = 0.3
@@ -51,11 +53,13 @@ def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str)
         desk.attach(link)
         await link.start()
         publishing = asyncio.create_task(Publisher(desk, config.gateway_url, secret).run())
+        watching = asyncio.create_task(watch_engine(desk, engine_socket.with_name(NAME)))
         try:
             yield
         finally:
             publishing.cancel()
-            await asyncio.wait({publishing})
+            watching.cancel()
+            await asyncio.wait({publishing, watching})
             await link.stop()
 
     async def healthz(_request: Request) -> Response:

@@ -40,6 +40,10 @@ EVENT_LIMIT = 4096
 BACKSTOP = 5.0
 """Seconds after a request's deadline, which the engine keeps, when this process stops waiting for the engine."""
 ACKNOWLEDGED_LIMIT = 4096
+SILENT_S = 2.0
+"""An engine whose heartbeat is overdue for so long gets no new requests."""
+FAILED_S = 5.0
+"""Then those that it has fail, as if it had ended."""
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +116,8 @@ class Desk:
         self._acknowledged: deque[str] = deque(maxlen=ACKNOWLEDGED_LIMIT)
         self._stats: Stats | None = None
         self._error = "the engine is starting"
+        self._stands_still = ""
+        """what is said of an engine that is ready, but whose heartbeat has stopped"""
         self._link: EngineLink | None = None
         self._questions = Questions()
         self.ready: Ready | None = None
@@ -169,7 +175,7 @@ class Desk:
     def _check(self, request: GenerateRequest) -> None:
         if self.draining:
             raise ServiceError("unavailable", "this node is draining", retry_after=RETRY_AFTER)
-        if self.ready is None:
+        if self.ready is None or self._stands_still:
             raise ServiceError("unavailable", f"this node is not ready: {self.error}", retry_after=RETRY_AFTER)
         if request.base != self.ready.base:
             raise ServiceError("unavailable", "this node serves another base model", retry_after=RETRY_AFTER)
@@ -220,7 +226,7 @@ class Desk:
 
     def engine_ready(self, ready: Ready) -> None:
         self.ready = ready
-        self._error = ""
+        self._error = self._stands_still = ""
         clear_exit(self._run_dir)
         self.changed.set()
 
@@ -234,12 +240,29 @@ class Desk:
                 self._questions.answered(event)
 
     def engine_gone(self, reason: str) -> None:
-        self.ready, self._stats, self._error = None, None, reason
+        self.ready, self._stats, self._error, self._stands_still = None, None, reason, ""
+        self._fail_all()
+        self.changed.set()
+
+    def engine_silent(self, seconds: float) -> None:
+        """For so long its heartbeat is overdue; 0: it beats. One that goes on later finds what failed cancelled."""
+        if self.ready is None:
+            return
+        stands_still = f"the engine has stood still for {seconds:.0f} s" if seconds >= SILENT_S else ""
+        if bool(stands_still) != bool(self._stands_still):
+            log.warning("engine stands still" if stands_still else "engine goes on again")
+            self.changed.set()
+        self._stands_still = stands_still
+        if seconds >= FAILED_S:
+            for entry in self._in_flight.values():
+                self.cancel(entry)
+            self._fail_all()
+
+    def _fail_all(self) -> None:
         for entry in list(self._in_flight.values()):
             self._remove(entry)
             entry.end(Ended("node_failed", "the node's engine ended while it served the request"))
         self._questions.engine_gone()
-        self.changed.set()
 
     def _note(self, stats: Stats) -> None:
         before, self._stats = self._stats, stats
@@ -277,13 +300,13 @@ class Desk:
     @property
     def error(self) -> str:
         """Why the engine is not ready; empty when it is."""
-        return "" if self.ready is not None else read_exit(self._run_dir) or self._error
+        return self._stands_still if self.ready is not None else read_exit(self._run_dir) or self._error
 
     @property
     def state(self) -> str:
         if self.draining:
             return "draining"
-        return "ready" if self.ready is not None else "warming"
+        return "ready" if self.ready is not None and not self._stands_still else "warming"
 
     def record(self) -> NodeRecord:
         """The node as it is now; each has a higher `seq`."""

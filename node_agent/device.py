@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import platform
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
 
 import torch
+
+log = logging.getLogger("garnish.engine")
+
+Result = TypeVar("Result")
+
+CLOSE_LIMIT_S = 10.0
 
 
 class Event(Protocol):
@@ -40,13 +49,64 @@ class EndedEvent:
 ENDED = EndedEvent()
 
 
-def record_event(device: torch.device) -> Event:
-    """An event behind everything enqueued on the current stream so far."""
+def record_event(device: torch.device, sleeps: bool = False) -> Event:
+    """An event behind everything enqueued on the current stream so far. `sleeps`: who synchronizes with it takes no
+    processor's time meanwhile, and learns of its end a little later."""
     if device.type != "cuda":
         return ENDED
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event: torch.cuda.Event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+"""In lower case, what the messages of the CPU's allocator, CUDA and its libraries say. They have no type."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether work failed for want of memory alone: less of it may be possible."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
+
+
+def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
+    """The work's result; None when there was too little memory for it. All that it held is free again then."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        log.error("out of memory", extra={"reason": str(error)[:500]})
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    return None
+
+
+class EventWatch:
+    """Calls `then`, in a thread of its own, when an event has ended that nobody waits for."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, event: Event) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="event-watch", daemon=True)
+            self._thread.start()
+        self._events.put(event)
+
+    def close(self) -> None:
+        """Ends the thread, once what it watches has ended."""
+        if self._thread is not None:
+            self._events.put(None)
+            self._thread.join(CLOSE_LIMIT_S)
+
+    def _run(self) -> None:
+        while (event := self._events.get()) is not None:
+            event.synchronize()
+            self._then()
 
 
 def device_name(device: torch.device) -> str:
@@ -105,6 +165,13 @@ def free_memory(device: torch.device) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/meminfo names no MemAvailable")
+
+
+def flush_denormals() -> None:
+    """Take numbers below the least normal one for zero: a processor computes with them many times more slowly, and no
+    token depends on them. Threads inherit it from the one that starts them, those of OpenMP's teams too: to be called
+    before anything is computed."""
+    torch.set_flush_denormal(True)
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

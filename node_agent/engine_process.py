@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 from transformers.utils.logging import disable_progress_bar
@@ -21,9 +22,11 @@ from node_agent.adapter_memory.integrity import heal
 from node_agent.capacity import capacity_of
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import EngineProcessConfig
+from node_agent.device import flush_denormals
 from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.engine.stats import stats_of
+from node_agent.heartbeat import NAME, Heartbeat
 from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, command_decoder, encode
 from node_agent.performance.idle import QUIET_S, IdleMeasurement
 from node_agent.performance.setup import use_performance
@@ -154,6 +157,7 @@ class Loop:
         self.engine.take_events()
 
     def _turn(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        self.engine.pulse.beat()
         self._receive(channel)
         self.engine.prepare()
         told = self._tell(channel)  # who was admitted is told before the passes, which may take long
@@ -181,6 +185,7 @@ class Loop:
 
     def _tell(self, channel: Channel) -> bool:
         """Send what has happened, and a picture when one is due; False when nothing has happened."""
+        self.engine.pulse.beat()
         events = self.engine.take_events()
         happened, now = bool(events), time.monotonic()
         if now >= self._stats_at or (happened and now >= self._stats_at - STATS_INTERVAL + MIN_STATS_INTERVAL):
@@ -212,6 +217,7 @@ class Loop:
     def _is_wanted(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
         """Whether anything has come amid a slice. The last picture is sent again when one is due: a pass of a large
         base takes long, and an engine that says nothing is taken for dead. One taken now would show what is lent."""
+        self.engine.pulse.beat()
         if time.monotonic() >= self._stats_at:
             channel.send([self._picture])
             self._stats_at = time.monotonic() + STATS_INTERVAL
@@ -245,6 +251,7 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
 def main() -> int:
     set_up_logging("engine")
     disable_progress_bar()  # standard error is for JSON lines alone
+    flush_denormals()
     config = read_config(EngineProcessConfig)
     if config.parent is not None:
         die_with_parent(config.parent)
@@ -269,7 +276,9 @@ def main() -> int:
     log.info(CAPACITY, extra=msgspec.to_builtins(capacity_of(engine, base)))
     idle = None if has_model else IdleMeasurement(engine, config.engine, base)
     loop = Loop(engine, ready, wake, lambda: stop_requested, idle)
+    engine.pulse.tell = Heartbeat(Path(config.socket).with_name(NAME)).beat
     while not stop_requested:
+        engine.pulse.beat()
         try:
             channel = Channel(config.socket)
         except Disconnected:

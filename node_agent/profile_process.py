@@ -50,10 +50,12 @@ def main() -> int:
     from node_agent.coldstart.measure import LONG, measure
     from node_agent.coldstart.profile import ProfileError, check
     from node_agent.coldstart.setup import profile_key
+    from node_agent.device import flush_denormals
     from node_agent.engine.setup import build_engine
     from node_agent.performance.setup import measure_performance, performance_file
     from node_agent.performance.sweep import SweepTooSlow
 
+    flush_denormals()  # as the engine's process does
     assert config.profile is not None  # the command line names it
     tell(Step("loading the base model"))
     try:

@@ -22,11 +22,16 @@ from cluster.logs import set_up_logging
 from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
 from node_agent.cores import SPIN_LIMIT
 from node_agent.exit_note import clear_exit, write_exit
+from node_agent.heartbeat import NAME, Watch
 
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 10.0
 STEADY = 30.0
 """Seconds after which a process counts as healthy, so that its next restart is quick again."""
+LONGEST_SILENCE_S = 60.0
+"""An engine whose heartbeat has stopped for so long is killed, whatever it announced."""
+LOOK_S = 2.0
+"""Between two looks at a heartbeat."""
 STOP_SLACK = 3.0
 """Seconds that both processes have to end by themselves, beside the time for open streams."""
 
@@ -50,6 +55,7 @@ def run(config: NodeConfig) -> int:
             "node_agent.engine_process",
             EngineProcessConfig(socket=path, parent=parent, engine=config.engine),
             on_end=partial(write_exit, run_dir),
+            watch=Watch(run_dir / NAME, LOOK_S),
         ),
     ]
     clear_exit(run_dir)
@@ -72,13 +78,15 @@ class Child:
         config: msgspec.Struct,
         output: Path | None = None,
         on_end: Callable[[int], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """`config` is written, as JSON, on the process's standard input; its output is appended to `output`, if given.
 
-        `on_end` is told the exit code (as subprocess gives it) of each process that ended by itself.
+        `on_end` is told the exit code (as subprocess gives it) of each process that ended by itself. One whose
+        heartbeat stops (`watch`) is killed.
         """
         self.name = name
-        self._on_end = on_end
+        self._on_end, self._watch = on_end, watch
         self.failures = 0
         """How often it ended by itself."""
         self._module = module
@@ -98,7 +106,9 @@ class Child:
         """Start or reap as is due. Returns in how many seconds it wants to be looked at again, at the latest."""
         if self.reap(now) and self._due <= now:
             self._start(now)
-        return max(0.0, self._due - now) if self._process is None else STEADY
+        if self._process is None:
+            return max(0.0, self._due - now)
+        return STEADY if self._watch is None else self._kill_if_silent(self._watch, self._process, now)
 
     def reap(self, now: float) -> bool:
         """Whether the process is not running; if it just ended, that is logged and the time of its restart is set."""
@@ -118,6 +128,15 @@ class Child:
         self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
         self._process = None
         return True
+
+    def _kill_if_silent(self, watch: Watch, process: subprocess.Popen[bytes], now: float) -> float:
+        """Returns in how many seconds to look again; the end of a process that is killed wakes the supervisor."""
+        silent = watch.look(now, process.pid)
+        if silent >= LONGEST_SILENCE_S:
+            extra = {"child": self.name, "pid": process.pid, "silent": round(silent, 1)}
+            log.error("child stands still and is killed", extra=extra)
+            process.kill()
+        return watch.interval
 
     def signal(self, number: signal.Signals) -> None:
         if self._process is not None:

@@ -21,10 +21,12 @@ class Assist:
     def __init__(self, store: AdapterStore, base: BaseModel, profile: Profile, workers: WorkerPool) -> None:
         self.store, self.base, self.profile, self.workers = store, base, profile, workers
         self._shares = group_shares(base)
-        self._ended: list[HostHold] = []
+        self._ended: list[tuple[HostHold, PassHandoffs]] = []
 
     def begin(self, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
-        """For one pass. None when the adapter is not in host memory (any more)."""
+        """For one pass. None when no worker is there, or the adapter is not in host memory (any more)."""
+        if not self.workers.usable:
+            return None
         hold = self.store.hold_host(lease)
         if hold is None:
             return None
@@ -39,17 +41,19 @@ class Assist:
         budget = self.profile.layer_seconds(tokens) * self._shares[group]
         return self.profile.slice_tokens(elements, budget)
 
-    def end(self, hold: HostHold) -> None:
-        self._ended.append(hold)
+    def end(self, hold: HostHold, handoffs: PassHandoffs) -> None:
+        self._ended.append((hold, handoffs))
         self.poll()
 
     def poll(self) -> None:
         """Let go of host rows that no worker can read any more: a late one may still read those of an ended pass."""
         self.workers.poll()
-        if self._ended and not self.workers.counters().in_quarantine:
-            for hold in self._ended:
+        ended, self._ended = self._ended, []
+        for hold, handoffs in ended:
+            if handoffs.quiet:
                 self.store.release_host(hold)
-            self._ended = []
+            else:
+                self._ended.append((hold, handoffs))
 
 
 class AssistedPass:
@@ -83,7 +87,7 @@ class AssistedPass:
         if self._open:
             self._open = False
             self._handoffs.end()
-            self._assist.end(self._hold)
+            self._assist.end(self._hold, self._handoffs)
 
     def _arm(self) -> None:
         if not self._armed:

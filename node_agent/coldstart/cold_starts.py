@@ -84,6 +84,11 @@ class ColdStarts:
             choice.name, choice.assisted, choice.exposed, extra, tuple(costs.load.tolist()), choice.seconds, rest
         )
 
+    def without_workers(self, lease: Lease, plan: Plan) -> Plan:
+        """Returns what an `assist` plan becomes where no worker can be had after all: every layer is loaded."""
+        self.store.set_order(lease, range(self.base.num_layers))
+        return replace(plan, name="pipeline", assisted=0)
+
     def warm_seconds(self, tokens: int, layers: int) -> float:
         """Of so many layers of a chunk of `tokens` whose weights are there; 0 without a profile."""
         return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0

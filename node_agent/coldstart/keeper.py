@@ -64,9 +64,15 @@ class Keeper:
     """`config(index, epoch)` is what a worker is started with; `fds` are passed on. Epochs count from 1."""
 
     def __init__(
-        self, count: int, config: Callable[[int, int], WorkerConfig], fds: Sequence[int], stall_limit: float
+        self,
+        count: int,
+        config: Callable[[int, int], WorkerConfig],
+        fds: Sequence[int],
+        stall_limit: float,
+        on_end: Callable[[WorkerState], None],
     ) -> None:
-        self._config, self._fds, self._stall_limit = config, tuple(fds), stall_limit
+        """`on_end` is told of each worker that was warm and has ended, once it is reaped, by the keeper's thread."""
+        self._config, self._fds, self._stall_limit, self._on_end = config, tuple(fds), stall_limit, on_end
         self._places = [_Place() for _ in range(count)]
         self._epochs = 0
         self._closing = False
@@ -219,6 +225,8 @@ class Keeper:
         with self._changed:
             worker.ended = True
             self._changed.notify_all()
+        if worker.ready is not None:
+            self._on_end(worker)
         os.close(worker.pidfd)
         _output(worker).close()
         place.worker = None

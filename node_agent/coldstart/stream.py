@@ -6,6 +6,9 @@ them. On the stream: x is copied to the x area and the workers' flags are raised
 wait; the answer is copied to the device and added. The host learns of a failed wait from a word that is certain once
 the pass's last event has ended, and only then are the slot's lines and areas anyone else's.
 
+A worker that ends is answered for by the engine's keeper of workers, at once: the stream stands still no longer than it
+takes to notice the end, and the pass fails. `WAIT_LIMIT_S` bounds the wait for one that lives.
+
 What a failed wait leaves: later steps of the pass neither signal nor wait, so their commands never reach a worker. What
 was signalled is quarantined until its worker has answered or is dead, as on a CPU.
 
@@ -20,8 +23,10 @@ from itertools import pairwise
 
 import torch
 
+from kernels.handoff import SEQUENCE_BITS
 from kernels.handoff_device import StreamKernels
 from node_agent.adapter_memory.host_map import HostMap
+from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout
 from node_agent.coldstart.workers import STALL_LIMIT_S, WAIT_LIMIT_S, Counters, Part, WorkerPool
 from node_agent.device import Event, record_event
@@ -144,7 +149,20 @@ class StreamPool(WorkerPool):
             begin, end = tokens * i // len(chosen), tokens * (i + 1) // len(chosen)
             parts.append(self.write(at, worker, (host_slot, layer, code, begin, end, tokens, self.layout.dtype)))
         self._handoffs += bool(parts)
+        for part in parts:
+            if part.worker.ended:  # before its command was there for the keeper's thread to find
+                self._worker_ended(part.worker)
         return parts
+
+    def _worker_ended(self, worker: WorkerState) -> None:
+        """Let the stream go on at once where it waits, or will wait, for the worker: its done flags are nobody else's
+        any more. What the passes read then is of no use, so they fail."""
+        memory, steps = self.memory, self.layout.steps
+        for at in range(self.layout.commands):
+            value, done = memory.read_command(at, worker.index).value, memory.done_flags[at][worker.index]
+            if value >> SEQUENCE_BITS == worker.epoch and not self._flags.wait(done, value, 0):
+                self.failed[at // steps].fill_(1)
+                self._flags.post(done, value)
 
     def end_pass(self, one: StreamPass) -> None:
         self._ending.append(one)
@@ -162,6 +180,7 @@ class StreamPool(WorkerPool):
                 signalled.append(part)
             else:
                 part.worker.commands -= 1
+                self.lines[part.at][1][part.worker.index, 0] = 0  # no command any more: nobody is to answer it
         self._release(one.slot, signalled, arrived=False)
 
 
@@ -215,6 +234,11 @@ class StreamPass:
         _, commands, done = pool.lines[at]
         pool.kernels.wait(done, commands, pool.wait_ns, self._poisoned, pool.failed[self.slot])
         self.awaited += 1
+
+    @property
+    def quiet(self) -> bool:
+        pool = self.pool
+        return self.ended is not None and self not in pool._ending and not pool.reads(self.parts)
 
     def end(self) -> None:
         """Nothing more of the pass will be enqueued."""

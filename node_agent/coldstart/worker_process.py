@@ -55,7 +55,9 @@ def main() -> None:
     import torch
 
     from node_agent.coldstart.worker import Worker, warm_up
+    from node_agent.device import flush_denormals
 
+    flush_denormals()
     torch.set_num_threads(1)
     worker = Worker(config)
     warm_up(worker.product, config.layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -70,7 +70,7 @@ class WorkerPool:
         self.memory = HandoffMemory(self._fd, layout)
         self._armed_fds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in cores]
         fds = (self._fd, host.pool_fd, host.table_fd, *self._armed_fds)
-        self._keeper = Keeper(len(cores), self._worker_config, fds, stall_limit)
+        self._keeper = Keeper(len(cores), self._worker_config, fds, stall_limit, self._worker_ended)
         self._free = list(range(layout.slots))
         self._quarantine: list[tuple[int, list[Part]]] = []
         self._sequence = self._armed = self._handoffs = self._timeouts = self._quarantined = 0
@@ -143,6 +143,11 @@ class WorkerPool:
         """Free what was late and is not any more."""
         self._sweep()
 
+    def reads(self, parts: Iterable[Part]) -> bool:
+        """Whether the worker of any of the parts, which were abandoned, may still be at it."""
+        late = [part for _, waiting in self._quarantine for part in waiting]
+        return bool(late) and any(part in late for part in parts)
+
     def counters(self) -> Counters:
         self._sweep()
         keeper = self._keeper
@@ -156,6 +161,9 @@ class WorkerPool:
             self._keeper.close()
             for fd in (self._fd, *self._armed_fds):
                 os.close(fd)
+
+    def _worker_ended(self, worker: WorkerState) -> None:
+        """Called by the keeper's thread. Whoever awaits the worker here looks by itself whether it has ended."""
 
     def _worker_config(self, index: int, epoch: int) -> WorkerConfig:
         return WorkerConfig(
@@ -257,6 +265,10 @@ class PassHandoffs(Protocol):
     def end(self) -> None:
         """The pass opens no more."""
 
+    @property
+    def quiet(self) -> bool:
+        """It has ended, and no worker reads anything for it any more, as far as the last `poll` knows."""
+
 
 class HostPass:
     """Handoffs of an engine that computes on a CPU: each is awaited by its caller, who sees there how it went."""
@@ -264,10 +276,22 @@ class HostPass:
     failed = False
 
     def __init__(self, pool: WorkerPool) -> None:
-        self.open = pool.open
+        self._pool = pool
+        self._opened: list[Handoff] = []
+        self._ended = False
+
+    def open(self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int) -> Handoff | None:
+        handoff = self._pool.open(x, host_slot, layer, group, slice_tokens)
+        if handoff is not None:
+            self._opened.append(handoff)
+        return handoff
 
     def end(self) -> None:
-        return None
+        self._ended, self._opened = True, [handoff for handoff in self._opened if not handoff._arrived]
+
+    @property
+    def quiet(self) -> bool:
+        return self._ended and not any(self._pool.reads(handoff._parts) for handoff in self._opened)
 
 
 class Handoff:

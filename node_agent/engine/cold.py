@@ -6,21 +6,21 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
-
-import torch
 
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.coldstart.learning import Outcome
-from node_agent.device import ENDED, Event, record_event
+from node_agent.device import ENDED, Event, EventWatch, record_event, unless_out_of_memory
 from node_agent.engine.batch import Row
+from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
-from node_agent.types import Lease, Pass, Plan, StepOutput
+from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
-StartPass = Callable[[Row, Plan], tuple[Pass, ColdLora]]
+StartPass = Callable[[Row, Plan], tuple[Pass, ColdLora, Plan]]
 Book = Callable[[list[Row], StepOutput], None]
 
 
@@ -42,6 +42,8 @@ class ColdPass:
     """seconds that it did"""
     enqueued: Event = ENDED
     """behind the layers that were advanced last"""
+    watched: Event = ENDED
+    """of these events, the last one at whose end the engine is woken"""
 
     @property
     def plan_now(self) -> Plan:
@@ -68,11 +70,18 @@ class ColdPasses:
     """At most `limit` passes, which take turns."""
 
     def __init__(
-        self, cold_start: ColdStarts, start: StartPass, book: Book, device: torch.device, num_layers: int, limit: int
+        self,
+        cold_start: ColdStarts,
+        start: StartPass,
+        book: Book,
+        runner: ModelRunner,
+        pulse: Pulse,
+        events: EventWatch,
+        limit: int,
     ) -> None:
-        """`start` begins a pass with its LoRA; `book` is told what an ended pass computed."""
-        self.cold_start, self.device, self.num_layers, self.limit = cold_start, device, num_layers, limit
-        self._start, self._book = start, book
+        """`start` begins a pass with its LoRA; `book` is told what an ended pass computed; `events` wakes it."""
+        self.cold_start, self.device, self.num_layers, self.limit = cold_start, runner.device, runner.num_layers, limit
+        self._start, self._book, self._pulse, self._events = start, book, pulse, events
         self.open: list[ColdPass] = []
         self.replays = 0
 
@@ -88,15 +97,18 @@ class ColdPasses:
         ahead = sum(
             self.cold_start.warm_seconds(cold.row.length, self.num_layers - cold.run.layer) for cold in self.open
         )
-        plan = self.cold_start.plan(request.lease, length, ahead)
-        row = Row(request, length)
+        row, plan = Row(request, length), self.cold_start.plan(request.lease, length, ahead)
+        started = unless_out_of_memory(lambda: self._start(row, plan))
+        if started is None:
+            request.wants_whole = True  # in a hot pass, which may be smaller
+            return
+        run, lora, plan = started
         if not phases.planned:
             phases.planned, phases.load_forecast = begun, sum(plan.load)
         if plan.name != "wait" and phases.plan == "wait":
             phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed
             if row.wants_logits and request.max_tokens > 1:
                 phases.forecast += plan.rest
-        run, lora = self._start(row, plan)
         request.in_cold_pass, phases.opened = True, True
         self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
 
@@ -108,10 +120,11 @@ class ColdPasses:
             cold, ready = found
             cold.resume(time.monotonic())
             before = cold.run.layer
-            cold.run.advance(min(ready, before + left // cold.row.length))
-            cold.enqueued = record_event(self.device)
-            left -= (cold.run.layer - before) * cold.row.length
-            self._take_stock(cold)
+            upto = min(ready, before + left // cold.row.length)
+            left -= (upto - before) * cold.row.length
+            output = unless_out_of_memory(partial(self._compute, cold, upto))
+            cold.enqueued = record_event(self.device, sleeps=True)
+            self._take_stock(cold, output)
         return -(-(budget - left) // self.num_layers)
 
     def _next(self) -> tuple[ColdPass, int] | None:
@@ -120,8 +133,11 @@ class ColdPasses:
         for cold in self.open:
             ready = self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer)
             if ready <= cold.run.layer:
-                if cold.enqueued.query():  # else the device still computes what is before it
+                if cold.enqueued.query():
                     cold.stalled_at = cold.stalled_at or time.monotonic()
+                elif cold.watched is not cold.enqueued:  # more may be possible when the device comes to where it stands
+                    cold.watched = cold.enqueued
+                    self._events.watch(cold.enqueued)
             elif first is None:
                 first = cold, ready
         return first
@@ -135,26 +151,36 @@ class ColdPasses:
             cold.lora.close()
         return [cold.run.abort() for cold in found]
 
-    def _take_stock(self, cold: ColdPass) -> None:
-        """A pass that has ended is booked, a poisoned one dropped; any other goes behind those that wait."""
+    def _compute(self, cold: ColdPass, upto: int) -> StepOutput | bool:
+        """True: there are more layers, False: it is poisoned."""
+        with self._pulse.computing("cold layers", cold.row.length, upto - cold.run.layer):
+            cold.run.advance(upto)
+        if cold.lora.poisoned or upto < self.num_layers:
+            return not cold.lora.poisoned
+        with self._pulse.computing("cold end", cold.row.length):
+            output = cold.run.finish()
+            output.done.synchronize()  # a device with a stream knows only now whether a handoff failed
+        return output
+
+    def _take_stock(self, cold: ColdPass, output: StepOutput | bool | None) -> None:
+        """A pass that has ended is booked; one that is poisoned, or found no memory (None), is dropped; any other goes
+        behind those that wait."""
         request = cold.row.request
         self.open.remove(cold)
-        if not cold.lora.poisoned and cold.run.layer < self.num_layers:
+        if output is True:
             self.open.append(cold)
             return
-        output = None if cold.lora.poisoned else cold.run.finish()
-        if output is not None:
-            output.done.synchronize()  # a device with a stream knows only now whether a handoff failed
         cold.lora.close()
         request.in_cold_pass = False
         cold.phases.layers_cpu += cold.lora.layers_on_cpu
         cold.phases.layers_device += cold.lora.layers_on_device
-        if output is None or cold.lora.poisoned:
-            log.warning("request %s: a CPU worker failed it; the chunk is computed again", request.id)
+        if not output or output is True or cold.lora.poisoned:
             cold.run.abort().synchronize()
-            cold.phases.replays += 1
-            self.replays += 1
             request.wants_whole = True
+            if cold.lora.poisoned:
+                log.warning("request %s: a CPU worker failed it; the chunk is computed again", request.id)
+                cold.phases.replays += 1
+                self.replays += 1
         else:
             self.cold_start.observe(cold.lease, cold.outcome(time.monotonic()))
             self._book([cold.row], output)

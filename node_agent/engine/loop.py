@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.cores import move_threads
+from node_agent.device import EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.endings import finished
@@ -21,6 +23,7 @@ from node_agent.engine.newcomers import Newcomers
 from node_agent.engine.orders import Orders
 from node_agent.engine.promises import tightest_promise, within_promise
 from node_agent.engine.prompt_events import score_events, split_scores
+from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.rows import choose_hot
@@ -51,17 +54,21 @@ class Engine:
         store: AdapterStore,
         cold_start: ColdStarts,
         eos_ids: frozenset[int],
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_change` is called, in any thread, when the device comes to where a pass that stands still may go on."""
         self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
         self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.queue = WaitingQueue(limits.queue_limit)
         self.callers = Callers()
         self.running: dict[str, Request] = {}
+        self.pulse = Pulse(compiles=runner.device.type != "cpu")
+        self._device_events = EventWatch(on_change)
         self.cold = ColdPasses(
-            cold_start, self._start_cold, self._book, runner.device, runner.num_layers, limits.max_cold
+            cold_start, self._start_cold, self._book, runner, self.pulse, self._device_events, limits.max_cold
         )
-        self.hot = HotPasses(runner, self._tensors, self._book, self._observe)
+        self.hot = HotPasses(runner, self._tensors, self._book, self._observe, self._fail_memory, self.pulse)
         self.newcomers = Newcomers()
         self._may_overtake = False
         """one has come that may be computed before the open hot pass goes on"""
@@ -80,6 +87,7 @@ class Engine:
 
     def close(self) -> None:
         """Nothing runs any more."""
+        self._device_events.close()
         if self.assist is not None:
             workers = self.assist.workers
             workers.close()
@@ -95,7 +103,7 @@ class Engine:
         if problem is not None:
             self._finish(request, "error", *problem)
             return
-        self.callers.note(request)
+        request.after_idle = self.callers.note(request)
         if request.adapter is not None:
             request.found = self.store.announce(request.adapter)
         self.queue.add(request)
@@ -314,13 +322,16 @@ class Engine:
                 continue
             self.cold.begin(request, min(len(request.tokens) - request.computed, self.limits.chunk_tokens))
 
-    def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora]:
+    def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora, Plan]:
+        """Returns the plan, too: another than the given one where the workers that it counts on can't be had."""
         lease = row.request.lease
         assert lease is not None
         batch, on_device = self._tensors([row], 0)
         assert on_device is not None  # it has an adapter
         layout = self.store.layout(lease)
         workers = self.assist.begin(lease, layout) if self.assist and plan.name == "assist" else None
+        if workers is None and plan.name == "assist":
+            plan = self.cold_start.without_workers(lease, plan)
         lora = ColdLora(
             on_device,
             lambda layer: self.cold_start.state(lease, layer),
@@ -328,7 +339,11 @@ class Engine:
             workers,
             lambda layer: self.store.await_copy(lease, layer),
         )
-        return self.runner.start(batch, lora), lora
+        try:
+            return self.runner.start(batch, lora), lora, plan
+        except BaseException:
+            lora.close()
+            raise
 
     def _observe(self, rows: list[Row], n_decode: int, seconds: float) -> None:
         if self.drift is not None:
@@ -384,6 +399,11 @@ class Engine:
     def _fail_numbers(self, request: Request) -> None:
         log.error("request %s: logits are not finite", request.id)
         self._finish(request, "error", "internal", "the model's output was not finite")
+
+    def _fail_memory(self, row: Row) -> None:
+        if self.running.get(row.request.id) is row.request:
+            text = "this node has too little memory to compute the request"
+            self._finish(row.request, "error", "unavailable", text)
 
     def _fail_load(self, request: Request, cause: str) -> None:
         assert request.adapter is not None

@@ -1,10 +1,12 @@
-"""Which best-effort requests give their places to a strict one. They are computed again later (`Engine` says how)."""
+"""Which requests give their places to another: best-effort ones to a strict one, and those of tenants with more than
+their share to the first one of a tenant that was idle. They are computed again later (`Engine` says how)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from cluster.messages import StrictRoom
+from cluster.messages import SloClass, StrictRoom
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Room
 from node_agent.engine.waiting import WaitingQueue
@@ -13,18 +15,44 @@ MOST_PREEMPTIONS = 3
 """Of one request; after so many it keeps its place."""
 
 
-def choose_victims(running: Iterable[Request], short: Room) -> list[Request] | None:
+def choose_victims(
+    running: Iterable[Request], short: Room, gives: Callable[[Request], bool] | None = None
+) -> list[Request] | None:
     """Those that free the rows and KV blocks of which the batch is short: of the least often preempted the latest
-    admitted first, for they have the least to compute again. None: all together would not free enough."""
+    admitted first, for they have the least to compute again. `gives` (None: best effort does) is asked of each in this
+    order. None: all together would not free enough."""
     victims: list[Request] = []
     rows, blocks = short.rows, short.blocks
-    for request in sorted(filter(_may_go, running), key=lambda request: (request.preemptions, -request.admitted)):
+    for request in sorted(running, key=lambda request: (request.preemptions, -request.admitted)):
         if rows <= 0 and blocks <= 0:
             break
-        if rows > 0 or request.blocks:
+        if (gives or _may_go)(request) and (rows > 0 or request.blocks):
             victims.append(request)
             rows, blocks = rows - 1, blocks - len(request.blocks)
     return victims if rows <= 0 and blocks <= 0 else None
+
+
+class OverShare:
+    """Whether a request may go, as one of a tenant that has more than its share: asked of each, it keeps count of those
+    that go, so that nobody is left with less than the share, or with no row. No strict one goes, and for best effort
+    only such."""
+
+    def __init__(self, running: Collection[Request], share: Room, slo_class: SloClass) -> None:
+        self._share, self._slo_class = share, slo_class
+        self._rows = Counter(request.tenant for request in running)
+        self._blocks: Counter[str] = Counter()
+        for request in running:
+            self._blocks[request.tenant] += len(request.blocks)
+
+    def __call__(self, request: Request) -> bool:
+        tenant, needed = request.tenant, ("strict", "standard") if self._slo_class == "best_effort" else ("strict",)
+        rows, blocks = self._rows[tenant], self._blocks[tenant]
+        over = rows > self._share.rows or (rows > 1 and blocks - len(request.blocks) >= self._share.blocks)
+        if not over or request.slo_class in needed or not _is_movable(request):
+            return False
+        self._rows[tenant] -= 1
+        self._blocks[tenant] -= len(request.blocks)
+        return True
 
 
 def strict_room(running: Collection[Request], queue: WaitingQueue, kept: Room, free: Room) -> StrictRoom:
@@ -57,7 +85,9 @@ def choose_lenders(running: Iterable[Request], fits: Callable[[Collection[str]],
 
 
 def _may_go(request: Request) -> bool:
+    return request.slo_class == "best_effort" and _is_movable(request)
+
+
+def _is_movable(request: Request) -> bool:
     """Nothing that is under way on the device may still write to its blocks."""
-    if request.in_cold_pass or request.in_hot_pass:
-        return False
-    return request.slo_class == "best_effort" and request.preemptions < MOST_PREEMPTIONS
+    return not (request.in_cold_pass or request.in_hot_pass) and request.preemptions < MOST_PREEMPTIONS

@@ -90,8 +90,10 @@ class Request:
     pauses: int = 0
     """passes in succession that it has sat out for strict requests"""
     pauses_in_all: int = 0
+    after_idle: bool = False
+    """its tenant had not called lately: it may take a place of those that have more than their share"""
     preemptions: int = 0
-    """how often it gave its place to a strict request; what it has computed since the last one is in `computed`"""
+    """how often it gave its place to another request; what it has computed since the last one is in `computed`"""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)

@@ -34,15 +34,16 @@ class Callers:
         """when each called last but for strict calls, the latest at the end"""
         self._strict_at = float("-inf")
 
-    def note(self, request: Request) -> None:
-        """The request has come."""
+    def note(self, request: Request) -> bool:
+        """The request has come. Returns whether it is the first of its tenant for long; no strict one is."""
         if request.slo_class == "strict":
             self._strict_at = request.arrived
-            return
-        self._tenants.pop(request.tenant, None)
+            return False
+        before = self._tenants.pop(request.tenant, float("-inf"))
         self._tenants[request.tenant] = request.arrived
         while request.arrived - next(iter(self._tenants.values())) > TENANT_SECONDS:
             del self._tenants[next(iter(self._tenants))]
+        return request.arrived - before >= TENANT_SECONDS
 
     def strict(self, now: float) -> bool:
         return now - self._strict_at < STRICT_SECONDS
@@ -67,6 +68,7 @@ class Reserves:
         self._callers, self._queue, self._now = callers, queue, time.monotonic()
         self._most_served = queue.shares.floor + MOST_AHEAD
         """the counter up to which a tenant is light"""
+        self._all = Room(max_rows, blocks)
         self._rows = max_rows // KEPT_SHARE or int(max_rows >= FEWEST_ROWS)
         self.most_blocks = blocks // KEPT_SHARE
         """that are kept for either"""
@@ -82,6 +84,11 @@ class Reserves:
         request waiting and is not far ahead of its turn."""
         return not self._tenants.get(tenant) or self.modest(tenant)
 
+    def may_claim(self, request: Request) -> bool:
+        """Whether a waiting request may take the place of one whose tenant has more than its share: for the first call
+        of a tenant nothing was kept. With a row in the batch it is not the first any more."""
+        return request.after_idle and not self._tenants.get(request.tenant)
+
     def modest(self, tenant: str) -> bool:
         """Whether no more than one request of the tenant waits and it is not far ahead of its turn."""
         return self._queue.waiting_of(tenant) <= 1 and self._queue.shares.tenant(tenant) <= self._most_served
@@ -90,6 +97,11 @@ class Reserves:
     def crowded(self) -> bool:
         """Whether a tenant waits that has much to do."""
         return not all(map(self.light, self._queue.tenants))
+
+    def equal_share(self, request: Request) -> Room:
+        """Of all rows and blocks, among the request's tenant and those that have some."""
+        tenants = len({request.tenant, *(tenant for tenant, rows in self._tenants.items() if rows)})
+        return Room(max(1, self._all.rows // tenants), self._all.blocks // tenants)
 
     def entered(self, request: Request, blocks: int) -> None:
         """The request has a place now, with so many blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from cluster.messages import Adapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.kv_blocks import BlockPool
-from node_agent.engine.preemption import choose_lenders, choose_victims
+from node_agent.engine.preemption import OverShare, choose_lenders, choose_victims
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Reserves, Room
 from node_agent.engine.waiting import WaitingQueue
@@ -47,6 +48,8 @@ class Admission:
     - Behind one that waits for rows or KV blocks only strict ones pass: with what is kept for them and what best-effort
       requests give up to them (`preempt`, which frees what each holds), so that they keep no other out for ever. And
       behind one of a tenant with much to do, those of light tenants (`Reserves.light`): with what is kept for these.
+    - The first request of a tenant that was idle, for which nothing was kept, gets a place of those that have more than
+      an equal share of rows or KV blocks, up to its own share: these are preempted.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Admission:
         _note_held(queue)
         if queue.strict and not self._walk(queue, best_effort=False):
             return
-        if self.free_rows > 0:
+        if self.free_rows > 0 or any(map(self.reserves.may_claim, queue)):
             self._walk(queue, best_effort=True)
 
     def _walk(self, queue: WaitingQueue, best_effort: bool) -> bool:
@@ -92,10 +95,7 @@ class Admission:
             elif request.slo_class == "best_effort" and not best_effort:
                 continue
             elif not self._passed:
-                need = self._need(request)
-                if self._fits(need, self.reserves.kept_from(request)):
-                    self._enter(request, need, queue)
-                else:
+                if not self._try(request, queue):
                     self._passed = True
                     self._by_light = not self.reserves.light(request.tenant) and self._light_wait(queue)
             elif self._by_light and self.reserves.light(request.tenant):
@@ -117,14 +117,31 @@ class Admission:
         return True
 
     def _light_wait(self, queue: WaitingQueue) -> bool:
-        """Whether there may be room for a tenant for which some is kept."""
-        return self.free_rows > 0 and any(map(self.reserves.light, queue.tenants))
+        """Whether there may be room for a tenant for which some is kept, or one that may claim some."""
+        if self.free_rows > 0 and any(map(self.reserves.light, queue.tenants)):
+            return True
+        return any(map(self.reserves.may_claim, queue))
 
     def _try_light(self, request: Request, queue: WaitingQueue) -> None:
-        """Admit it if what is kept for the likes of it does."""
-        need = self._need(request)
-        if need <= self.reserves.most_blocks and self._fits(need, self.reserves.kept_from(request)):
+        """Admit it if what is kept for the likes of it does, or what it may claim."""
+        self._try(request, queue, self.reserves.most_blocks)
+
+    def _try(self, request: Request, queue: WaitingQueue, most_blocks: float = math.inf) -> bool:
+        """False: it waits for rows or blocks. Of free ones it may have no more than `most_blocks`."""
+        need, kept = self._need(request), self.reserves.kept_from(request)
+        if need <= most_blocks and self._fits(need, kept):
             self._enter(request, need, queue)
+            return True
+        if not self.reserves.may_claim(request):
+            return False
+        share = self.reserves.equal_share(request)
+        short = Room(kept.rows + 1 - self.free_rows, kept.blocks + need - self.blocks.free)
+        gives = OverShare(self._running, share, request.slo_class)
+        victims = choose_victims(self._running, short, gives) if need <= share.blocks else None
+        if victims is None:
+            return False
+        self._enter(request, need, queue, victims)
+        return True
 
     def _need(self, request: Request) -> int:
         return self.blocks.blocks_for(request.prompt_len + request.max_tokens)

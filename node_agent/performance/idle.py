@@ -16,6 +16,7 @@ from cluster.performance_file import write_performance
 from cluster.performance_fit import MOST_ERROR_IDLE, DecodeFit, PrefillFit
 from node_agent.config import EngineConfig
 from node_agent.cores import core_times, others_share
+from node_agent.device import is_out_of_memory
 from node_agent.engine.loop import Engine
 from node_agent.performance.cases import IDLE, Bounds, Case
 from node_agent.performance.setup import cold_costs, fit, performance_file, profile_of, publish
@@ -79,6 +80,11 @@ class IdleMeasurement:
                 self._run(made)
         except (GaveWay, SweepTooSlow):
             pass  # the next slice goes on
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._fail("there was too little memory")
+            return True
         ended = time.monotonic()
         self._worked += ended - begun
         if others_share(cores, core_times()) > BUSY_SHARE:

@@ -144,6 +144,30 @@ def test_killed_processes_come_back(tmp_path: Path, stories_dir: Path) -> None:
     run_scenario(scenario())
 
 
+def test_a_stopped_engine_is_passed_over_until_it_goes_on(tmp_path: Path, stories_dir: Path) -> None:
+    """SIGSTOP: its connection stays, and nobody waits for it."""
+
+    async def scenario() -> None:
+        async with supervised(tmp_path, stories_dir) as node:
+            await node.logged("child started", "engine")
+            record = await node.ready()
+            async with node.generate(record, max_tokens=400, ignore_eos=True, id="cut") as stream:
+                assert isinstance(await stream.next(), Started)
+                assert isinstance(await stream.next(), Token)
+                os.kill(node.pids["engine"], signal.SIGSTOP)
+                stopped = await node.gateway.record_where(lambda r: r.state != "ready")
+                assert "stood still" in stopped.error
+                failed = (await stream.rest())[-1]
+            assert isinstance(failed, Failed)
+            assert (failed.type, failed.retryable) == ("node_failed", False)
+            os.kill(node.pids["engine"], signal.SIGCONT)
+            again = await node.gateway.record_where(lambda r: r.state == "ready" and r.seq > stopped.seq)
+            assert again.running == 0
+            assert await node.greedy_text(again) == GREEDY.read_bytes()
+
+    run_scenario(scenario())
+
+
 def test_nothing_survives_a_killed_supervisor(tmp_path: Path, stories_dir: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, stories_dir) as node:

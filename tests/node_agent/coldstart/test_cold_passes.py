@@ -23,6 +23,7 @@ from node_agent.cores import spare_cores
 from node_agent.ipc import Generated
 from node_agent.types import LayerState, Lease, Plan
 from tests.node_agent.coldstart.held_link import HeldLink
+from tests.node_agent.coldstart.pools import eventually
 
 STORY = [1, *range(50, 90)]
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
@@ -122,6 +123,30 @@ def test_a_worker_that_fails_costs_time_and_no_token(
     counters = pool.counters()
     assert counters.timeouts == (1 if number == signal.SIGSTOP else 0)
     assert counters.deaths == (1 if number == signal.SIGKILL else 0)
+
+
+@needs_core
+def test_an_assist_plan_without_workers_loads_layer_by_layer(
+    assisted: LocalEngine, reference: PeftReference, adapter_dir: Path
+) -> None:
+    """They end between the plan and the pass's beginning: nothing is computed in vain."""
+    pool, plan = pool_of(assisted), assisted.engine.cold_start.plan
+
+    def planned(lease: Lease, n_tokens: int, ahead: float) -> Plan:
+        found = plan(lease, n_tokens, ahead)
+        for pid in pool.pids():
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: pool.usable == 0)
+        return found
+
+    assisted.engine.cold_start.plan = planned  # type: ignore[method-assign]
+    request = assisted.submit(STORY, 4, assisted.deploy(adapter_dir), ignore_eos=True)
+    assisted.run()
+    finished = assisted.outcomes[request].finished
+    assert finished is not None
+    cold = finished.cold_start
+    assert (cold.plan, cold.replays, cold.layers_cpu) == ("pipeline", 0, 0)
+    assert exact(assisted, reference, adapter_dir, request, 4)
 
 
 @needs_core

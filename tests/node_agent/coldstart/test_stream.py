@@ -6,9 +6,12 @@ import contextlib
 import os
 import random
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ from node_agent.coldstart import setup, stream
 from node_agent.coldstart.measure import measure_handoff
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.stream import BrokenHandoff, StreamPass, StreamPool
-from node_agent.coldstart.workers import WorkerPool
+from node_agent.coldstart.workers import Part, WorkerPool
 from node_agent.config import EngineConfig
 from node_agent.cores import spare_cores
 from node_agent.types import Plan
@@ -195,6 +198,62 @@ def test_a_worker_that_dies(case: HostCase) -> None:
         eventually(lambda: not pool.counters().in_quarantine)
         assert pool.wait_ready(LONG) == 1
         assert handed_over(pool, begun(pool), case, 4, "o", 1)
+
+
+def test_a_worker_that_dies_holds_up_the_stream_no_longer_than_its_end_takes(case: HostCase) -> None:
+    """Not until the wait's own limit. What is written when it has ended is not awaited either."""
+    with streaming(case, slots=2, wait_limit=LONG) as pool:
+        (pid,), begin = pool.pids(), time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        one, x = begun(pool), draw_x(4, 40, case.host.torch_dtype)
+        handoff = one.open(x, 2, 0, "qkv", 4)
+        assert handoff is not None
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        handoff.wait()
+        assert one.failed
+        one.end()
+        eventually(lambda: not pool.counters().in_quarantine)
+        assert pool.wait_ready(LONG) == 1
+        write, (worker,) = pool.write, pool._keeper.workers
+
+        def written(*given: Any) -> Part:
+            os.kill(worker.process.pid, signal.SIGKILL)
+            eventually(lambda: worker.ended)
+            return write(*given)
+
+        pool.write = written  # type: ignore[method-assign]
+        two = begun(pool)
+        handoff = two.open(x, 2, 0, "qkv", 4)
+        assert handoff is not None
+        handoff.wait()
+        assert two.failed
+        two.end()
+        pool.write = write  # type: ignore[method-assign]
+        assert pool.wait_ready(LONG) == 1
+        assert time.monotonic() - begin < LONG / 2
+        eventually(lambda: not pool.counters().in_quarantine)
+        for _ in range(3):
+            three = begun(pool)
+            assert handed_over(pool, three, case, 4, "o", 1)
+            assert not three.failed
+            three.end()
+
+
+def test_rows_are_held_until_the_device_is_through(case: HostCase, held: list[HeldEvent]) -> None:
+    with streaming(case, slots=2) as pool:
+        one, two = begun(pool), begun(pool)
+        assert not one.quiet
+        for each in (one, two):
+            assert handed_over(pool, each, case, 4, "o", 1)
+            each.end()
+        held[1].over = True
+        pool.poll()
+        assert (one.quiet, two.quiet) == (False, True)
+        held[0].over = True
+        pool.poll()
+        assert one.quiet
+        for event in held:
+            event.over = True
 
 
 def test_the_check_before_use(case: HostCase) -> None:

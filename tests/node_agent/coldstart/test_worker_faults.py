@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 from benchmarks.host_case import HostCase
 from node_agent.adapter_memory.host_map import HostMap
+from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.shared import Layout
 from node_agent.coldstart.worker_process import WorkerConfig
 from node_agent.coldstart.workers import WorkerPool
@@ -149,6 +151,44 @@ def test_a_worker_that_can_not_be_started_again_for_a_while(case: HostCase, monk
         check_exact(pool, case)
         counters = pool.counters()
         assert (counters.deaths, counters.restarts) == (1, 1)
+
+
+class HeldRows:
+    """A store's host tier: who holds rows there."""
+
+    def __init__(self) -> None:
+        self.held: list[object] = []
+
+    def hold_host(self, lease: object) -> object:
+        self.held.append(lease)
+        return lease
+
+    def release_host(self, hold: object) -> None:
+        self.held.remove(hold)
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="two workers need a core each")
+def test_a_quarantined_slot_keeps_its_own_rows_alone(case: HostCase) -> None:
+    with started(case, 2) as pool:
+        rows = HeldRows()
+        assist = Assist(rows, SimpleNamespace(widths=case.widths), None, pool)  # type: ignore[arg-type]
+        x = draw_x(4, 40, case.host.torch_dtype)
+        late, fine = (assist.begin(name, None) for name in ("late", "fine"))  # type: ignore[arg-type]
+        assert late is not None and fine is not None and rows.held == ["late", "fine"]
+        with stopped(pool.pids()[0]):
+            handoff = late._handoffs.open(x, 2, 0, "qkv", 4)
+            assert not handoff.wait(0.05)
+            handoff.close()
+            late.end()
+            assert pool.counters().in_quarantine == 1
+            handoff = fine._handoffs.open(x, 2, 0, "qkv", 4)
+            assert handoff.wait(LONG)
+            handoff.close()
+            fine.end()
+            assert rows.held == ["late"]
+        eventually(lambda: not pool.counters().in_quarantine)
+        assist.poll()
+        assert not rows.held
 
 
 def test_all_slots_in_quarantine(case: HostCase) -> None:

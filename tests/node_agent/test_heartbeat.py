@@ -1,0 +1,212 @@
+"""An engine that stands still is told from one that computes something long, and from a host that stood still."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.local_engine import MakeEngine
+from cluster.messages import Done, Failed, Started, Token
+from node_agent.api_desk import SILENT_S
+from node_agent.engine.pulse import FIRST_S, LONGEST_S, Pulse
+from node_agent.heartbeat import NAME, Heartbeat, Watch
+from node_agent.supervisor import LONGEST_SILENCE_S, LOOK_S, Child
+from tests.node_agent.scripted_engine import admitted, finished, tokens
+from tests.node_agent.served_node import request_of, run_scenario, served_node
+from tests.node_agent.test_supervisor import config_of, end_of
+
+
+@contextlib.asynccontextmanager
+async def beating(heart: Heartbeat) -> AsyncIterator[None]:
+    async def beat() -> None:
+        while True:
+            heart.beat()
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def test_silence_is_counted_from_the_last_beat_in_the_watcher_s_looks(tmp_path: Path) -> None:
+    watch, now = Watch(tmp_path / NAME, interval=1.0), 100.0
+    assert watch.look(now) == 0.0, "there is no file"
+    heart = Heartbeat(tmp_path / NAME)
+    for _ in range(5):
+        now += 1.0
+        assert watch.look(now) == 0.0, "no beat has come yet"
+    heart.beat()
+    assert [watch.look(now + i) for i in range(4)] == [0.0, 1.0, 2.0, 3.0]
+    heart.beat()
+    assert watch.look(now + 4.0) == 0.0
+    assert watch.look(now + 500.0) == 2.0, "a watcher that stood still itself has not seen a silence"
+    assert watch.look(now + 501.0, os.getpid() + 1) == 0.0, "what another process says counts for nothing"
+
+
+def test_an_announced_silence_is_not_overdue(tmp_path: Path) -> None:
+    heart, watch = Heartbeat(tmp_path / NAME), Watch(tmp_path / NAME, interval=1.0)
+    heart.beat(10.0)
+    assert [watch.overdue(100.0 + i) for i in range(13)] == [0.0] * 11 + [1.0, 2.0]
+    heart.beat()
+    assert [watch.overdue(113.0 + i) for i in range(3)] == [0.0, 1.0, 2.0]
+
+
+def test_an_engine_that_stands_still_gets_no_calls_and_its_streams_fail(tmp_path: Path, stories_dir: Path) -> None:
+    """As those of one that has died do; when it goes on it finds them cancelled, and serves at once."""
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            heart = Heartbeat(node.socket.with_name(NAME))
+            engine = await node.engine()
+            async with node.generate(request_of("queued")) as queued, node.generate(request_of("cut")) as running:
+                async with beating(heart):
+                    assert {(await engine.hear_submit()).id for _ in range(2)} == {"queued", "cut"}
+                    await engine.say(admitted("cut"), *tokens("cut", [403]))
+                    assert isinstance(await running.next(), Started)
+                    assert isinstance(await running.next(), Token)
+                    await asyncio.sleep(2 * SILENT_S)
+                    assert (await node.record()).state == "ready", "it says nothing on its socket, but its loop goes on"
+                record = await node.gateway.record_where(lambda r: r.state != "ready")
+                assert (record.state, record.base) == ("warming", "fingerprint")
+                assert "stood still for" in record.error
+                async with node.generate(request_of("late")) as late:
+                    (refused,) = await late.rest()
+                assert isinstance(refused, Failed) and (refused.type, refused.retryable) == ("unavailable", True)
+                for stream, retryable in ((queued, True), (running, False)):
+                    failed = (await stream.rest())[-1]
+                    assert isinstance(failed, Failed)
+                    assert (failed.type, failed.retryable) == ("node_failed", retryable)
+            async with beating(heart):
+                await node.record_where(lambda r: r.state == "ready" and not r.error)
+                assert {(await engine.hear_cancel()).id for _ in range(2)} == {"queued", "cut"}
+                await engine.say(*tokens("cut", [403]), finished("cut", "cancelled"))
+                async with node.generate(request_of("again")) as stream:
+                    assert (await engine.hear_submit()).id == "again"
+                    await engine.say(finished("again"))
+                    assert isinstance((await stream.rest())[-1], Done)
+
+    run_scenario(scenario())
+
+
+def test_a_long_pass_is_announced(tmp_path: Path, stories_dir: Path) -> None:
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            heart = Heartbeat(node.socket.with_name(NAME))
+            heart.beat(LONGEST_S)
+            engine = await node.engine()
+            async with node.generate(request_of("long")) as stream:
+                await engine.hear_submit()
+                await asyncio.sleep(3 * SILENT_S)
+                assert (await node.record()).state == "ready"
+                await engine.say(admitted("long"), finished("long"))
+                assert isinstance((await stream.rest())[-1], Done)
+
+    run_scenario(scenario())
+
+
+BEAT_ONCE = """
+import sys, time
+from pathlib import Path
+from node_agent.heartbeat import Heartbeat
+sys.stdin.read()
+Heartbeat(Path(sys.argv[0]).with_name("engine.beat")).beat()
+print("beaten", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_the_supervisor_kills_an_engine_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are given, not measured."""
+    (tmp_path / "still.py").write_text(BEAT_ONCE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    output = tmp_path / "output"
+    watch = Watch(tmp_path / NAME, LOOK_S)
+    ends: list[int] = []
+    child = Child("engine", "still", config_of(tmp_path), output=output, on_end=ends.append, watch=watch)
+    now = 100.0
+    child.tend(now)
+    while not (output.exists() and b"beaten" in output.read_bytes()):
+        time.sleep(0.01)
+    pid, silent = child.pid, 0.0
+    child.tend(now)
+    while silent < LONGEST_SILENCE_S - LOOK_S:
+        now, silent = now + LOOK_S, silent + LOOK_S
+        assert child.tend(now) == LOOK_S
+        assert child.pid == pid and not ends
+    child.tend(now + LOOK_S)
+    end_of(child)
+    assert child.tend(now + LOOK_S) > 0.0, "it is started again"
+    assert ends == [-9]
+    child.tend(now + 2 * LOOK_S)
+    assert child.pid not in (None, pid)
+    for _ in range(5):
+        assert child.tend(now + 500.0) == LOOK_S
+    assert child.pid is not None, "a new one is not judged by the beats of the one before"
+    child.kill()
+
+
+def test_how_long_a_stretch_takes_is_learnt_by_its_size() -> None:
+    told: list[float] = []
+    pulse = Pulse(compiles=False)
+    pulse.tell = told.append
+    with pulse.computing("layers", 100):
+        assert told == [0.0], "nothing is known yet"
+        time.sleep(0.1)
+    for size, layers, factor in ((100, 1, 1), (127, 4, 4), (60, 1, 1), (1, 1, 1), (256, 1, 4)):
+        with pulse.computing("layers", size, layers):
+            assert told[-1] >= 0.1 * factor, (size, layers)
+        pulse._seconds["layers"] = {7: 0.1}
+    with pulse.computing("end", 100):
+        assert told[-1] == 0.0, "another kind of work"
+    with pulse.computing("layers", 1 << 20, 32):
+        assert told[-1] == LONGEST_S
+
+
+def test_kernels_may_be_compiled_at_first() -> None:
+    told: list[float] = []
+    pulse = Pulse(compiles=True)
+    pulse.tell = told.append
+    for size in (8, 8, 100):
+        with pulse.computing("layers", size):
+            pass
+    assert told[0] == told[2] == FIRST_S
+    assert told[1] < 1.0
+
+
+def test_an_engine_beats_before_whatever_it_computes(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a layer takes long, that is said before the next one."""
+    engine = make_engine()
+    prompt = [1, *range(10, 40)]
+    told: list[float] = []
+    engine.engine.pulse.tell = told.append
+    layer = engine.engine.runner.layers[2]
+    forward = layer.forward
+
+    def slow(*args: object, **rest: object) -> object:
+        time.sleep(0.2)
+        return forward(*args, **rest)
+
+    monkeypatch.setattr(layer, "forward", slow)
+    for _ in range(2):
+        before = len(told)
+        request = engine.submit(prompt, 1, ignore_eos=True)
+        engine.run()
+        assert engine.outcomes[request].finished is not None
+        assert len(told) - before >= engine.base.num_layers + 1
+    assert max(told[before:]) >= 0.2
+    assert engine.engine.hot.open is None
+
+
+def test_the_watchers_need_no_torch() -> None:
+    probe = "import sys, node_agent.heartbeat, node_agent.engine_watch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], timeout=60).returncode == 0
