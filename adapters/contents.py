@@ -10,17 +10,18 @@ import contextlib
 import hashlib
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from adapters.artifact import artifact_key, write_artifact
 from adapters.base_model import BaseModel
 from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter, StoreUnavailable
 from adapters.functions import Manifest
-from adapters.peft_format import read_peft
 from adapters.store import ObjectStore
-from adapters.validate import LoraLayout, file_sha256, validate
+from adapters.validate import Inspection, LoraLayout, check_values, file_sha256
 
+Inspect = Callable[[bytes, Path], Inspection]
+"""Of a config and a weights file; raises InvalidAdapter, TooLarge, InspectionBusy."""
 REWRITE_SECONDS = 12 * 3600.0
 READ_BYTES = 8 << 20
 MAX_REFUSED = 1000
@@ -30,9 +31,10 @@ MAX_REFUSED = 1000
 class Contents:
     """Blobs and artifacts for one base model. Methods block; they may be called from any thread."""
 
-    def __init__(self, store: ObjectStore, base: BaseModel) -> None:
+    def __init__(self, store: ObjectStore, base: BaseModel, inspect: Inspect) -> None:
         self.store = store
         self.base = base
+        self._inspect = inspect
         self._remaking = threading.Lock()
         self._refused: dict[str, InvalidAdapter] = {}
 
@@ -75,9 +77,9 @@ class Contents:
             self.put_artifact(self._validated(manifest.digest, config, weights), weights)
 
     def _validated(self, digest: str, config: bytes, weights: Path) -> LoraLayout:
-        """`validate`, with refusals remembered: the files can't change, and each look at them reads all tensors."""
+        """The checked adapter, with refusals remembered: the files can't change, and each look reads all tensors."""
         try:
-            return validate(read_peft(config, weights), self.base)
+            return check_values(self._inspect(config, weights), weights)
         except InvalidAdapter as error:
             if len(self._refused) >= MAX_REFUSED:
                 self._refused.clear()
