@@ -11,17 +11,18 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from adapters.artifact import artifact_key, write_artifact
 from adapters.base_model import BaseModel
 from adapters.errors import AdapterError, Conflict, CorruptArtifact, InvalidAdapter, NotFound, StoreUnavailable
 from adapters.functions import Manifest
-from adapters.peft_format import read_peft
 from adapters.store import ObjectStore
-from adapters.validate import LoraLayout, file_sha256, validate
+from adapters.validate import Inspection, LoraLayout, check_values, file_sha256
 
+Inspect = Callable[[bytes, Path], Inspection]
+"""Of a config and a weights file; raises InvalidAdapter, TooLarge, InspectionBusy."""
 REWRITE_SECONDS = 12 * 3600.0
 READ_BYTES = 8 << 20
 MAX_FAILURES = 1000
@@ -33,9 +34,10 @@ DAMAGED_SECONDS = 30.0
 class Contents:
     """Blobs and artifacts for one base model. Methods block; they may be called from any thread."""
 
-    def __init__(self, store: ObjectStore, base: BaseModel) -> None:
+    def __init__(self, store: ObjectStore, base: BaseModel, inspect: Inspect) -> None:
         self.store = store
         self.base = base
+        self._inspect = inspect
         self._failures: dict[str, tuple[AdapterError, float]] = {}
         """Why artifacts can't be made, with the monotonic seconds until which that holds."""
 
@@ -75,7 +77,7 @@ class Contents:
             with _scratch() as folder:
                 weights = folder / "weights"
                 config = self._fetch_files(manifest, weights)
-                self.put_artifact(validate(read_peft(config, weights), self.base), weights)
+                self.put_artifact(check_values(self._inspect(config, weights), weights), weights)
         except InvalidAdapter as error:
             self._note_failure(manifest.digest, error, math.inf)  # the files can't change
             raise

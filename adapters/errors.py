@@ -28,12 +28,16 @@ class AdapterError(Exception):
 class InvalidAdapter(AdapterError):
     """The adapter's files can't be served; `problems` (one at least) lists every reason that was found."""
 
-    def __init__(self, problems: list[Problem]) -> None:
+    def __init__(self, problems: list[Problem], omitted: int = 0) -> None:
+        """`omitted`: further problems that were only counted."""
+        total = len(problems) + omitted
         self.problems = problems[:MAX_PROBLEMS]
-        if len(problems) > MAX_PROBLEMS:
-            self.problems.append(Problem("...", f"{len(problems) - MAX_PROBLEMS} further problems are not listed"))
+        self.omitted = total - len(self.problems)
+        """Further problems, only counted; the last of `problems` says so."""
+        if self.omitted:
+            self.problems.append(Problem("...", f"{self.omitted} further problems are not listed"))
         first = problems[0]
-        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        more = f" (and {total - 1} more problems)" if total > 1 else ""
         super().__init__(f"{first.tensor}: {first.problem}{more}")
 
 
@@ -87,6 +91,10 @@ class CorruptFunction(CorruptRecord):
 
     def __init__(self, function: str) -> None:
         super().__init__(f"the record of function {function} is damaged: the operator restores it from a backup")
+
+
+class InspectionBusy(AdapterError):
+    """Adapters can't be looked at now; the same deploy may work later."""
 
 
 class CorruptArtifact(AdapterError):

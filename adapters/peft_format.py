@@ -18,7 +18,8 @@ from adapters.wrong_files import LFS_POINTER, PICKLE_PROBLEM, POINTER_PROBLEM
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
-"""A header of 16 MiB describes more than 100,000 tensors; the largest real adapters have some thousands."""
+"""Most of it would be metadata: the largest real adapters have some thousands of tensors."""
+MAX_TENSORS = 100_000
 
 ITEM_BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
@@ -49,10 +50,11 @@ class PeftAdapter(msgspec.Struct, frozen=True):
     weights: Path
 
 
-def read_peft(config: bytes, weights: Path) -> PeftAdapter:
+def read_peft(config: bytes, weights: Path, max_tensors: int = MAX_TENSORS) -> PeftAdapter:
     """Parse the config and the safetensors header; no tensor is read.
 
-    Raises InvalidAdapter when either file is malformed, TooLarge when the config exceeds MAX_CONFIG_BYTES.
+    Raises InvalidAdapter when either file is malformed or there are more than `max_tensors`, TooLarge when the config
+    exceeds MAX_CONFIG_BYTES.
     """
     problems: list[Problem] = []
     parsed: dict[str, Any] = {}
@@ -62,7 +64,7 @@ def read_peft(config: bytes, weights: Path) -> PeftAdapter:
     except InvalidAdapter as error:
         problems += error.problems
     try:
-        tensors = read_tensor_table(weights)
+        tensors = read_tensor_table(weights, max_tensors)
     except InvalidAdapter as error:
         problems += error.problems
     if problems:
@@ -85,8 +87,9 @@ def read_config(data: bytes) -> dict[str, Any]:
     return parsed
 
 
-def read_tensor_table(weights: Path) -> dict[str, TensorRef]:
-    """The tensors of a safetensors file by name. Raises InvalidAdapter with every fault of the table."""
+def read_tensor_table(weights: Path, max_tensors: int = MAX_TENSORS) -> dict[str, TensorRef]:
+    """The tensors of a safetensors file by name. Raises InvalidAdapter with every fault of the table, or with one when
+    it has more than `max_tensors` entries."""
     with weights.open("rb") as stream:
         total = stream.seek(0, 2)
         stream.seek(0)
@@ -101,12 +104,15 @@ def read_tensor_table(weights: Path) -> dict[str, TensorRef]:
             )
         stream.seek(8)
         raw = stream.read(length)
+    _check_count(raw.count(b'"data_offsets"'), max_tensors)  # before the slow part
     try:
         table = strict_json.loads(raw)
     except strict_json.InvalidJson as error:
         raise _file_problem(f"its header is not valid JSON: {error}") from None
     if not isinstance(table, dict):
         raise _file_problem("its header is not a JSON object")
+    table.pop("__metadata__", None)
+    _check_count(len(table), max_tensors)
     return _check_table(table, 8 + length, total)
 
 
@@ -140,10 +146,14 @@ def _refuse_other_formats(start: bytes) -> None:
         raise _file_problem("not a safetensors file")
 
 
+def _check_count(tensors: int, most: int) -> None:
+    if tensors > most:
+        raise _file_problem("its header lists too many tensors", f"at most {most}", str(tensors))
+
+
 def _check_table(table: dict[str, Any], data_start: int, total: int) -> dict[str, TensorRef]:
     problems: list[Problem] = []
     tensors: dict[str, TensorRef] = {}
-    table.pop("__metadata__", None)
     for name, entry in table.items():
         outcome = _tensor_ref(name[:300], entry, data_start, total)
         if isinstance(outcome, Problem):

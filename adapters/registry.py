@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import msgspec
 
 from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
-from adapters.contents import Contents
+from adapters.contents import Contents, Inspect
 from adapters.errors import (
     ArtifactPending,
     Conflict,
@@ -50,11 +51,10 @@ from adapters.functions import (
 )
 from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
-from adapters.peft_format import read_peft
 from adapters.quota import Quota, Room
 from adapters.records import read_each, read_record, read_records, update_record
 from adapters.store import MAX_LIST, ObjectStore
-from adapters.validate import LoraLayout, validate
+from adapters.validate import LoraLayout, check_values, inspect_files
 
 MAX_PASSED = 1000
 """Deleted functions that one page of a list passes over, besides as many as it may have."""
@@ -121,10 +121,12 @@ class Choice(msgspec.Struct, frozen=True):
 class Registry:
     """The functions of all tenants for one base model. Methods block; they may be called from any thread."""
 
-    def __init__(self, store: ObjectStore, base: BaseModel) -> None:
+    def __init__(self, store: ObjectStore, base: BaseModel, inspect: Inspect | None = None) -> None:
+        """`inspect`: what looks at adapters' configs and headers; by default the calling thread does it."""
         self.store = store
         self.base = base
-        self.contents = Contents(store, base)
+        self._inspect: Inspect = inspect or partial(inspect_files, base=base)
+        self.contents = Contents(store, base, self._inspect)
         self.changes = FunctionChanges(store)
         self.quota = Quota(store)
 
@@ -140,7 +142,7 @@ class Registry:
         if name:
             self._check_name(name)
         check_options(alias, policy)
-        layout = validate(read_peft(config, weights), self.base)
+        layout = check_values(self._inspect(config, weights), weights)
         return _deployment(name, None, layout, created=False)
 
     def deploy(
@@ -156,13 +158,13 @@ class Registry:
         """Store an adapter as a version of a function and point an alias (`latest`) to it.
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
-        Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, StoreUnavailable, and Conflict when the
-        function has too many versions or aliases, or the tenant too many adapters.
+        Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy, StoreUnavailable, and
+        Conflict when the function has too many versions or aliases, or the tenant too many adapters.
         """
         self._check_name(name)
         _check_tenant(tenant)
         check_options(alias, policy)
-        layout = validate(read_peft(config, weights), self.base)
+        layout = check_values(self._inspect(config, weights), weights)
 
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())

@@ -5,21 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from adapters.base_model import PROJECTIONS, BaseModel
-from adapters.errors import InvalidAdapter, Problem
+from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
 from adapters.other_base import other_base_problem
-from adapters.peft_config import check_config, field_problem, scale
-from adapters.peft_format import PeftAdapter, TensorRef, read_tensor
+from adapters.peft_config import LoraSettings, check_config, field_problem, scale
+from adapters.peft_format import PeftAdapter, TensorRef, read_peft, read_tensor
 from adapters.peft_targets import MODULES, Target, find_targets, module_names
 from adapters.tensor_names import with_plain_names
 
 DIGEST_FORMAT = 1
 """Part of every digest: a change of meaning of what is stored makes other digests."""
+
+TENSORS_PER_LAYER = 2 * len(PROJECTIONS)
+SPARE_TENSORS = 4096
+"""Beyond those that an adapter of the base may have: so many are refused one by one, more with one problem."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -60,11 +65,36 @@ class LoraLayout(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
+class Inspection(msgspec.Struct, frozen=True, tag=True):
+    """What the config and the header tell of an adapter; no tensor's values have been read."""
+
+    layers: tuple[tuple[LoraPair, ...], ...]
+    """As in LoraLayout; only part of them when there are problems."""
+    tensors: tuple[TensorRef, ...]
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    omitted: int = 0
+    """Further problems, only counted."""
+
+
+FindTargets = Callable[[LoraSettings, Sequence[str]], list[Target]]
+
+
 def validate(adapter: PeftAdapter, base: BaseModel) -> LoraLayout:
     """Check the adapter against the base model, reading every tensor once.
 
     Raises InvalidAdapter with every problem of the config, of the mapping and of the tensors' values.
     """
+    return check_values(inspect(adapter, base), adapter.weights)
+
+
+def inspect_files(config: bytes, weights: Path, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
+    """`inspect` of an adapter's two files. Raises InvalidAdapter, TooLarge."""
+    return inspect(read_peft(config, weights, base.num_layers * TENSORS_PER_LAYER + SPARE_TENSORS), base, find)
+
+
+def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
+    """Map the adapter to the base model. Raises InvalidAdapter when the tensors' names tell of another kind of file."""
     settings, problems, warnings = check_config(adapter.config)
     try:
         adapter = with_plain_names(adapter)
@@ -73,26 +103,41 @@ def validate(adapter: PeftAdapter, base: BaseModel) -> LoraLayout:
     targets: list[Target] = []
     if settings is not None:
         try:
-            targets = find_targets(settings, module_names(base.num_layers, base.model_type))
+            targets = find(settings, module_names(base.num_layers, base.model_type))
         except InvalidAdapter as error:
             problems += error.problems
         else:
             if not targets:
-                problems.append(
-                    field_problem(
-                        "target_modules",
-                        f"it names no module of this base model ({base.id}, {base.model_type})",
-                        ", ".join(path.split(".")[1] for path in MODULES.values()),
-                        adapter.config.get("target_modules"),
-                    )
-                )
+                problems.append(_no_targets(adapter, base))
     layers, mapping_problems = _map(adapter, base, targets, settings is not None and settings.use_rslora)
     problems += mapping_problems
-    problems += _check_values(adapter)
+    if not problems:
+        warnings += _base_warnings(adapter, base)
+    listed = tuple(problems[:MAX_PROBLEMS])
+    return Inspection(
+        layers=layers,
+        tensors=tuple(adapter.tensors.values()),
+        problems=listed,
+        warnings=tuple(warnings),
+        omitted=len(problems) - len(listed),
+    )
+
+
+def check_values(inspection: Inspection, weights: Path) -> LoraLayout:
+    """Read every tensor once. Raises InvalidAdapter with the problems of the inspection and of the values."""
+    problems = [*inspection.problems, *_value_problems(inspection.tensors, weights)]
     if problems:
-        raise InvalidAdapter(problems)
-    warnings += _base_warnings(adapter, base)
-    return _layout(adapter.weights, layers, warnings)
+        raise InvalidAdapter(problems, inspection.omitted)
+    return _layout(weights, inspection.layers, inspection.warnings)
+
+
+def _no_targets(adapter: PeftAdapter, base: BaseModel) -> Problem:
+    return field_problem(
+        "target_modules",
+        f"it names no module of this base model ({base.id}, {base.model_type})",
+        ", ".join(path.split(".")[1] for path in MODULES.values()),
+        adapter.config.get("target_modules"),
+    )
 
 
 def digest_of(layers: tuple[tuple[LoraPair, ...], ...], weights_sha256: str) -> str:
@@ -115,7 +160,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _layout(weights: Path, layers: tuple[tuple[LoraPair, ...], ...], warnings: list[str]) -> LoraLayout:
+def _layout(weights: Path, layers: tuple[tuple[LoraPair, ...], ...], warnings: tuple[str, ...]) -> LoraLayout:
     pairs = [pair for layer in layers for pair in layer]
     refs = [ref for pair in pairs for ref in (pair.a, pair.b)]
     dtypes = {ref.dtype for ref in refs}
@@ -129,7 +174,7 @@ def _layout(weights: Path, layers: tuple[tuple[LoraPair, ...], ...], warnings: l
         ranks=tuple(sorted({pair.rank for pair in pairs})),
         targets=tuple(name for i, name in enumerate(PROJECTIONS) if any(pair.projection == i for pair in pairs)),
         bytes=sum(ref.shape[0] * ref.shape[1] for ref in refs) * (4 if dtype == "float32" else 2),
-        warnings=tuple(warnings),
+        warnings=warnings,
     )
 
 
@@ -201,12 +246,12 @@ def _unmapped(ref: TensorRef, base: BaseModel) -> Problem:
     return Problem(name, "the config does not target its module")
 
 
-def _check_values(adapter: PeftAdapter) -> list[Problem]:
+def _value_problems(tensors: Sequence[TensorRef], weights: Path) -> list[Problem]:
     problems: list[Problem] = []
-    for ref in adapter.tensors.values():
+    for ref in tensors:
         if ref.dtype not in DTYPES:
             problems.append(Problem(ref.name[:300], "dtype is not served", "F32, F16 or BF16", ref.dtype))
-        elif not _is_finite(adapter.weights, ref):
+        elif not _is_finite(weights, ref):
             problems.append(Problem(ref.name[:300], "holds NaN or Infinity", "finite values"))
     return problems
 

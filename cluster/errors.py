@@ -17,6 +17,7 @@ STATUS = {
     "validation_failed": 422,
     "rate_limited": 429,
     "overloaded": 429,
+    "head_too_large": 431,
     "cancelled": 499,
     "internal": 500,
     "node_failed": 502,

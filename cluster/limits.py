@@ -100,7 +100,7 @@ class Bucket:
 class MemoryLimits:
     """Of one process. `share`: of each limit, what this process may give away; a place at least."""
 
-    def __init__(self, clock: Callable[[], float], share: float = 1.0) -> None:
+    def __init__(self, clock: Callable[[], float], share: Callable[[], float] = lambda: 1.0) -> None:
         self._clock = clock
         self._share = share
         self._buckets: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
@@ -114,8 +114,9 @@ class MemoryLimits:
         self.settle_now(call, unused_tokens)
 
     def take_now(self, call: Call) -> Refusal | None:
+        share = self._share()
         for owner in call.owners:
-            allowed = math.inf if owner.limit is None else max(1, math.floor(owner.limit * self._share))
+            allowed = math.inf if owner.limit is None else max(1, math.floor(owner.limit * share))
             if self.taken.get(owner.name, 0) + call.places > allowed:
                 return Refusal("places", owner)
         requests, tokens = self._rates(call)
@@ -145,9 +146,9 @@ class MemoryLimits:
                 self.taken.pop(owner.name, None)
 
     def _rates(self, call: Call) -> tuple[Bucket | None, Bucket | None]:
-        rps, tpm = call.rates.rps, call.rates.tokens_per_minute
-        requests = None if rps is None else self._bucket((call.tenant, "requests"), rps * self._share, 1.0)
-        tokens = None if tpm is None else self._bucket((call.tenant, "tokens"), tpm * self._share / 60, 60.0)
+        rps, tpm, share = call.rates.rps, call.rates.tokens_per_minute, self._share()
+        requests = None if rps is None else self._bucket((call.tenant, "requests"), rps * share, 1.0)
+        tokens = None if tpm is None else self._bucket((call.tenant, "tokens"), tpm * share / 60, 60.0)
         return requests, tokens
 
     def _bucket(self, key: tuple[str, str], rate: float, seconds: float) -> Bucket:

@@ -18,11 +18,12 @@ OWNERS_TOGETHER = 500
 
 
 class RedisLimits:
-    """`workers`: how many share the limits while Redis is away."""
+    """While Redis is away the limits are shared by the workers that lived when it went, `workers` at least: those that
+    this worker's own gateway should have."""
 
     def __init__(self, link: RedisLink, workers: int) -> None:
         self._link = link
-        self._here = MemoryLimits(link.clock, 1 / workers)
+        self._here = MemoryLimits(link.clock, lambda: 1 / max(workers, link.workers))
         self._alone: dict[Call, int] = {}
         """Under way, and allowed by this worker alone: none of their tokens were taken in Redis."""
         self._untold: set[str] = set()

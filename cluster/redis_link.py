@@ -91,6 +91,10 @@ class RedisLink:
         self._stale_seconds, self._paused = stale_seconds, 0.0
         self.away_since: float | None = clock()
         """By the clock; None while the link is up."""
+        self.workers = 1
+        """That live, this one included, of all gateways of the cluster: as last known while Redis is away."""
+        self._fewer_since: float | None = None
+        """By the clock: since when there have been fewer than `workers`."""
         self.on_message: dict[str, Callable[[bytes], None]] = {}
         """By channel. May raise OutOfStep."""
         self.on_resume: list[Callable[[], Awaitable[None]]] = []
@@ -202,6 +206,7 @@ class RedisLink:
     def _lose(self, error: BaseException) -> None:
         if self.is_up:
             self.away_since = self.clock()
+            self._fewer_since = None
             self._up.clear()
             log.error("Redis is away: going on from the last picture", extra={"redis": self._shown, "why": str(error)})
         if self._wire is not None:
@@ -309,7 +314,19 @@ class RedisLink:
 
     async def _beat(self) -> int:
         keys = [self.key("workers"), self.key("version")]
-        return int(await self._run("beat", keys, [self.worker, int(60 * WORKER_SECONDS * 1000)]))
+        silent = int(WORKER_SECONDS * 1000)
+        version, workers = await self._run("beat", keys, [self.worker, 60 * silent, silent])
+        self._count_workers(int(workers))
+        return int(version)
+
+    def _count_workers(self, count: int) -> None:
+        """Fewer are believed in after a while: a Redis that was emptied hears of one worker after the other."""
+        if count >= self.workers:
+            self.workers, self._fewer_since = count, None
+        elif self._fewer_since is None:
+            self._fewer_since = self.clock()
+        elif self.clock() - self._fewer_since >= WORKER_SECONDS:
+            self.workers, self._fewer_since = count, None
 
 
 def _sha1(script: bytes) -> str:

@@ -20,11 +20,6 @@ from gateway.errors import ClientGone
 
 T = TypeVar("T")
 
-DISCARD_BYTES = 64 << 20
-DISCARD_SECONDS = 1.0
-"""A body over its limit is read and dropped this far: what is left unread resets the connection, often before its
-sender has read the answer."""
-
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")
 
@@ -34,7 +29,7 @@ async def stream_body(request: Request, limit: int, seconds: float, idle_seconds
     slowly (whole body `seconds`, one pause `idle_seconds`); ClientGone when its sender has gone."""
     stated = request.headers.get("content-length", "0")
     if stated.isdigit() and int(stated) > limit:
-        await _refuse_size(request, limit)
+        raise _too_large(limit)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     size = 0
@@ -43,13 +38,16 @@ async def stream_body(request: Request, limit: int, seconds: float, idle_seconds
             async with asyncio.timeout_at(min(deadline, loop.time() + idle_seconds)):
                 message = await request.receive()
         except TimeoutError:
-            raise SlowBody(seconds, idle_seconds) from None
+            raise ServiceError(
+                "invalid_request",
+                f"the body did not arrive in time (at most {seconds:g} s in all, pauses of at most {idle_seconds:g} s)",
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         chunk: bytes = message.get("body", b"")
         size += len(chunk)
         if size > limit:
-            await _refuse_size(request, limit)
+            raise _too_large(limit)
         if chunk:
             yield chunk
         if not message.get("more_body", False):
@@ -66,35 +64,8 @@ async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
     return await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
 
 
-class SlowBody(ServiceError):
-    """Its sender must not keep the connection: the rest of the body would be taken for the next request."""
-
-    def __init__(self, seconds: float, idle_seconds: float) -> None:
-        super().__init__(
-            "invalid_request",
-            f"the body did not arrive in time (at most {seconds:g} s in all, pauses of at most {idle_seconds:g} s)",
-        )
-        self.headers = {"connection": "close"}
-
-
-class _TooLargeBody(ServiceError):
-    def __init__(self, limit: int) -> None:
-        super().__init__("too_large", f"the body is larger than {limit} bytes")
-        self.headers = {"connection": "close"}
-
-
-async def _refuse_size(request: Request, limit: int) -> None:
-    left = DISCARD_BYTES
-    try:
-        async with asyncio.timeout(DISCARD_SECONDS):
-            while left > 0:
-                message = await request.receive()
-                left -= len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    break
-    except TimeoutError:
-        pass  # the answer goes out now; whether it is read is the sender's affair
-    raise _TooLargeBody(limit)
+def _too_large(limit: int) -> ServiceError:
+    return ServiceError("too_large", f"the body is larger than {limit} bytes")
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:

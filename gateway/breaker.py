@@ -2,8 +2,8 @@
 
 A record says that a node can reach the gateway; only a call says that the gateway can reach the node. After THRESHOLD
 failures in a row the node's circuit is open: nothing goes there for a second, and for twice the time after each probe
-that failed. Then one request at a time may try; when it is served the circuit is closed. Every worker sees for
-itself.
+that failed. Then one request at a time may try, and the others are refused meanwhile; when it is served the circuit is
+closed. Every worker sees for itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 Circuit = Literal["closed", "open", "half_open"]
 
 
+class Probe:
+    """The one request that may go to a node whose circuit is half open."""
+
+
+class CircuitOpen(Exception):
+    """Nothing may go to the node now."""
+
+
 def _nobody(_: str) -> None:
     return None
 
@@ -29,7 +37,7 @@ class _Breaker:
         self.failures = 0
         self.pause = FIRST_PAUSE / 2
         self.until = 0.0
-        self.probing = False
+        self.probe: Probe | None = None
 
 
 class Breakers:
@@ -53,7 +61,7 @@ class Breakers:
         return frozenset(
             node_id
             for (node_id, _), breaker in self._failing.items()
-            if breaker.failures >= THRESHOLD and (breaker.probing or now < breaker.until)
+            if breaker.failures >= THRESHOLD and (breaker.probe is not None or now < breaker.until)
         )
 
     def circuit(self, node_id: str, epoch: str) -> Circuit:
@@ -62,31 +70,39 @@ class Breakers:
             return "closed"
         return "half_open" if self._clock() >= breaker.until else "open"
 
-    def begin(self, node_id: str, epoch: str) -> None:
-        """A request goes there."""
+    def begin(self, node_id: str, epoch: str) -> Probe | None:
+        """A request goes there. Returns what it has to show when it ends, if the circuit is half open. Raises
+        CircuitOpen: others may have begun since the node was chosen."""
         breaker = self._failing.get((node_id, epoch))
-        if breaker is not None and breaker.failures >= THRESHOLD:
-            breaker.probing = True
+        if breaker is None or breaker.failures < THRESHOLD:
+            return None
+        if breaker.probe is not None or self._clock() < breaker.until:
+            raise CircuitOpen
+        breaker.probe = Probe()
+        return breaker.probe
 
     def answered(self, node_id: str, epoch: str) -> None:
         """It serves."""
         self._failing.pop((node_id, epoch), None)
 
-    def failed(self, node_id: str, epoch: str) -> None:
-        """It can't be talked to."""
+    def failed(self, node_id: str, epoch: str, probe: Probe | None = None) -> None:
+        """It can't be talked to. While the circuit is not closed, requests that were on their way when it opened say
+        nothing new."""
         breaker = self._failing.setdefault((node_id, epoch), _Breaker())
         was_open = breaker.failures >= THRESHOLD
+        if was_open and (probe is None or probe is not breaker.probe):
+            return
         breaker.failures += 1
-        if breaker.failures < THRESHOLD or (was_open and self._clock() < breaker.until):
-            return  # those that were on their way when it opened say nothing new
-        breaker.probing = False
+        if breaker.failures < THRESHOLD:
+            return
+        breaker.probe = None
         breaker.pause = min(2 * breaker.pause, LONGEST_PAUSE)
         breaker.until = self._clock() + breaker.pause
         if not was_open:
             self._opened(node_id)
 
-    def undecided(self, node_id: str, epoch: str) -> None:
-        """The request waits in the node's queue, or has ended by no fault of the node: another one may try."""
+    def undecided(self, node_id: str, epoch: str, probe: Probe | None) -> None:
+        """The probe waits in the node's queue, or has ended by no fault of the node: another one may try."""
         breaker = self._failing.get((node_id, epoch))
-        if breaker is not None:
-            breaker.probing = False
+        if breaker is not None and breaker.probe is probe:
+            breaker.probe = None

@@ -12,6 +12,7 @@ from adapters import errors as adapter_errors
 from cluster.errors import ServiceError
 
 STORE_RETRY_AFTER = 2.0
+INSPECTION_RETRY_AFTER = 5.0
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
 """Characters of an error that a reply has: both may repeat what the caller sent, and that may be a megabyte."""
@@ -41,6 +42,8 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("too_large", str(error))
         case adapter_errors.CorruptFunction():
             return ServiceError("internal", str(error))
+        case adapter_errors.InspectionBusy():
+            return ServiceError("overloaded", str(error), retry_after=INSPECTION_RETRY_AFTER)
         case adapter_errors.StoreUnavailable():
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case adapter_errors.ArtifactPending():

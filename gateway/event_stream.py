@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import ServiceError
 from gateway.connected import while_connected
 from gateway.errors import is_unexpected, to_service_error
+from gateway.http_protocol import PROBE
 
 COMMENT = b": keep-alive\n\n"
 BLANK_LINE = b"\n"
@@ -55,7 +56,8 @@ class EventStream:
         self._keepalive_seconds = keepalive_seconds
         self._keepalive = keepalive
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"][PROBE] = BLANK_LINE
         await while_connected(self._write(send), receive)
 
     async def _write(self, send: Send) -> None:

@@ -1,122 +1,62 @@
-"""uvicorn's HTTP parser with the bounds that it lacks: heads and trailers have a size, each wait for the peer an end.
-
-Without them a caller without any key could fill the memory with one endless header, or hold connections open for ever.
-"""
+"""HTTP as the gateway speaks it: the bounds of every port of ours, and manners for callers that are not nodes."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from typing import Any
 
-import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from cluster.errors import ServiceError
+from cluster.http_protocol import BoundedHttp
 from gateway.errors import native_body
 
-HEAD_BYTES = 64 << 10
-"""Request line and headers; likewise trailers, and what stands between two chunks."""
-HEAD_SECONDS = 30.0
-"""From connecting, or from the first byte of a further request, to the end of its headers; and from an early answer to
-the end of the body that it did not wait for."""
 WRITE_SECONDS = 60.0
 """For which a full write buffer may stand still: then the peer has stopped reading, and its request ends."""
 LAST_SECONDS = 2.0
 """That a connection without any request is kept when the server stops, for one that may be on its way."""
+PROBE_SECONDS = (1.0, 1.0, 2.0)
+"""Between probes of a peer that sends no more. The first that reaches a closed socket is answered with a reset, which
+the next one finds."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE = "probe"
+"""In a request's state: bytes that may be sent at any time once its answer has begun, for they mean nothing there."""
 UNPARSABLE = "unparsable"
 """Stands for the route, in metrics, of what is no HTTP request."""
 
-log = logging.getLogger("gateway.http")
-log.setLevel(logging.ERROR)
 
-
-class _HeadWithBody:
-    """A transport that sends an answer's head together with what is written next, or alone when nothing is in this
-    turn of the event loop: each write makes a packet, and wakes whoever reads it."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 "):
-            self._head = data
-            self._loop.call_soon(self._send_head)
-            return
-        self._transport.write(data)
-
-    def close(self) -> None:
-        self._send_head()
-        self._transport.close()
-
-    def _send_head(self) -> None:
-        if self._head and not self._transport.is_closing():
-            self._transport.write(self._head)
-        self._head = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-class BoundedHttp(HttpToolsProtocol):
+class GatewayHttp(BoundedHttp):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # uvicorn warns of each broken request. Anyone may send those, and fill the disk: they are counted instead.
-        self.logger = log
-        self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._progress = False
-        self._overhead = 0
-        self._receiving = False
+        self._probe_timer: asyncio.TimerHandle | None = None
         self._last = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.transport = _HeadWithBody(transport, self.loop)  # type: ignore[assignment]
-        self._start_timer()
+    def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
+        """In the contract's shape; there is no route yet that could have another one. Broken requests are counted."""
+        if "services" in self.app_state:
+            self.app_state["services"].metrics.count_request(UNPARSABLE, error.status)
+        request_id = f"req_{secrets.token_hex(12)}"
+        return {"x-request-id": request_id}, native_body(error, request_id)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
         self._stop_write_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        self._progress = False
-        super().data_received(data)
-        self._overhead = 0 if self._progress else self._overhead + len(data)
-        if self._overhead > HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"the request's headers are larger than {HEAD_BYTES} bytes")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._receiving = True
-        self._start_timer()
-
     def on_headers_complete(self) -> None:
-        self._progress = True
-        self._stop_timer()
         super().on_headers_complete()
         if self._last:
-            self.cycle.keep_alive = False
+            self._keep_alive = False
 
-    def on_body(self, body: bytes) -> None:
-        self._progress = True
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._progress = True
-        self._receiving = False
-        self._stop_timer()
-        super().on_message_complete()
-
-    def on_response_complete(self) -> None:
-        if self._receiving:
-            self._start_timer()
-        super().on_response_complete()
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The peer sends no more: it may have closed, or (after shutdown(SHUT_WR)) still read its answer. Only what is
+        sent to it shows which, so it is probed; whoever has closed is found gone within some seconds."""
+        if self._receiving or self._lingering or self.cycle is None or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        self._probe_timer = self.loop.call_later(PROBE_SECONDS[0], self._probe, PROBE_SECONDS[1:])
+        return True
 
     def shutdown(self) -> None:
         """The server stops. A request may be on its way on a connection that was just made: it is answered."""
@@ -135,49 +75,24 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_write_timer()
         super().resume_writing()
 
-    def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
-
-    def send_400_response(self, msg: str) -> None:
-        """In the contract's shape; there is no route yet that could have another one.
-
-        Inside an answer that has begun it would be taken for its content, so then the connection only ends.
-        """
-        if "services" in self.app_state:
-            self.app_state["services"].metrics.count_request(UNPARSABLE, 400)
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.close()
+    def _probe(self, pauses: tuple[float, ...]) -> None:
+        if self.transport.is_closing() or self.cycle.response_complete:
             return
-        request_id = f"req_{secrets.token_hex(12)}"
-        body = msgspec.json.encode(native_body(ServiceError("invalid_request", msg), request_id))
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+        piece = self.cycle.scope["state"].get(PROBE)
+        if self.pipeline or self.cycle.scope["http_version"] != "1.1":
+            pass  # an earlier request is being answered, or the peer knows neither interim answers nor chunks
+        elif not self.cycle.response_started:
+            self.transport.write(CONTINUE)
+        elif piece and self.cycle.chunked_encoding:
+            self.transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        if pauses:
+            self._probe_timer = self.loop.call_later(pauses[0], self._probe, pauses[1:])
 
     def _end_unused(self) -> None:
         if self.cycle is None:
-            self.transport.close()
-
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._expire)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+            super().shutdown()
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
-
-    def _expire(self) -> None:
-        self._timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._start_timer()  # an earlier request on this connection is still being answered
-        else:
-            self.transport.abort()

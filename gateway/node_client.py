@@ -15,7 +15,7 @@ from cluster.errors import ServiceError
 from cluster.frames import FrameError, Frames
 from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Token, decode_event
 from cluster.state import ClusterState
-from gateway.breaker import Breakers
+from gateway.breaker import FIRST_PAUSE, Breakers, CircuitOpen, Probe
 from gateway.connected import cut_short
 from gateway.node_http import NodeConnections, NodeResponse
 from gateway.scheduling.placement import Placed, all_full
@@ -83,21 +83,24 @@ class NodeClient:
         is set, the deadline has passed by far, or the place turns out to be another's: before any event.
         """
         node = placed.node_id, placed.epoch
-        self.breakers.begin(*node)
         try:
-            async with aclosing(self._events(placed, request, revoked)) as events:
+            probe = self.breakers.begin(*node)
+        except CircuitOpen:
+            raise _circuit_open(placed.node_id) from None
+        try:
+            async with aclosing(self._events(placed, request, revoked, probe)) as events:
                 async for event in events:
                     if not isinstance(event, Started):
                         self.breakers.answered(*node)
                     yield event
         except NodeFailure:
-            self.breakers.failed(*node)
+            self.breakers.failed(*node, probe)
             raise
         finally:
-            self.breakers.undecided(*node)
+            self.breakers.undecided(*node, probe)
 
     async def _events(
-        self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
+        self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError], probe: Probe | None
     ) -> AsyncGenerator[Event, None]:
         watch = _Watch(placed, time.monotonic() + request.timeout + DEADLINE_SLACK, revoked)
         given_up = asyncio.ensure_future(self._give_up(watch))
@@ -107,7 +110,7 @@ class NodeClient:
                 response = await self._answered(placed, request)
             if response.status != 200:
                 raise _node_failed(f"node {placed.node_id} answered with status {response.status}")
-            self.breakers.undecided(placed.node_id, placed.epoch)
+            self.breakers.undecided(placed.node_id, placed.epoch, probe)
             # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
             # all else. Who gives the request up wakes whoever waits for bytes.
             given_up.add_done_callback(partial(_end_stream, watch, response))
@@ -172,6 +175,11 @@ def _end_unconfirmed(watch: _Watch, response: NodeResponse, confirmation: asynci
 
 def _node_failed(message: str) -> NodeFailure:
     return NodeFailure(ServiceError("node_failed", message), retryable=True)
+
+
+def _circuit_open(node_id: str) -> NodeFailure:
+    message = f"node {node_id} could not be talked to lately, and another request tries now"
+    return NodeFailure(ServiceError("unavailable", message, retry_after=FIRST_PAUSE), retryable=True)
 
 
 def _decode(frames: Frames, chunk: bytes, node_id: str) -> list[Event]:

@@ -35,7 +35,7 @@ class Placer:
         explanations: ExplanationStore,
         clock: Callable[[], float] = time.monotonic,
         *,
-        gateways: int = 1,
+        gateways: Callable[[], int] = lambda: 1,
     ) -> None:
         self._state = state
         self._name = policy

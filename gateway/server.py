@@ -22,7 +22,7 @@ from cluster.lifeline import die_with_parent
 from cluster.logs import log_handler, set_up_logging
 from cluster.redis_link import RedisAway, check_redis
 from gateway.config import ConfigError, GatewayConfig, check_config
-from gateway.http_protocol import BoundedHttp
+from gateway.http_protocol import GatewayHttp
 
 PROCESS = "gateway"
 """How its log lines call this process."""
@@ -133,7 +133,7 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
     class Worker(UvicornWorker):  # type: ignore[misc]
         CONFIG_KWARGS: ClassVar[dict[str, Any]] = {
             "loop": "uvloop",
-            "http": BoundedHttp,
+            "http": GatewayHttp,
             "ws": "none",
             "lifespan": "on",
             "server_header": False,

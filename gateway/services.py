@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, time
@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
+from adapters.inspector import Inspector
 from adapters.open_store import open_checked_store
 from adapters.registry import Registry
 from adapters.sources import Sources
@@ -180,6 +181,7 @@ class _Opened:
     """What of the services is not made here, but lies in files, in the store, or with other processes."""
 
     base: BaseModel
+    inspector: Inspector
     store: ObjectStore
     secret: str
     usage: UsageLedger
@@ -199,18 +201,20 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     store = await asyncio.to_thread(open_checked_store, config.registry)
     await asyncio.to_thread(_compare_clocks, store)
     secret = read_secret(Path(config.secret_file))
-    async with (
-        open_ledger(usage_directory(config), store) as usage,
-        _session() as session,
-        _connections(config, secret) as connections,
-        open_shared(config, secret) as shared,
-    ):
-        services = _make_services(config, metrics, _Opened(base, store, secret, usage, session, connections, shared))
-        if config.redis is not None:
-            services.join_peers()
-        await services.callers.learn_tenants()
-        async with _leader(config, metrics, store, shared).running():
-            yield services
+    with closing(Inspector(base)) as inspector:
+        async with (
+            open_ledger(usage_directory(config), store) as usage,
+            _session() as session,
+            _connections(config, secret) as connections,
+            open_shared(config, secret) as shared,
+        ):
+            opened = _Opened(base, inspector, store, secret, usage, session, connections, shared)
+            services = _make_services(config, metrics, opened)
+            if config.redis is not None:
+                services.join_peers()
+            await services.callers.learn_tenants()
+            async with _leader(config, metrics, store, shared).running():
+                yield services
 
 
 def _leader(config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared: Shared) -> Leader:
@@ -221,7 +225,7 @@ def _leader(config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared:
 
 def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:
     shared, store, tell = opened.shared, opened.store, opened.shared.peers.tell
-    registry, tenants = Registry(store, opened.base), Tenants(store)
+    registry, tenants = Registry(store, opened.base, opened.inspector.inspect), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     explanations = MemoryExplanations()
@@ -268,7 +272,7 @@ def _make_dispatcher(
     shared, fingerprint = opened.shared, opened.base.fingerprint
     return Dispatcher(
         shared.cluster,
-        Placer(shared.cluster, config.policy, fingerprint, metrics, explanations, gateways=config.workers),
+        Placer(shared.cluster, config.policy, fingerprint, metrics, explanations, gateways=shared.workers),
         _node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
         Running(),
         metrics,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -31,13 +31,15 @@ class Shared:
     limits: LimitState
     leases: Leases
     peers: Peers
+    workers: Callable[[], int]
+    """Of all gateways of the cluster, this one included; as last known while Redis is away."""
 
 
 @asynccontextmanager
 async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Shared]:
     if config.redis is None:
         cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
-        yield Shared(cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None))
+        yield Shared(cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None), lambda: 1)
         return
     worker = f"{os.getpid()}-{secrets.token_hex(4)}"
     link = RedisLink(config.redis, prefix_of(secret), worker, monotonic)
@@ -46,6 +48,7 @@ async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Share
         RedisLimits(link, config.workers),
         RedisLeases(link),
         Peers(link),
+        lambda: max(config.workers, link.workers),
     )
     async with link.running(), shared.peers.running():
         if not await link.wait_until_up(START_SECONDS):

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ServiceError
+from cluster.http_protocol import BoundedHttp
 from cluster.logs import set_up_logging
 from cluster.secret import is_authorized, read_secret
 from cluster.text import BaseText
@@ -161,7 +162,7 @@ async def serve(config: ApiProcessConfig) -> None:
     server = _Server(
         uvicorn.Config(
             create_app(node, Path(config.socket), desk, secret),
-            http="httptools",
+            http=BoundedHttp,
             ws="none",
             lifespan="on",
             log_config=None,

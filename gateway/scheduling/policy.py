@@ -31,8 +31,8 @@ class PolicySettings(msgspec.Struct, frozen=True):
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
     seed: int = 0
-    gateways: int = 1
-    """Processes that place requests, of which this is one."""
+    gateways: Callable[[], int] = lambda: 1
+    """How many processes place requests now, this one included."""
 
 
 class UnknownPolicy(ValueError):

@@ -34,7 +34,7 @@ RETRY_BOUNDS = (1.0, 30.0)
 class RankAware(ScoringPolicy):
     """`gateways`: processes that place requests, of which this is one."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, gateways: int = 1) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, gateways: Callable[[], int] = lambda: 1) -> None:
         self._spreading = Spreading(clock, gateways=gateways)
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:

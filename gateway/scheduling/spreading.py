@@ -44,9 +44,12 @@ class _Adapter:
 
 
 class Spreading:
-    """`clock`: monotonic seconds. `gateways`: processes that place requests; each sees that part of the demand."""
+    """`clock`: monotonic seconds. `gateways`: how many processes place requests now; each sees its part of the
+    demand."""
 
-    def __init__(self, clock: Callable[[], float], *, gateways: int = 1, max_adapters: int = MAX_ADAPTERS) -> None:
+    def __init__(
+        self, clock: Callable[[], float], *, gateways: Callable[[], int] = lambda: 1, max_adapters: int = MAX_ADAPTERS
+    ) -> None:
         self._clock = clock
         self._gateways = gateways
         self._max_adapters = max_adapters
@@ -76,7 +79,7 @@ class Spreading:
         if request_id != adapter.request:
             seconds = min(seconds, LONGEST) if seconds >= 0.0 else 0.0  # NaN, too
             share = seconds / ((rows or ASSUMED_ROWS) * FILL)
-            self._demand(adapter, now, share * self._gateways)
+            self._demand(adapter, now, share * self._gateways())
             adapter.request = request_id
         adapter.homes.pop(node_id, None)
         adapter.homes[node_id] = None

@@ -35,14 +35,14 @@ async def limits_of(world: World) -> AsyncIterator[LimitState]:
 
 
 @asynccontextmanager
-async def two_workers(world: World, count: int = 2) -> AsyncIterator[list[tuple[RedisLink, RedisLimits]]]:
+async def two_workers(world: World, count: int = 2, own: int = 2) -> AsyncIterator[list[tuple[RedisLink, RedisLimits]]]:
     assert world.server is not None
     async with AsyncExitStack() as stack:
         found = []
         for number in range(count):
             link = RedisLink(world.server.url, world.prefix, f"w{number}", asyncio.get_running_loop().time)
             RedisClusterState(link)
-            found.append((link, RedisLimits(link, count)))
+            found.append((link, RedisLimits(link, own)))
             await stack.enter_async_context(link.running())
             assert await link.wait_until_up(20)
         yield found
@@ -312,6 +312,45 @@ def test_a_worker_alone_gives_away_its_share_and_is_counted_again(tmp_path: Any)
                 server.start()
                 await until(lambda: _is_up(first, second))
                 assert await two.take(asked) is None
+
+    asyncio.run(main())
+
+
+def test_workers_of_other_gateways_have_their_share_while_redis_is_away(tmp_path: Any) -> None:
+    """Also when they are heard of one by one in a Redis that was emptied, and went away again."""
+
+    async def main() -> None:
+        with redis_server(tmp_path) as server:
+            asked = call(owners={"acme": 6})
+            async with two_workers(World(server), count=3, own=1) as workers:
+                await until(lambda: _as_told(all(link.workers == 3 for link, _ in workers)))
+                for _ in range(2):
+                    server.kill()
+                    await until(lambda: _as_told(not any(link.is_up for link, _ in workers)))
+                    for _, limits in workers:
+                        taken = [await limits.take(asked) for _ in range(3)]
+                        assert [refusal is None for refusal in taken] == [True, True, False], "a third of six"
+                        for _ in range(2):
+                            await limits.settle(asked, 0)
+                    server.start()
+                    await until(lambda: _is_up(*(link for link, _ in workers)))
+
+    asyncio.run(main())
+
+
+def test_workers_that_have_ended_are_counted_no_longer(
+    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.redis_link.WORKER_SECONDS", 3.0)
+
+    async def main() -> None:
+        world = World(shared_redis)
+        async with two_workers(world, count=1) as ((link, _),):
+            other = RedisLink(shared_redis.url, world.prefix, "other", asyncio.get_running_loop().time)
+            RedisClusterState(other)
+            async with other.running():
+                await until(lambda: _as_told(link.workers == 2))
+            await until(lambda: _as_told(link.workers == 1))
 
     asyncio.run(main())
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cluster.frames import frame
+from cluster.http_protocol import BoundedHttp
 from cluster.messages import (
     PARAMETERS_VERSION,
     ColdStart,
@@ -218,7 +219,7 @@ def stub_node(node: StubNode) -> Iterator[StubNode]:
             raise ConnectionAbortedError from None  # uvicorn closes a half-sent reply's connection
 
     app = node.app()
-    with served(quiet) as url:
+    with served(quiet, http=BoundedHttp) as url:
         node.url = url
         try:
             yield node

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Thread
+from typing import Any
 
 import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from running_gateway import Running
 from stub_node import echo
 
 from cluster.messages import NodeRecord
 from cluster.node_table import NodeTable
-from gateway.breaker import FIRST_PAUSE, LONGEST_PAUSE, THRESHOLD, Breakers
+from gateway.breaker import FIRST_PAUSE, LONGEST_PAUSE, THRESHOLD, Breakers, CircuitOpen, Probe
+from gateway.scheduling.placement import Placed, place
 
 NODE = ("n", "1")
 RECORD = NodeRecord(
@@ -26,15 +37,20 @@ class Clock:
         return self.now
 
 
+def attempt(breakers: Breakers) -> Probe | None:
+    """One that fails."""
+    probe = breakers.begin(*NODE)
+    breakers.failed(*NODE, probe)
+    return probe
+
+
 def opened(clock: Clock, told: list[str]) -> tuple[Breakers, NodeTable]:
     table = NodeTable(2)
     table.put(RECORD)
     breakers = Breakers(clock, told.append)
     for _ in range(THRESHOLD):
         assert breakers.blocked(table) == frozenset()
-        breakers.begin(*NODE)
-        breakers.failed(*NODE)
-        breakers.undecided(*NODE)
+        breakers.undecided(*NODE, attempt(breakers))
     return breakers, table
 
 
@@ -45,16 +61,16 @@ def test_opens_after_failures_in_a_row_and_probes() -> None:
     breakers.failed(*NODE)  # one that was on its way
     clock.now += FIRST_PAUSE
     assert (breakers.blocked(table), breakers.circuit(*NODE)) == (frozenset(), "half_open")
-    breakers.begin(*NODE)
+    probe = breakers.begin(*NODE)
     assert breakers.blocked(table) == {"n"}, "one is enough to see"
-    breakers.failed(*NODE)
-    breakers.undecided(*NODE)
+    breakers.failed(*NODE, probe)
+    breakers.undecided(*NODE, probe)
     clock.now += FIRST_PAUSE
     assert breakers.circuit(*NODE) == "open", "twice as long"
     clock.now += FIRST_PAUSE
-    breakers.begin(*NODE)
+    probe = breakers.begin(*NODE)
     breakers.answered(*NODE)
-    breakers.undecided(*NODE)
+    breakers.undecided(*NODE, probe)
     assert (breakers.blocked(table), breakers.circuit(*NODE), told) == (frozenset(), "closed", ["n"])
 
 
@@ -62,9 +78,82 @@ def test_a_probe_that_is_given_up_lets_another_try() -> None:
     clock = Clock()
     breakers, table = opened(clock, [])
     clock.now += FIRST_PAUSE
-    breakers.begin(*NODE)
-    breakers.undecided(*NODE)
+    breakers.undecided(*NODE, breakers.begin(*NODE))
     assert breakers.blocked(table) == frozenset()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_there_is_one_probe_at_a_time(data: st.DataObject) -> None:
+    """Whatever ends meanwhile of what had begun before."""
+    clock = Clock()
+    breakers, table = opened(clock, [])
+    held: Probe | None = None
+    for _ in range(data.draw(st.integers(1, 30))):
+        match data.draw(st.sampled_from(["begin", "wait", "old fails", "old ends", "fails", "ends"])):
+            case "begin":
+                free = held is None and not breakers.blocked(table)
+                try:
+                    begun = breakers.begin(*NODE)
+                except CircuitOpen:
+                    assert not free
+                else:
+                    assert free and begun is not None
+                    held = begun
+            case "wait":
+                clock.now += LONGEST_PAUSE
+            case "old fails":
+                breakers.failed(*NODE)
+            case "old ends":
+                breakers.undecided(*NODE, None)
+            case "fails" if held is not None:
+                breakers.failed(*NODE, held)
+                held = None
+                assert breakers.circuit(*NODE) == "open"
+            case "ends" if held is not None:
+                breakers.undecided(*NODE, held)
+                held = None
+        assert held is None or breakers.blocked(table) == {"n"}
+
+
+class Mute:
+    """Takes connections and says nothing."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.taken: list[socket.socket] = []
+        Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        with suppress(OSError):
+            while True:
+                self.taken.append(self.listener.accept()[0])
+
+
+def test_one_of_many_callers_probes(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are told at once to try again, while it waits for the node. To place a call takes its time, as with
+    Redis: all have chosen the node before the first one begins."""
+
+    async def slow_place(*args: Any) -> Placed:
+        placed = await place(*args)
+        await asyncio.sleep(0.5)
+        return placed
+
+    monkeypatch.setattr("gateway.placing.place", slow_place)
+    running = start()
+    node, client = running.node(), running.client()
+    assert node.publish(running.url, url="http://127.0.0.1:9").status_code == 204
+    for _ in range(THRESHOLD):
+        assert client.post("/invoke/stories260K", json={"prompt": "x"}).status_code == 502
+    mute = Mute()
+    assert node.publish(running.url, url=mute.url).status_code == 204
+    time.sleep(FIRST_PAUSE + 0.1)
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(client.post, "/invoke/stories260K", json={"prompt": "x"}) for _ in range(8)]
+        statuses = sorted(call.result(60).status_code for call in calls)
+    assert (statuses, len(mute.taken)) == ([502] + 7 * [503], 1)
+    mute.listener.close()
 
 
 def test_pauses_are_bounded_and_an_answer_in_between_begins_anew() -> None:
@@ -73,7 +162,7 @@ def test_pauses_are_bounded_and_an_answer_in_between_begins_anew() -> None:
     for _ in range(20):
         clock.now += LONGEST_PAUSE
         assert breakers.blocked(table) == frozenset()
-        breakers.failed(*NODE)
+        attempt(breakers)
     breakers.answered(*NODE)
     breakers.failed(*NODE)
     assert breakers.circuit(*NODE) == "closed"

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import NoReturn
 
+import httpx
+import httpx_sse
 import pytest
+import requests
+from raw_http import send
 from running_gateway import Running
-from stub_node import flood, hang_after_first, hang_before_first
+from stub_node import Script, flood, hang_after_first, hang_before_first
 
-from gateway.http_protocol import HEAD_BYTES, _HeadWithBody
+from cluster.http_protocol import HEAD_BYTES, _HeadWithBody
 
 START = b"POST /invoke/stories260K HTTP/1.1\r\nhost: x\r\n"
 
@@ -58,6 +66,7 @@ def pour(raw: socket.socket, start: bytes, piece: bytes) -> int:
     ],
 )
 def test_endless_heads_and_trailers_are_cut_off(gateway: Running, begun: bytes, piece: bytes) -> None:
+    begun = begun.replace(b"host: x", b"host: x\r\nx-api-key: " + gateway.keys["acme"].encode())
     with connected(gateway) as raw:
         assert pour(raw, begun, piece) < 32 << 20  # socket buffers hold some of it
     assert gateway.client().post("/invoke/stories260K", json={"prompt": "x"}).status_code == 200
@@ -67,8 +76,26 @@ def test_a_head_just_over_the_limit_is_told(gateway: Running) -> None:
     with connected(gateway) as raw:
         raw.sendall(START + b"x-a: " + b"y" * HEAD_BYTES)
         head, _, body = answer(raw).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400")
-    assert json.loads(body)["error"]["type"] == "invalid_request"
+    assert head.startswith(b"HTTP/1.1 431")
+    assert json.loads(body)["error"]["type"] == "head_too_large"
+
+
+@pytest.mark.parametrize("over", [0, 1])
+@pytest.mark.parametrize("where", ["path", "one line", "many lines"])
+def test_complete_heads_have_the_same_limit(gateway: Running, where: str, over: int) -> None:
+    """Also those that come at once, with a body behind them."""
+    url, lines = b"/nothing", b"host: x\r\ncontent-length: 4\r\n"
+    if where == "many lines":
+        lines += b"x: 123456\r\n" * 5000
+    left = HEAD_BYTES + over - len(url) - len(lines)
+    if where == "path":
+        url += b"a" * left
+    else:
+        lines += b"y: " + b"z" * (left - 5) + b"\r\n"
+    with connected(gateway) as raw:
+        raw.sendall(b"POST " + url + b" HTTP/1.1\r\n" + lines + b"\r\nbody")
+        got = raw.recv(65536)
+    assert got.startswith(b"HTTP/1.1 431" if over else b"HTTP/1.1 404")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +116,7 @@ def test_what_is_no_http(gateway: Running, junk: bytes) -> None:
 )
 def test_who_does_not_go_on_is_closed(gateway: Running, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """The last one was answered before its body was there, which nobody waits for without end."""
-    monkeypatch.setattr("gateway.http_protocol.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("cluster.http_protocol.HEAD_SECONDS", 0.2)
     with connected(gateway) as raw:
         raw.sendall(sent)
         got = answer(raw)
@@ -100,7 +127,7 @@ def test_a_slow_reply_outlives_the_deadline_of_heads(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that of a second request on the same connection."""
-    monkeypatch.setattr("gateway.http_protocol.HEAD_SECONDS", 1.5)
+    monkeypatch.setattr("cluster.http_protocol.HEAD_SECONDS", 1.5)
     running = start()
     node, client = running.node(hang_before_first), running.client()
     for _ in range(2):
@@ -154,6 +181,130 @@ def test_broken_requests_are_counted_and_not_logged(gateway: Running, caplog: py
     counted = gateway.client("admin").get("/metrics").text
     assert 'garnish_requests_total{route="unparsable",status="400"} 5.0' in counted
     assert [record for record in caplog.records if record.name.startswith(("uvicorn", "gateway"))] == []
+
+
+def call_head(running: Running, body: bytes, version: bytes = b"1.1") -> bytes:
+    key = f"x-api-key: {running.keys['acme']}\r\ncontent-length: {len(body)}\r\n\r\n"
+    return START.replace(b"1.1", version) + key.encode()
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+@pytest.mark.parametrize("script", [hang_before_first, hang_after_first])
+def test_who_sends_no_more_still_gets_the_whole_answer(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, stream: bytes, script: Script, version: bytes
+) -> None:
+    """Probed meanwhile whether it still reads, which a parser of HTTP and of event streams does not notice."""
+    monkeypatch.setattr("gateway.http_protocol.PROBE_SECONDS", (0.1, 0.1, 0.1))
+    running = start()
+    node = running.node(script)
+    body = b'{"prompt": "x", "stream": %s}' % stream
+    with connected(running) as raw:
+        raw.sendall(call_head(running, body, version) + body)
+        raw.shutdown(socket.SHUT_WR)
+        assert node.began.wait(30)
+        time.sleep(0.6)
+        node.go_on.set()
+        reply = HTTPResponse(raw)
+        reply.begin()
+        got = reply.read()
+    assert reply.status == 200
+    if stream == b"true":
+        assert [event.event for event in httpx_sse.EventSource(as_httpx(reply, got)).iter_sse()][-1] == "done"
+    else:
+        assert json.loads(got)["output"]["finish_reason"]
+
+
+def as_httpx(reply: HTTPResponse, content: bytes) -> httpx.Response:
+    return httpx.Response(reply.status, headers={"content-type": reply.headers["content-type"]}, content=content)
+
+
+def test_requests_sent_together_are_all_answered_to_who_sends_no_more(gateway: Running) -> None:
+    body = b'{"prompt": "x"}'
+    with connected(gateway) as raw:
+        raw.sendall(3 * (call_head(gateway, body) + body))
+        raw.shutdown(socket.SHUT_WR)
+        assert answer(raw).count(b"HTTP/1.1 200") == 3
+
+
+BIG = 24 << 20
+"""More than the buffers of both sockets hold."""
+
+
+def refused_uploads(running: Running) -> list[tuple[int, str, dict[str, str], bytes]]:
+    """(status, path, headers, begin of the body)"""
+    key = {"x-api-key": running.keys["acme"]}
+    form = {"content-type": "multipart/form-data; boundary=b"}
+    part = b'--b\r\ncontent-disposition: form-data; name="%s"\r\n\r\n'
+    return [
+        (401, "/deploy/f", form, b""),
+        (404, "/nothing", key, b""),
+        (405, "/functions", key, b""),
+        (413, "/invoke/stories260K", key | {"content-type": "application/json"}, b""),
+        (413, "/deploy/f", key | form, part % b"policy"),
+        (415, "/deploy/f", key | {"content-type": "text/plain"}, b""),
+        (422, "/deploy/F", key | form, b""),
+        (422, "/deploy/f", key | form, part % b"surprise"),
+        (400, "/deploy/f", key | form, b"no part"),
+    ]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_refused_uploads_end_in_their_status(gateway: Running, chunked: bool) -> None:
+    """For a client that sends everything before it reads, and for one that reads meanwhile."""
+    for status, path, headers, begin in refused_uploads(gateway):
+        body = begin + b"x" * (BIG - len(begin))
+        pieces = (body[at : at + 65536] for at in range(0, BIG, 65536))
+        reply = requests.post(gateway.url + path, data=pieces if chunked else body, headers=headers, timeout=60)
+        assert reply.status_code == status, path
+        assert reply.headers["connection"] == "close"
+        raw_head = f"POST {path} HTTP/1.1\nhost: x\n" + "".join(f"{key}: {headers[key]}\n" for key in headers)
+        length = "transfer-encoding: chunked" if chunked else f"content-length: {BIG}"
+        content = b"%x\r\n%s\r\n0\r\n\r\n" % (BIG, body) if chunked else body
+        assert send(gateway.url, raw_head + length, content)[0] == status
+        again = httpx.post(gateway.url + path, content=body, headers=headers, timeout=60)
+        assert again.status_code == status
+    assert gateway.client().get("/functions").status_code == 200
+
+
+def test_an_upload_that_fills_the_disk_ends_in_its_status(gateway: Running) -> None:
+    body = b'--b\r\ncontent-disposition: form-data; name="adapter_model.safetensors"\r\n\r\n' + b"x" * BIG
+    headers = {"content-type": "multipart/form-data; boundary=b", "x-api-key": gateway.keys["acme"]}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # no file of this process takes more
+    try:
+        reply = requests.post(gateway.url + "/deploy/f", data=body, headers=headers, timeout=60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "unavailable")
+    assert list(Path(gateway.config.tmp_dir).iterdir()) == []
+
+
+def test_a_refused_upload_beyond_all_bounds_is_cut_off(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.http_protocol.LINGER_BYTES", 1 << 20)
+    with connected(gateway) as raw:
+        head = b"POST /deploy/f HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000000\r\n\r\n"
+        assert pour(raw, head, b"x" * 65536) < 32 << 20
+
+
+@pytest.mark.parametrize("seconds", [("LINGER_IDLE_SECONDS", 0.2), ("LINGER_SECONDS", 0.0)])
+def test_who_does_not_end_a_refused_upload_is_closed(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch, seconds: tuple[str, float]
+) -> None:
+    monkeypatch.setattr("cluster.http_protocol.LINGER_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(f"cluster.http_protocol.{seconds[0]}", seconds[1])
+    with connected(gateway) as raw:
+        raw.sendall(b"POST /deploy/f HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000000\r\n\r\n")
+        assert answer(raw).startswith(b"HTTP/1.1 401")  # its end came at once
+        pause = 0.01 if seconds[0] == "LINGER_SECONDS" else 0.3
+        with pytest.raises(OSError):
+            send_for_ever(raw, pause)
+
+
+def send_for_ever(raw: socket.socket, pause: float) -> NoReturn:
+    while True:
+        raw.sendall(b"x")
+        time.sleep(pause)
 
 
 class Wire(asyncio.Transport):

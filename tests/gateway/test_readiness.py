@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from gateway.store_probe import WRITE_KEY
 from running_gateway import Running, until
 
 from adapters.local_store import LocalStore
 from gateway import store_probe
+from gateway.store_probe import WRITE_KEY
 
 TOLD = "the registry can't be written to (full or read-only): deploys fail"
 

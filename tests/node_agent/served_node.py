@@ -14,6 +14,7 @@ import uvloop
 from aiohttp import web
 
 from cluster.frames import Frames
+from cluster.http_protocol import BoundedHttp
 from cluster.messages import Event, GenerateRequest, NodeRecord, Sampling, decode_event
 from cluster.secret import authorization, create_secret
 from node_agent.api import create_app, listen, url_of
@@ -131,7 +132,9 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
         desk.url = url_of(listener, gateway_url)
         socket = Path(config.run_dir) / "engine.sock"
         app = create_app(config, socket, desk, secret)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(
+            uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="on", timeout_graceful_shutdown=1)
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         node = Node(desk.url, socket, secret, desk, gateway)
         try:

@@ -85,7 +85,7 @@ def test_a_placement_that_is_tried_again_is_the_same_work() -> None:
 
 def test_several_gateways_see_a_part_each() -> None:
     now = 0.0
-    one, two = Spreading(lambda: now), Spreading(lambda: now, gateways=2)
+    one, two = Spreading(lambda: now), Spreading(lambda: now, gateways=lambda: 2)
     for index in range(200):
         one.note("d", "a", str(index), 3.0, ROWS)
         if index % 2:

@@ -1,0 +1,206 @@
+"""The helper process that looks at adapters: the same outcomes as in this process, limits, and its death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+from peft_files import adapter, changed, safetensors_bytes
+
+from adapters.base_model import BaseModel
+from adapters.errors import MAX_PROBLEMS, AdapterError, InspectionBusy, InvalidAdapter, TooLarge
+from adapters.inspector import Inspector
+from adapters.inspector_process import MEMORY_BYTES, NICENESS
+from adapters.peft_format import MAX_CONFIG_BYTES, MAX_HEADER_BYTES
+from adapters.registry import Registry
+from adapters.validate import SPARE_TENSORS, TENSORS_PER_LAYER, Inspection, inspect_files
+
+ENDLESS = r"(.*)*(.*)*(.*)*X"
+
+
+@pytest.fixture(scope="module")
+def inspector(base: BaseModel) -> Iterator[Inspector]:
+    with closing(Inspector(base)) as made:
+        yield made
+
+
+def outcome(config: bytes, weights: Path, look: object) -> Inspection | list[object]:
+    try:
+        return look(config, weights)  # type: ignore[operator]
+    except InvalidAdapter as error:
+        return [str(error), error.problems]
+    except AdapterError as error:
+        return [type(error), str(error)]
+
+
+def files(folder: Path, good: tuple[bytes, Path]) -> list[tuple[bytes, Path]]:
+    config, weights = good
+    many = {f"model.layers.0.lora.{number}": 1 for number in range(3000)}
+    broken = {"zip": b"PK\x03\x04rest", "empty": b"", "many": safetensors_bytes(json.dumps(many).encode())}
+    for name, data in broken.items():
+        (folder / name).write_bytes(data)
+    return [
+        good,
+        adapter(folder / "regex", target_modules=r".*\.(q|v)_proj", rank_pattern={r"layers\.1\..*": 3}),
+        *((config, folder / name) for name in broken),
+        (b"{", weights),
+        (b"{" + b" " * MAX_CONFIG_BYTES, weights),
+        (changed(config, use_dora=True, r=9, base_model_name_or_path="another"), weights),
+        (changed(config, target_modules="(q_proj", rank_pattern={"*": 4}), weights),
+        (changed(config, **{f"field{number}": 1 for number in range(MAX_PROBLEMS + 7)}), weights),
+        (changed(config, target_modules=["nothing"]), weights),
+    ]
+
+
+def test_outcomes_are_those_of_this_process(
+    tmp_path: Path, base: BaseModel, good: tuple[bytes, Path], inspector: Inspector
+) -> None:
+    given = files(tmp_path, good)
+    seen = [outcome(*pair, inspector.inspect) for pair in given]
+    assert seen == [outcome(*pair, partial(inspect_files, base=base)) for pair in given]
+    assert [isinstance(each, Inspection) for each in seen].count(True) >= 2
+    assert [TooLarge] == [each[0] for each in seen if not isinstance(each, Inspection) and each[0] is TooLarge]
+
+
+def test_one_process_of_low_priority_looks_at_all(good: tuple[bytes, Path], inspector: Inspector) -> None:
+    inspector.inspect(*good)
+    pid = inspector.pid
+    assert pid is not None
+    with ThreadPoolExecutor(4) as pool:
+        seen = list(pool.map(lambda _: inspector.inspect(*good), range(20)))
+    assert all(each == seen[0] for each in seen)
+    assert inspector.pid == pid
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+
+
+def test_expressions_that_never_end(good: tuple[bytes, Path], inspector: Inspector) -> None:
+    with pytest.raises(InvalidAdapter, match="take too long to match") as raised:
+        inspector.inspect(changed(good[0], target_modules=ENDLESS), good[1])
+    assert raised.value.problems[0].expected == "10 s"
+    assert inspector.inspect(*good).problems == ()
+
+
+@pytest.mark.parametrize("piece", [b"[{}],", b'{"":{}},'])
+def test_headers_that_need_too_much_memory(
+    tmp_path: Path, good: tuple[bytes, Path], inspector: Inspector, piece: bytes
+) -> None:
+    """Or time, on a slow host."""
+    count = (MAX_HEADER_BYTES - 100) // len(piece)
+    header = b'{"a":[' + piece * count + b"[]]}"
+    (tmp_path / "weights").write_bytes(safetensors_bytes(header))
+    with pytest.raises(InvalidAdapter) as raised:
+        inspector.inspect(good[0], tmp_path / "weights")
+    problem = raised.value.problems[0]
+    assert len(raised.value.problems) == 1
+    assert (problem.problem, problem.expected) in (
+        ("reading its header takes too much memory", f"at most {MEMORY_BYTES} bytes"),
+        ("reading its header takes too long", "5 s"),
+    )
+    inspector.inspect(*good)
+    resident = int(Path(f"/proc/{inspector.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    assert resident < 128 << 20  # what the hostile one took is given back
+
+
+@pytest.mark.parametrize("entry", [b"1", b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'])
+def test_a_header_of_too_many_tensors(
+    tmp_path: Path, base: BaseModel, good: tuple[bytes, Path], inspector: Inspector, entry: bytes
+) -> None:
+    """Refused with one problem, which names the limit; one that just keeps it is looked at tensor by tensor."""
+    most = base.num_layers * TENSORS_PER_LAYER + SPARE_TENSORS
+    found = []
+    for count in (most, most + 1, (MAX_HEADER_BYTES - 100) // (len(entry) + 12)):
+        header = b"{" + b",".join(b'"%x":%s' % (number, entry) for number in range(count)) + b"}"
+        (tmp_path / "weights").write_bytes(safetensors_bytes(header))
+        with pytest.raises(InvalidAdapter) as raised:
+            inspector.inspect(good[0], tmp_path / "weights")
+        found.append(raised.value.problems)
+    assert found[0][0].problem != "its header lists too many tensors"
+    for problems in found[1:]:
+        assert [problem.problem for problem in problems] == ["its header lists too many tensors"]
+        assert problems[0].expected == f"at most {most}"
+
+
+def test_a_process_that_is_killed_is_replaced(good: tuple[bytes, Path], inspector: Inspector) -> None:
+    """Idle, and in the middle of its work, which may then be tried again."""
+    inspector.inspect(*good)
+    assert inspector.pid is not None
+    os.kill(inspector.pid, signal.SIGKILL)
+    _until_ended(inspector.pid)
+    inspector.inspect(*good)
+    pid = inspector.pid
+    assert pid is not None
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(inspector.inspect, changed(good[0], target_modules=ENDLESS), good[1])
+        before = _ticks(pid)
+        while _ticks(pid) < before + 5:
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InspectionBusy, match="try again later"):
+            looking.result(60)
+    assert inspector.inspect(*good).problems == ()
+
+
+def test_who_waits_too_long_may_try_again(
+    good: tuple[bytes, Path], base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Inspector(base)) as inspector:
+        inspector.inspect(*good)
+        assert inspector.pid is not None
+        os.kill(inspector.pid, signal.SIGSTOP)
+        monkeypatch.setattr("adapters.inspector.ANSWER_SECONDS", 0.2)
+        with pytest.raises(InspectionBusy, match="too busy to look at an adapter"):
+            inspector.inspect(*good)
+        monkeypatch.setattr("adapters.inspector.ANSWER_SECONDS", 60.0)
+        inspector.inspect(*good)
+        monkeypatch.setattr("adapters.inspector.WAIT_SECONDS", 0.2)
+        held = threading.Thread(
+            target=lambda: outcome(changed(good[0], target_modules=ENDLESS), good[1], inspector.inspect)
+        )
+        held.start()
+        while not inspector._turn.locked():
+            time.sleep(0.01)
+        with pytest.raises(InspectionBusy, match="other adapters were looked at"):
+            inspector.inspect(*good)
+        inspector.close()
+        held.join(60)
+
+
+def test_it_ends_with_its_owner(good: tuple[bytes, Path], base: BaseModel) -> None:
+    inspector = Inspector(base)
+    inspector.inspect(*good)
+    assert inspector.pid is not None and inspector._connection is not None
+    inspector._connection.close()  # as when the gateway is killed
+    assert inspector._process is not None
+    assert inspector._process.wait(60) == 0
+
+
+def test_deploys_and_dry_runs_are_looked_at_there(
+    registry: Registry, good: tuple[bytes, Path], inspector: Inspector
+) -> None:
+    helped = Registry(registry.store, registry.base, inspector.inspect)
+    assert helped.check(*good) == registry.check(*good)
+    made = helped.deploy("acme", "f", *good)
+    again = registry.deploy("acme", "f", *good)
+    assert (made.version, made.digest) == (again.version, again.digest)
+    for look in (helped.check, lambda *files: helped.deploy("acme", "f", *files)):
+        with pytest.raises(InvalidAdapter, match="use_dora"):
+            look(changed(good[0], use_dora=True), good[1])
+
+
+def _ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11])
+
+
+def _until_ended(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        time.sleep(0.01)
