@@ -34,7 +34,8 @@ from gateway.explanations import PlacedCall
 from gateway.holding import AGAIN_SECONDS, Hold
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
-from gateway.node_client import NodeClient, NodeFailure
+from gateway.node_client import NodeClient
+from gateway.node_watch import NodeFailure
 from gateway.placing import Placer
 from gateway.pool_loads import PoolLoads
 from gateway.running import Running

@@ -32,36 +32,6 @@ log = logging.getLogger("gateway.http")
 log.setLevel(logging.ERROR)
 
 
-class _HeadWithBody:
-    """A transport that sends an answer's head together with what is written next, or alone when nothing is in this
-    turn of the event loop: each write makes a packet, and wakes whoever reads it."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 "):
-            self._head = data
-            self._loop.call_soon(self._send_head)
-            return
-        self._transport.write(data)
-
-    def close(self) -> None:
-        self._send_head()
-        self._transport.close()
-
-    def _send_head(self) -> None:
-        if self._head and not self._transport.is_closing():
-            self._transport.write(self._head)
-        self._head = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
 class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -76,7 +46,6 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport = _HeadWithBody(transport, self.loop)  # type: ignore[assignment]
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

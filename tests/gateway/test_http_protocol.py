@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import time
@@ -14,7 +13,7 @@ import pytest
 from running_gateway import Running
 from stub_node import flood, hang_after_first, hang_before_first
 
-from gateway.http_protocol import HEAD_BYTES, _HeadWithBody
+from gateway.http_protocol import HEAD_BYTES
 
 START = b"POST /invoke/stories260K HTTP/1.1\r\nhost: x\r\n"
 
@@ -154,59 +153,3 @@ def test_broken_requests_are_counted_and_not_logged(gateway: Running, caplog: py
     counted = gateway.client("admin").get("/metrics").text
     assert 'garnish_requests_total{route="unparsable",status="400"} 5.0' in counted
     assert [record for record in caplog.records if record.name.startswith(("uvicorn", "gateway"))] == []
-
-
-class Wire(asyncio.Transport):
-    """Notes each write, which would be a packet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packets: list[bytes] = []
-        self.closed = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        assert not self.closed
-        self.packets.append(bytes(data))
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-
-HEAD, BODY = b"HTTP/1.1 200 OK\r\n\r\n", b"4\r\nbody\r\n"
-
-
-@pytest.mark.parametrize(
-    ("steps", "packets"),
-    [
-        ([HEAD, BODY, BODY], [HEAD + BODY, BODY]),
-        ([HEAD, "turn", BODY], [HEAD, BODY]),
-        ([HEAD, BODY, "turn", HEAD, BODY], [HEAD + BODY, HEAD + BODY]),
-        ([HEAD, BODY, HEAD, "turn"], [HEAD + BODY, HEAD]),
-        ([b"HTTP/1.1 100 Continue\r\n\r\n", HEAD, BODY], [b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD, BODY]),
-        ([HEAD, "close"], [HEAD]),
-        ([HEAD, "close", "turn"], [HEAD]),
-        ([HEAD, "lost", "turn"], []),
-        ([HEAD], [HEAD]),
-    ],
-)
-def test_a_head_goes_out_with_what_follows_in_the_same_turn(steps: list[bytes | str], packets: list[bytes]) -> None:
-    async def main() -> None:
-        wire = Wire()
-        together = _HeadWithBody(wire, asyncio.get_running_loop())
-        for step in steps:
-            if isinstance(step, bytes):
-                together.write(step)
-            elif step == "close":
-                together.close()
-                assert wire.closed
-            elif step == "lost":
-                wire.closed = True
-            else:
-                await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert wire.packets == packets
-
-    asyncio.run(main())
