@@ -77,7 +77,7 @@ class NodeClient:
 
             def revoke(reason: asyncio.Future[ServiceError]) -> None:
                 if not reason.cancelled():
-                    stream.give_up(reason.exception() or reason.result())
+                    stream.give_up(reason.result())
 
             revoked.add_done_callback(revoke)
             try:
