@@ -34,48 +34,24 @@ log = logging.getLogger("cluster.http")
 log.setLevel(logging.ERROR)
 
 
-class _HeadWithBody:
-    """A transport that sends an answer's head together with what is written next, or alone when nothing is in this
-    turn of the event loop: each write makes a packet, and wakes whoever reads it.
+class _LingeringTransport:
+    """A transport whose closing `linger` may take over: if it returns True, it ends the connection by itself later."""
 
-    `linger` is asked when the server closes; if it returns True, it ends the connection by itself later.
-    """
-
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        loop: asyncio.AbstractEventLoop,
-        linger: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._transport, self._loop = transport, loop
-        self._linger = linger
-        self._head = b""
+    def __init__(self, transport: asyncio.Transport, linger: Callable[[], bool]) -> None:
+        self._transport, self._linger = transport, linger
         self._closed = False
 
     def write(self, data: bytes) -> None:
-        if self._closed:
-            return
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 "):
-            self._head = data
-            self._loop.call_soon(self._send_head)
-            return
-        self._transport.write(data)
+        if not self._closed:
+            self._transport.write(data)
 
     def close(self) -> None:
-        self._send_head()
         if self._closed or not self._linger():
             self._transport.close()
         self._closed = True
 
     def is_closing(self) -> bool:
         return self._closed or self._transport.is_closing()
-
-    def _send_head(self) -> None:
-        if self._head and not self._transport.is_closing():
-            self._transport.write(self._head)
-        self._head = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -110,7 +86,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport = _HeadWithBody(transport, self.loop, self._linger)  # type: ignore[assignment]
+        self.transport = _LingeringTransport(transport, self._linger)  # type: ignore[assignment]
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

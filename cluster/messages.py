@@ -27,8 +27,11 @@ PROTOCOL_VERSION = 1
 PARAMETERS_VERSION = 2
 """Of a GenerateRequest that states one of NEWER_PARAMETERS. Nodes that would ignore these refuse the version, and get
 no such call (`NodeRecord.accepts`). A request that states none of them is version 1, which all nodes serve."""
-ACCEPTED_VERSIONS = (PROTOCOL_VERSION, PARAMETERS_VERSION)
+RESUMPTION_VERSION = 3
+"""Of a GenerateRequest with tokens that another node has `generated`."""
+ACCEPTED_VERSIONS = (PROTOCOL_VERSION, PARAMETERS_VERSION, RESUMPTION_VERSION)
 """The version before the current one joins this tuple when there is one."""
+NEWEST_VERSION = ACCEPTED_VERSIONS[-1]
 
 RECORD_INTERVAL = 0.2
 """Seconds between two records of a node."""
@@ -128,6 +131,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds from receipt to the first token that the caller was promised."""
     tpot: float | None = None
     """Seconds between two tokens that the caller was promised."""
+    generated: list[int] = []
+    """Tokens that another node has generated for this request, and has sent. They count as its output, `max_tokens`
+    included; the node goes on behind them, and sends what comes after."""
     v: int = PROTOCOL_VERSION
 
 
@@ -223,7 +229,7 @@ class Failed(msgspec.Struct, frozen=True, tag_field="event", tag="failed", omit_
     type: str
     message: str
     retryable: bool = False
-    """No token was computed, and another node may well succeed."""
+    """No token was computed here, and another node may well succeed."""
     retry_after: float | None = None
 
 

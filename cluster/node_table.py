@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cluster.crowd import room_for_others
-from cluster.messages import PARAMETERS_VERSION, NodeRecord
+from cluster.messages import NEWEST_VERSION, NodeRecord
 from cluster.model_check import problem_of
 from cluster.node_load import MOST, Demand, NodeLoad, found_by_strict, held_by, load_of, tightest_tpot
 from cluster.performance_model import (
@@ -173,8 +173,8 @@ class NodeTable:
         """Rows from here on never had a node."""
         self.padding: set[int] = set()
         """Rows of nodes whose kernel pads to the largest rank (the rank term `max_rank`)."""
-        self.older: set[int] = set()
-        """Rows of nodes that would not serve PARAMETERS_VERSION."""
+        self.older: dict[int, int] = {}
+        """By row, the newest version that the node serves, of nodes that would not serve NEWEST_VERSION."""
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._residents = ResidentIndex(capacity)
@@ -261,7 +261,9 @@ class NodeTable:
             self._rebase(row, before.base if before else None, record.base)
         if before is None or (before.performance, before.base) != (record.performance, record.base):
             self._model(row, record.performance, record.base)
-        (self.older.add if record.accepts < PARAMETERS_VERSION else self.older.discard)(row)
+        self.older.pop(row, None)
+        if record.accepts < NEWEST_VERSION:
+            self.older[row] = record.accepts
         self._refresh(row)
         self.heard[row] = heard
         if before is None or not self.live[row] or _counts(before) != _counts(record):
@@ -287,7 +289,7 @@ class NodeTable:
         for name in ("rows_free", "kv_room", "strict_rows", "strict_kv_room"):  # nobody waits there
             self._data[name][row] = math.inf
         self.padding.discard(row)
-        self.older.discard(row)
+        self.older.pop(row, None)
         self.ids[row], self._records[row], self._loads[row], self.generation[row] = None, None, None, 0
         self._demands[row].clear()
         self._free.append(row)

@@ -1,4 +1,4 @@
-"""An invocation on its way: placed, sent to a node, tried once more elsewhere while no token has come."""
+"""An invocation on its way: placed, sent to a node; when the node fails, begun or gone on with elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from cluster.crowd import Crowd
 from cluster.errors import ServiceError
 from cluster.limits import LimitState
 from cluster.messages import (
-    PARAMETERS_VERSION,
     RECORD_EXPIRY,
     Done,
     Failed,
@@ -34,9 +33,11 @@ from gateway.explanations import PlacedCall
 from gateway.holding import AGAIN_SECONDS, Hold
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
-from gateway.node_client import NodeClient, NodeFailure
+from gateway.node_client import NodeClient
+from gateway.node_watch import NodeFailure
 from gateway.placing import Placer
 from gateway.pool_loads import PoolLoads
+from gateway.resumption import may_resume, resumption_of
 from gateway.running import Running
 from gateway.scheduling.placement import RETRY_AFTER, Placed
 from gateway.trace_log import log_call
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from gateway.invocation import Invocation
 
 ATTEMPTS = 2
+"""To get a first token."""
 JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed", "internal"})
 """Outcomes of which the service, and not its caller, has to answer whether a promise was kept."""
 
@@ -104,10 +106,15 @@ class Generation:
         self._meter = invocation.meter
         self.call = invocation.call
         self.request = request
+        self._asked = request
+        """As the next node gets it: once there are tokens, it goes on behind them."""
+        self.resumed = 0
+        """How often it has."""
+        self._attempts_begun = 0
         self.function = invocation.target.function
         self._whose = PlacedCall(invocation.id, invocation.request_id, request.tenant, self.function)
         self.received = invocation.received
-        self.tokens = 0
+        self._generated: list[int] = []
         self.node: str | None = None
         self.cold_start: str | None = None
         self.schedule = 0.0
@@ -151,6 +158,11 @@ class Generation:
             self._count(outcome)
 
     @property
+    def tokens(self) -> int:
+        """That have come."""
+        return len(self._generated)
+
+    @property
     def ttft(self) -> float | None:
         """Seconds from receipt to the first token."""
         return None if self.first_at is None else self.first_at - self.received
@@ -179,7 +191,7 @@ class Generation:
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
         await shared.hear_of_nodes(deadline)
-        for attempt in range(ATTEMPTS):
+        while True:
             if time.monotonic() >= deadline:
                 raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
             placed = await self._place_or_hold(excluded, failure, deadline, revoked)
@@ -193,7 +205,7 @@ class Generation:
                 return
             except NodeFailure as error:
                 log.warning("%s", error, extra={"invocation": self.request.id})
-                if self.first_at is not None or not error.retryable or attempt == ATTEMPTS - 1:
+                if not self._go_on(error):
                     raise error.error from error
                 failure, excluded = error.error, excluded | {placed.node_id}
                 shared.metrics.count_retry()
@@ -203,17 +215,31 @@ class Generation:
                     placed.confirmation.cancel()
                 await shared.state.release(placed.node_id, self.request.id)
 
+    def _go_on(self, failure: NodeFailure) -> bool:
+        """Prepares the request for another node. Returns False when none may have it."""
+        self._attempts_begun += 1
+        if self.first_at is None:
+            return failure.retryable and self._attempts_begun < ATTEMPTS
+        if not may_resume(failure, self.resumed):
+            return False
+        self.resumed += 1
+        self._asked = resumption_of(self.request, self._generated)
+        self._stay.restart()
+        return True
+
     async def _attempt(
         self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]
     ) -> AsyncGenerator[Token | Done, None]:
-        request = msgspec.structs.replace(self.request, timeout=left, ttft=self._ttft_left())
-        self.node, self.sent_at, self.started_at = placed.node_id, time.monotonic(), None
-        self.forecast = placed.forecast
-        self.prompt_logprobs = []
+        request = msgspec.structs.replace(self._asked, timeout=left, ttft=self._ttft_left())
+        self.node = placed.node_id
+        if not self.resumed:
+            self.sent_at, self.started_at, self.forecast = time.monotonic(), None, placed.forecast
+            self.prompt_logprobs = []
         async with aclosing(self.shared.client.stream(placed, request, revoked)) as events:
             async for event in events:
                 if isinstance(event, Started):
-                    self.cold_start, self.started_at = event.cold_start, time.monotonic()
+                    if not self.resumed:
+                        self.cold_start, self.started_at = event.cold_start, time.monotonic()
                     self._wait(False)
                     if request.adapter is not None:
                         self.shared.called.run(request.tenant, request.adapter.digest)
@@ -267,7 +293,7 @@ class Generation:
         """Raises the first attempt's failure when no other node can take the request."""
         began = time.monotonic()
         try:
-            shared, request = self.shared, self.request
+            shared, request = self.shared, self._asked
             crowded = shared.waiting.gives_way(request.tenant, request.weight)
             displaces = crowded is not None or request.slo_class == "strict"  # best effort's, whose ever it is
             nodes = await shared.state.table()
@@ -275,16 +301,16 @@ class Generation:
             return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)
         except ServiceError as error:
             if error.type == "overloaded" and failure is None and not self.held:
-                shared.loads.refuse(await shared.placer.refused_work(self._whose, request))
+                shared.loads.refuse(await shared.placer.refused_work(self._whose, self._asked))
             raise failure or error from None
         finally:
             self.schedule += time.monotonic() - began
 
     def _ttft_left(self) -> float | None:
         """Of what was promised, from now on; at least a millisecond."""
-        if self.request.ttft is None:
+        if self._asked.ttft is None:
             return None
-        return max(self.request.ttft - (time.monotonic() - self.received), 0.001)
+        return max(self._asked.ttft - (time.monotonic() - self.received), 0.001)
 
     def _wait(self, waits: bool) -> None:
         """Note whether it is in a node's queue now."""
@@ -299,7 +325,7 @@ class Generation:
     def _note(self, event: Token | Done) -> None:
         now = time.monotonic()
         if isinstance(event, Token):
-            self.tokens += len(event.token_ids)
+            self._generated += event.token_ids
             if self.first_at is None:
                 self.first_at = now
             self.last_at = now
@@ -342,7 +368,6 @@ class Generation:
 
 
 def _too_old(nodes: NodeTable, request: GenerateRequest) -> frozenset[str]:
-    """Ids of nodes that would refuse the request, because they do not know a parameter that it states."""
-    if request.v < PARAMETERS_VERSION:
-        return frozenset()
-    return frozenset(name for row in nodes.older if (name := nodes.ids[row]) is not None)
+    """Ids of nodes that would refuse the request, because they do not know something that it states."""
+    older = (row for row, version in nodes.older.items() if version < request.v)
+    return frozenset(name for row in older if (name := nodes.ids[row]) is not None)

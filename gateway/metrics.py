@@ -86,7 +86,7 @@ class Metrics:
             buckets=SECONDS,
             registry=own,
         )
-        self._retries = Counter("garnish_retries", "Invocations sent to a second node", registry=own)
+        self._retries = Counter("garnish_retries", "Generations sent to another node after one failed", registry=own)
         self._refusals = Counter(
             "garnish_limited", "Calls refused by a limit of their tenant or function", ("tenant", "limit"), registry=own
         )

@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
-from functools import partial
+from contextlib import aclosing, suppress
 
+import aiohttp
 import msgspec
 
 from cluster.errors import ServiceError
 from cluster.frames import FrameError, Frames
 from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Token, decode_event
-from cluster.state import ClusterState
+from cluster.secret import authorization
 from gateway.breaker import FIRST_PAUSE, Breakers, CircuitOpen, Probe
 from gateway.connected import cut_short
-from gateway.node_http import NodeConnections, NodeResponse
+from gateway.node_watch import NodeFailure, NodeWatches, WatchedStream, node_failed
 from gateway.scheduling.placement import Placed, all_full
 
-TICK = 1.0
-"""Seconds between two looks at whether the node still lives."""
-FIRST_TICK = 0.25
-"""The same until the first token, while another node can still take over."""
 ANSWER_SECONDS = 5.0
 """Within which a node says that it has the request; it does so before it queues it."""
 EVENT_LIMIT = 4 << 20
@@ -33,46 +28,24 @@ DEADLINE_SLACK = 10.0
 EOF_SECONDS = 0.2
 
 
-class NodeFailure(Exception):
-    """The node did not serve the request; `retryable` when another one may."""
-
-    def __init__(self, error: ServiceError, *, retryable: bool) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.retryable = retryable
-
-
-@dataclass
-class _Watch:
-    """Over one request."""
-
-    placed: Placed
-    deadline: float
-    """Monotonic seconds."""
-    revoked: asyncio.Future[ServiceError]
-    has_token: bool = False
-    over: bool = False
-    """Its connection may be another request's by now."""
-
-
 class NodeClient:
-    """`silence`: seconds without a record after which a node is taken for dead; `first_silence`: the same for a request
-    without a token, when there are other nodes, which can take it over."""
+    """`connect`: seconds that a connection to a node may take to be made."""
 
     def __init__(
         self,
-        connections: NodeConnections,
-        state: ClusterState,
+        session: aiohttp.ClientSession,
+        secret: str,
+        watches: NodeWatches,
         *,
-        silence: float,
-        first_silence: float,
+        connect: float,
         breakers: Breakers,
     ) -> None:
         self.breakers = breakers
-        self._connections = connections
-        self._state = state
-        self._silence = silence
-        self._first_silence = min(first_silence, silence)
+        self._session = session
+        self._headers = {**authorization(secret), "content-type": "application/msgpack"}
+        # A stream may be silent for as long as its node lives: the watch ends it.
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
+        self._watches = watches
 
     async def stream(
         self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
@@ -102,79 +75,71 @@ class NodeClient:
     async def _events(
         self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError], probe: Probe | None
     ) -> AsyncGenerator[Event, None]:
-        watch = _Watch(placed, time.monotonic() + request.timeout + DEADLINE_SLACK, revoked)
-        given_up = asyncio.ensure_future(self._give_up(watch))
-        response: NodeResponse | None = None
-        try:
-            with cut_short(given_up):
-                response = await self._answered(placed, request)
-            if response.status != 200:
-                raise _node_failed(f"node {placed.node_id} answered with status {response.status}")
-            self.breakers.undecided(placed.node_id, placed.epoch, probe)
-            # From here on each token waits for the node's bytes alone: a task or a timer for it would cost more than
-            # all else. Who gives the request up wakes whoever waits for bytes.
-            given_up.add_done_callback(partial(_end_stream, watch, response))
-            if placed.confirmation is not None:
-                placed.confirmation.add_done_callback(partial(_end_unconfirmed, watch, response))
-            frames = Frames(EVENT_LIMIT)
-            while chunk := await response.read():
-                if placed.confirmation is not None and not (watch.has_token or await placed.confirmation):
-                    raise all_full()
-                for event in _decode(frames, chunk, placed.node_id):
-                    watch.has_token = watch.has_token or isinstance(event, Token)
-                    if isinstance(event, Done | Failed):
-                        await _read_end(response)
+        response: aiohttp.ClientResponse | None = None
+        with self._watches.watched(placed, time.monotonic() + request.timeout + DEADLINE_SLACK) as stream:
+
+            def revoke(reason: asyncio.Future[ServiceError]) -> None:
+                if not reason.cancelled():
+                    stream.give_up(reason.result())
+
+            revoked.add_done_callback(revoke)
+            try:
+                with cut_short(stream.given_up):
+                    response = await self._answered(placed, request)
+                async with aclosing(self._read(placed, response, stream, probe)) as events:
+                    async for event in events:
                         yield event
-                        return
-                    yield event
-            raise _node_failed(f"node {placed.node_id} ended the stream early")
-        except (TimeoutError, OSError) as error:
-            reason = type(error).__name__
-            raise _node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
-        finally:
-            watch.over = True
-            given_up.cancel()
-            if response is not None:
-                response.close()
+            except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:  # UnicodeError: of its name
+                reason = type(error).__name__
+                raise node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
+            finally:
+                revoked.remove_done_callback(revoke)
+                if response is not None:
+                    response.close()  # kept for the next request if this one's answer was read to its end
 
-    async def _answered(self, placed: Placed, request: GenerateRequest) -> NodeResponse:
+    async def _answered(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
+        body, url = msgspec.msgpack.encode(request), placed.url.rstrip("/") + "/generate"
         async with asyncio.timeout(ANSWER_SECONDS):
-            return await self._connections.post(placed.url, "/generate", msgspec.msgpack.encode(request))
+            return await self._session.post(
+                url, data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False
+            )
 
-    async def _give_up(self, watch: _Watch) -> Exception:
-        """Why the request is to end, as soon as it is: revoked, its deadline passed by far, or the node silent."""
-        while True:
-            await asyncio.wait({watch.revoked}, timeout=TICK if watch.has_token else FIRST_TICK)
-            if watch.revoked.done():
-                return watch.revoked.result()
-            if time.monotonic() > watch.deadline:
-                return ServiceError("timeout", "the node did not end the request at its deadline")
-            if await self._is_silent(watch):
-                return _node_failed(f"node {watch.placed.node_id} has fallen silent")
-
-    async def _is_silent(self, watch: _Watch) -> bool:
-        silence = await self._state.silence(watch.placed.node_id, watch.placed.epoch)
-        if watch.has_token or silence < self._first_silence:
-            return silence > self._silence
-        nodes = await self._state.table()
-        return silence > self._silence or bool((nodes.live & nodes.ready).any())
-
-
-def _end_stream(watch: _Watch, response: NodeResponse, given_up: asyncio.Task[Exception]) -> None:
-    if not (watch.over or given_up.cancelled()):
-        error = given_up.exception() or given_up.result()
-        assert isinstance(error, Exception)
-        response.fail(error)
+    async def _read(
+        self, placed: Placed, response: aiohttp.ClientResponse, stream: WatchedStream, probe: Probe | None
+    ) -> AsyncGenerator[Event, None]:
+        if response.status != 200:
+            raise node_failed(f"node {placed.node_id} answered with status {response.status}")
+        self.breakers.undecided(placed.node_id, placed.epoch, probe)
+        if placed.confirmation is not None:
+            placed.confirmation.add_done_callback(lambda answer: _check_place(answer, stream))
+        frames = Frames(EVENT_LIMIT)
+        while chunk := await _next_bytes(response, stream):
+            if placed.confirmation is not None and not (stream.has_token or await placed.confirmation):
+                raise all_full()
+            for event in _decode(frames, chunk, placed.node_id):
+                stream.has_token = stream.has_token or isinstance(event, Token)
+                if isinstance(event, Done | Failed):
+                    await _read_end(response)
+                    yield event
+                    return
+                yield event
+        raise node_failed(f"node {placed.node_id} ended the stream early")
 
 
-def _end_unconfirmed(watch: _Watch, response: NodeResponse, confirmation: asyncio.Future[bool]) -> None:
+async def _next_bytes(response: aiohttp.ClientResponse, stream: WatchedStream) -> bytes:
+    """Empty at the end. Raises why the stream is given up."""
+    if stream.given_up.done():
+        raise stream.given_up.result()
+    with cut_short(stream.given_up):
+        chunk = await response.content.readany()
+    stream.note_bytes()
+    return chunk
+
+
+def _check_place(confirmation: asyncio.Future[bool], stream: WatchedStream) -> None:
     """The node may keep its first event until it has room."""
-    if not (watch.over or confirmation.cancelled() or confirmation.exception() or confirmation.result()):
-        response.fail(all_full())
-
-
-def _node_failed(message: str) -> NodeFailure:
-    return NodeFailure(ServiceError("node_failed", message), retryable=True)
+    if not (confirmation.cancelled() or confirmation.exception() or confirmation.result()):
+        stream.give_up(all_full())
 
 
 def _circuit_open(node_id: str) -> NodeFailure:
@@ -186,14 +151,12 @@ def _decode(frames: Frames, chunk: bytes, node_id: str) -> list[Event]:
     try:
         return [decode_event(body) for body in frames.feed(chunk)]
     except (FrameError, msgspec.DecodeError) as error:
-        raise _node_failed(f"node {node_id} sent something that is not an event ({error})") from error
+        raise node_failed(f"node {node_id} sent something that is not an event ({error})") from error
 
 
-async def _read_end(response: NodeResponse) -> None:
+async def _read_end(response: aiohttp.ClientResponse) -> None:
     """Read the end of the reply, so that the connection can be used again; not worth waiting for."""
-    try:
+    with suppress(aiohttp.ClientError, TimeoutError, OSError):  # the caller closes the connection
         async with asyncio.timeout(EOF_SECONDS):
-            while await response.read():
+            while await response.content.readany():
                 pass
-    except (TimeoutError, OSError, ServiceError, NodeFailure):
-        return  # the caller closes the connection

@@ -83,11 +83,13 @@ class Placer:
 
     def _wanted(self, call: PlacedCall, request: GenerateRequest, elapsed: float) -> PlacementRequest:
         adapter, lengths = request.adapter, self.lengths
-        expected = lengths.expected(call.tenant, call.function, request.max_tokens)
+        generated = len(request.generated)  # by a node before; they are computed as part of the prompt
+        max_tokens = max(1, request.max_tokens - generated)
+        expected = lengths.expected(call.tenant, call.function, max_tokens)
         return PlacementRequest(
             id=request.id,
-            prompt_tokens=len(request.token_ids),
-            max_tokens=request.max_tokens,
+            prompt_tokens=len(request.token_ids) + generated,
+            max_tokens=max_tokens,
             digest=adapter.digest if adapter else None,
             adapter_bytes=adapter.bytes if adapter else 0,
             rank=max(adapter.ranks, default=0) if adapter else 0,

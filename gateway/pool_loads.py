@@ -105,6 +105,10 @@ class Stay:
             self._loads.entry(self.pool).open -= 1
             self._there = False
 
+    def restart(self) -> None:
+        """It is to wait for another node, although it had begun: as one that comes now."""
+        self.since = self._loads.clock()
+
     def judge(self, kept: bool) -> None:
         """Its call has ended, and something had been promised."""
         counts = self._loads.slice(self.pool)

@@ -28,7 +28,7 @@ def invoke_reply(
         digest=invocation.target.digest,
         output=outputs[0],
         usage=usage([outcome.done for outcome in outcomes]),
-        timing=timing(generations[0], outcomes[0].done),
+        timing=timing(generations, outcomes[0].done),
         outputs=outputs if len(outputs) > 1 else None,
     )
 
@@ -117,7 +117,7 @@ def _done_event(invocation: Invocation, generations: Sequence[Generation]) -> sc
         digest=invocation.target.digest,
         output=outputs[0],
         usage=usage(ends),
-        timing=timing(first, ends[0]),
+        timing=timing(generations, ends[0]),
         node=first.node,
         cold_start=first.cold_start,
         server_timing=server_timing(invocation, first),
@@ -148,8 +148,9 @@ def usage(ends: Sequence[Done]) -> schema.Usage:
     )
 
 
-def timing(generation: Generation, done: Done) -> schema.Timing:
-    cold = done.timing.cold_start
+def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
+    """`done`: of the first."""
+    generation, cold = generations[0], done.timing.cold_start
     return schema.Timing(
         queue_ms=_ms(done.timing.queue),
         cold_start=schema.ColdStartTiming(
@@ -166,6 +167,7 @@ def timing(generation: Generation, done: Done) -> schema.Timing:
         ttft_ms=None if generation.ttft is None else _ms(generation.ttft),
         tpot_ms=None if generation.tpot is None else _ms(generation.tpot),
         total_ms=_ms(time.monotonic() - generation.received),
+        resumed=max(each.resumed for each in generations),
     )
 
 

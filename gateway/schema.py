@@ -157,13 +157,16 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Milliseconds. `ttft_ms` and `tpot_ms` are null where there were too few tokens to measure."""
+    """Milliseconds. `ttft_ms` and `tpot_ms` are null where there were too few tokens to measure. `resumed`: how often
+    the call went on on another node, because one failed after its first token; then `queue_ms` and `cold_start` are of
+    the node where it ended."""
 
     queue_ms: float
     cold_start: ColdStartTiming
     ttft_ms: float | None
     tpot_ms: float | None
     total_ms: float
+    resumed: int = 0
 
 
 class InvokeReply(msgspec.Struct, frozen=True, omit_defaults=True):

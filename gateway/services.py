@@ -24,7 +24,7 @@ from adapters.tenants import Tenants
 from cluster.errors import ServiceError
 from cluster.leases import Leases
 from cluster.record_check import RecordRates
-from cluster.secret import authorization, read_secret
+from cluster.secret import read_secret
 from cluster.state import ClusterState
 from cluster.text import BaseText
 from gateway.attainment import Attainment
@@ -46,7 +46,7 @@ from gateway.leader.turn import Job
 from gateway.metrics import Metrics
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
-from gateway.node_http import NodeConnections
+from gateway.node_watch import NodeWatches
 from gateway.peers import (
     Answered,
     Asked,
@@ -186,7 +186,6 @@ class _Opened:
     secret: str
     usage: UsageLedger
     session: aiohttp.ClientSession
-    connections: NodeConnections
     shared: Shared
 
 
@@ -205,10 +204,9 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         async with (
             open_ledger(usage_directory(config), store) as usage,
             _session() as session,
-            _connections(config, secret) as connections,
             open_shared(config, secret) as shared,
         ):
-            opened = _Opened(base, inspector, store, secret, usage, session, connections, shared)
+            opened = _Opened(base, inspector, store, secret, usage, session, shared)
             services = _make_services(config, metrics, opened)
             if config.redis is not None:
                 services.join_peers()
@@ -285,31 +283,17 @@ def _make_dispatcher(
     )
 
 
-@asynccontextmanager
-async def _connections(config: GatewayConfig, secret: str) -> AsyncIterator[NodeConnections]:
-    """For requests. No limit here: placement bounds what each node gets, and the boundary what the gateway takes."""
-    headers = {**authorization(secret), "content-type": "application/msgpack"}
-    connections = NodeConnections(headers, connect=config.connect_seconds)
-    try:
-        yield connections
-    finally:
-        connections.close()
-
-
 def _session() -> aiohttp.ClientSession:
-    """For all else that nodes are asked."""
+    """For all that nodes are asked. No limit here: placement bounds what each node gets, and the boundary what the
+    gateway takes."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 
 def _node_client(config: GatewayConfig, opened: _Opened, breakers: Breakers) -> NodeClient:
-    return NodeClient(
-        opened.connections,
-        opened.shared.cluster,
-        silence=config.node_silence,
-        first_silence=config.record_expiry,
-        breakers=breakers,
-    )
+    cluster = opened.shared.cluster
+    watches = NodeWatches(cluster, silence=config.node_silence, first_silence=config.record_expiry)
+    return NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers)
 
 
 def _deploy_slots(config: GatewayConfig) -> DeploySlots:

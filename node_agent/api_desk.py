@@ -13,7 +13,7 @@ import msgspec
 
 from cluster.crowd import Crowd, room_for_others
 from cluster.errors import ServiceError
-from cluster.messages import PARAMETERS_VERSION, GenerateRequest, NodeRecord, StrictRoom
+from cluster.messages import NEWEST_VERSION, GenerateRequest, NodeRecord, StrictRoom
 from node_agent.api_questions import Questions
 from node_agent.api_reply import RETRY_AFTER, RequestEvent
 from node_agent.api_request import Limits, check_request
@@ -61,7 +61,9 @@ class InFlight:
     """A request that was given to the engine, until its Finished."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self.id, self.tenant, self.prompt_tokens = request.id, request.tenant, len(request.token_ids)
+        self.id, self.tenant = request.id, request.tenant
+        self.prompt_tokens = len(request.token_ids) + len(request.generated)
+        """to be computed before its next token"""
         self.rank = max(request.adapter.ranks, default=0) if request.adapter is not None else 0
         self.slo_class = request.slo_class
         self.admitted = False
@@ -150,6 +152,7 @@ class Desk:
             slo_class=request.slo_class,
             ttft=request.ttft,
             tpot=request.tpot,
+            generated=request.generated,
         )
         self._send(command)
         entry = InFlight(request)
@@ -350,7 +353,7 @@ class Desk:
             device=ready.device if ready else "",
             error=self.error,
             pool=self._config.pool,
-            accepts=PARAMETERS_VERSION,
+            accepts=NEWEST_VERSION,
         )
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:

@@ -17,6 +17,8 @@ from node_agent.detokenize import TokenText
 
 SLACK = 10.0
 """Seconds after the desk's own bound within which even a caller that reads nothing is let go."""
+RESUMED_AT_ONCE = 64
+"""Tokens; some milliseconds."""
 
 
 class Generate:
@@ -42,9 +44,18 @@ class Generate:
             return
         try:
             reply = Reply(request, self._node_id, self._tokens, received)
+            await self._resume(reply, request.generated)
+            if reply.stopped:  # the node before could not say so any more
+                self._desk.cancel(entry)
             await self._serve(request, reply, entry, receive, writer)
         finally:
             self._desk.cancel(entry)
+
+    async def _resume(self, reply: Reply, generated: list[int]) -> None:
+        """In parts, for other streams' tokens are not to wait for a long text."""
+        for begin in range(0, len(generated), RESUMED_AT_ONCE):
+            reply.resume(generated[begin : begin + RESUMED_AT_ONCE])
+            await asyncio.sleep(0)
 
     async def _serve(
         self, request: GenerateRequest, reply: Reply, entry: InFlight, receive: Receive, writer: FrameWriter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from cluster.messages import (
     Done,
@@ -45,9 +46,19 @@ class Reply:
         self._end_ids = self._stop_ids if request.ignore_eos else self._stop_ids | tokens.eos_ids
         self._received = received
         self.count = 0
+        self._resumed = 0
+        """of these, tokens that another node has sent"""
         self.stopped = False
         self._stop_reason: int | str | None = None
         self.ended = False
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Take in tokens that another node has sent, in order: what is told from now on is what that node would have
+        told behind them. To be called before any event is translated."""
+        for token_id in token_ids:
+            if not self.stopped:
+                self._token(Generated(self._request.id, token_id))
+        self._resumed = self.count
 
     def translate(self, event: RequestEvent) -> Event | None:
         """The gateway's event for one of the engine's, or None. After Done or Failed, `ended` is true."""
@@ -62,11 +73,10 @@ class Reply:
                 return self._finish(event)
 
     def fail(self, type: str, message: str, retry_after: float | None = None) -> Failed:
-        """The end of a request that the engine did not end; another node may try when no token was computed."""
+        """The end of a request that the engine did not end; another node may try when no token was computed here."""
         self.ended = True
-        return Failed(
-            type=type, message=message, retryable=self.count == 0 and type in RETRYABLE, retry_after=retry_after
-        )
+        retryable = self.count == self._resumed and type in RETRYABLE
+        return Failed(type=type, message=message, retryable=retryable, retry_after=retry_after)
 
     def _prompt_logprobs(self, event: PromptScored) -> PromptLogprobs:
         ids = self._request.token_ids[event.index :]

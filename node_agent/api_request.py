@@ -83,11 +83,13 @@ def check_request(request: GenerateRequest, limits: Limits, max_context: int) ->
         "max_tokens",
         f"prompt ({prompt} tokens) and max_tokens ({request.max_tokens}) exceed the context of {max_context}",
     )
-    _require(
-        min(request.token_ids) >= 0 and max(request.token_ids) < limits.vocab_size,
-        "token_ids",
-        f"holds an id outside the vocabulary of {limits.vocab_size}",
-    )
+    _require(len(request.generated) <= request.max_tokens, "generated", "has more than max_tokens")
+    for field, ids in (("token_ids", request.token_ids), ("generated", request.generated)):
+        _require(
+            not ids or (min(ids) >= 0 and max(ids) < limits.vocab_size),
+            field,
+            f"holds an id outside the vocabulary of {limits.vocab_size}",
+        )
     _require(0 < request.timeout <= LONGEST_TIMEOUT, "timeout", f"must be in (0, {LONGEST_TIMEOUT:g}] seconds")
     _require(len(request.stop) <= STOP_LIMIT, "stop", f"has more than {STOP_LIMIT} strings")
     _require(all(request.stop), "stop", "holds an empty string")

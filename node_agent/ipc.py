@@ -30,6 +30,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     slo_class: SloClass = "standard"
     ttft: float | None = None
     tpot: float | None = None
+    generated: list[int] = []
+    """GenerateRequest's."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

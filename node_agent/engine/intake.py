@@ -14,7 +14,8 @@ def request_of(message: Submit) -> Request:
     return Request(
         id=message.id,
         tenant=message.tenant,
-        tokens=list(message.token_ids),
+        tokens=[*message.token_ids, *message.generated],
+        prompt_len=len(message.token_ids),
         max_tokens=message.max_tokens,
         sampling=message.sampling,
         deadline=time.monotonic() + message.timeout,

@@ -103,6 +103,10 @@ class Engine:
         if problem is not None:
             self._finish(request, "error", *problem)
             return
+        ended = _end_of(request, self.eos_ids) if request.generated else None
+        if ended is not None:  # the node before could not say so any more
+            self._finish(request, ended)
+            return
         request.after_idle = self.callers.note(request)
         if request.adapter is not None:
             request.found = self.store.announce(request.adapter)
@@ -261,9 +265,10 @@ class Engine:
                 request.found = self.store.source(request.lease)
         self.running[request.id] = request
         if request.rules is None and changes_scores(request.sampling):
-            request.rules = ScoreRules(
-                request.sampling, request.tokens, request.max_tokens, self.eos_ids, self.runner.device
-            )
+            prompt, generated = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
+            request.rules = ScoreRules(request.sampling, prompt, request.max_tokens, self.eos_ids, self.runner.device)
+            for token in generated:
+                request.rules.append_token(token)
         if not request.admitted:
             request.admitted = now
             self._events.append(Admitted(request.id, request.found))
@@ -389,10 +394,9 @@ class Engine:
             request.rules.append_token(token)
         self._events.append(Generated(request.id, token, top))
         self.queue.charge_token(request)
-        if token in request.sampling.stop_token_ids or (token in self.eos_ids and not request.ignore_eos):
-            self._finish(request, "stop")
-        elif request.generated >= request.max_tokens:
-            self._finish(request, "length")
+        ended = _end_of(request, self.eos_ids)
+        if ended is not None:
+            self._finish(request, ended)
 
     # --- how requests end
 
@@ -428,3 +432,11 @@ class Engine:
         if not self.busy:
             self.queue.shares.reset()
         self._events.append(finished(request, reason, error_type, error))
+
+
+def _end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
+    """Why its last token is its last one; None: it goes on."""
+    token = request.tokens[-1]
+    if token in request.sampling.stop_token_ids or (token in eos_ids and not request.ignore_eos):
+        return "stop"
+    return "length" if request.generated >= request.max_tokens else None

@@ -47,7 +47,8 @@ USUAL_TTFT = 10.0
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` is the prompt and what was generated; the KV cache holds the first `computed` of them."""
+    """`tokens` is the prompt and what was generated, here or on a node before; the KV cache holds the first `computed`
+    of them."""
 
     id: str
     tenant: str
@@ -96,7 +97,7 @@ class Request:
     """how often it gave its place to another request; what it has computed since the last one is in `computed`"""
 
     def __post_init__(self) -> None:
-        self.prompt_len = len(self.tokens)
+        self.prompt_len = self.prompt_len or len(self.tokens)
 
     @property
     def due(self) -> float:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.frames import frame
 from cluster.http_protocol import BoundedHttp
 from cluster.messages import (
-    PARAMETERS_VERSION,
+    NEWEST_VERSION,
     ColdStart,
     Done,
     Event,
@@ -90,7 +90,7 @@ class StubNode:
             block_tokens=16,
             residents=[Resident(digest="0" * 64, tier="host", bytes=1, in_use=0)],
             acknowledged=list(self.acknowledged),
-            accepts=PARAMETERS_VERSION,
+            accepts=NEWEST_VERSION,
         )
         if state == "warming":  # as a node whose engine has not said yet what it has
             unknown = {"base": "", "max_context": 0, "kv_blocks": 0, "kv_blocks_free": 0, "residents": []}
@@ -154,10 +154,10 @@ def token(index: int, text: str, logprobs: int | None = None) -> Token:
 
 
 async def echo(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
-    """`max_tokens` tokens (at most 8), each naming its index."""
+    """`max_tokens` tokens (at most 8), each naming its index; behind those that another node has generated."""
     count = min(asked.max_tokens, 8)
     yield Started(node=node.node_id, cold_start="host" if asked.adapter else "none")
-    for index in range(count):
+    for index in range(len(asked.generated), count):
         yield token(index, f" t{index}", asked.sampling.logprobs)
     yield done(asked, count)
 
@@ -198,6 +198,14 @@ async def die_after_first(node: StubNode, asked: GenerateRequest) -> AsyncIterat
     yield Started(node=node.node_id, cold_start="none")
     yield token(0, "first")
     await node.until(node.go_on)
+    raise Cut
+
+
+async def die_behind(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    """After one token more."""
+    index = len(asked.generated)
+    yield Started(node=node.node_id, cold_start="none")
+    yield token(index, f" t{index}", asked.sampling.logprobs)
     raise Cut
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import resource
 import socket
@@ -22,7 +21,7 @@ from raw_http import send
 from running_gateway import Running
 from stub_node import Script, flood, hang_after_first, hang_before_first
 
-from cluster.http_protocol import HEAD_BYTES, _HeadWithBody
+from cluster.http_protocol import HEAD_BYTES
 
 START = b"POST /invoke/stories260K HTTP/1.1\r\nhost: x\r\n"
 
@@ -305,59 +304,3 @@ def send_for_ever(raw: socket.socket, pause: float) -> NoReturn:
     while True:
         raw.sendall(b"x")
         time.sleep(pause)
-
-
-class Wire(asyncio.Transport):
-    """Notes each write, which would be a packet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packets: list[bytes] = []
-        self.closed = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        assert not self.closed
-        self.packets.append(bytes(data))
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-
-HEAD, BODY = b"HTTP/1.1 200 OK\r\n\r\n", b"4\r\nbody\r\n"
-
-
-@pytest.mark.parametrize(
-    ("steps", "packets"),
-    [
-        ([HEAD, BODY, BODY], [HEAD + BODY, BODY]),
-        ([HEAD, "turn", BODY], [HEAD, BODY]),
-        ([HEAD, BODY, "turn", HEAD, BODY], [HEAD + BODY, HEAD + BODY]),
-        ([HEAD, BODY, HEAD, "turn"], [HEAD + BODY, HEAD]),
-        ([b"HTTP/1.1 100 Continue\r\n\r\n", HEAD, BODY], [b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD, BODY]),
-        ([HEAD, "close"], [HEAD]),
-        ([HEAD, "close", "turn"], [HEAD]),
-        ([HEAD, "lost", "turn"], []),
-        ([HEAD], [HEAD]),
-    ],
-)
-def test_a_head_goes_out_with_what_follows_in_the_same_turn(steps: list[bytes | str], packets: list[bytes]) -> None:
-    async def main() -> None:
-        wire = Wire()
-        together = _HeadWithBody(wire, asyncio.get_running_loop())
-        for step in steps:
-            if isinstance(step, bytes):
-                together.write(step)
-            elif step == "close":
-                together.close()
-                assert wire.closed
-            elif step == "lost":
-                wire.closed = True
-            else:
-                await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert wire.packets == packets
-
-    asyncio.run(main())

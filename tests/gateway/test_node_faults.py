@@ -24,6 +24,8 @@ from stub_node import (
     stub_node,
 )
 
+from cluster.messages import PARAMETERS_VERSION
+
 CALL = {"prompt": "x", "max_tokens": 3}
 PATH = "/invoke/stories260K"
 
@@ -124,7 +126,7 @@ def test_the_only_node_fails(start: Callable[..., Running], script: object, expe
 def test_node_dies_mid_stream(start: Callable[..., Running]) -> None:
     running = start()
     node = running.node(die_after_first, "a-dies")
-    other = running.node(echo, "b-other")
+    other = running.node(echo, "b-other", accepts=PARAMETERS_VERSION)
     with httpx_sse.connect_sse(running.client(), "POST", PATH, json={**CALL, "stream": True}) as source:
         events = source.iter_sse()
         assert next(events).json()["text"] == "first"
@@ -133,7 +135,7 @@ def test_node_dies_mid_stream(start: Callable[..., Running]) -> None:
         assert error.event == "error"
         assert error.json()["error"]["type"] == "node_failed"
         assert list(events) == []
-    assert other.received == []  # never silently started again
+    assert other.received == []  # it is too old to go on, and it is never started again
     assert running.client().post("/invoke/stories260K", json=CALL).status_code in (200, 502)
 
 

@@ -1,0 +1,119 @@
+"""Ends the streams of nodes that are gone: one watch per node, whatever the number of its streams.
+
+A node is gone when neither a record nor a byte of any of its streams has come for too long. So a node whose records
+stop on their way, while its tokens still come, loses no stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.errors import ServiceError
+from cluster.state import ClusterState
+from gateway.scheduling.placement import Placed
+
+TICK = 0.25
+"""Seconds between two looks at a node that has streams."""
+
+
+class NodeFailure(Exception):
+    """The node did not serve the request; `retryable` when another one may."""
+
+    def __init__(self, error: ServiceError, *, retryable: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.retryable = retryable
+
+
+def node_failed(message: str) -> NodeFailure:
+    return NodeFailure(ServiceError("node_failed", message), retryable=True)
+
+
+class WatchedStream:
+    """One request on a node, under its node's watch."""
+
+    def __init__(self, watch: _Watch, deadline: float) -> None:
+        """`deadline`: monotonic seconds."""
+        self._watch = watch
+        self.deadline = deadline
+        self.has_token = False
+        self.given_up: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        """Gets the reason when the request is to end."""
+
+    def give_up(self, reason: Exception) -> None:
+        if not self.given_up.done():
+            self.given_up.set_result(reason)
+
+    def note_bytes(self) -> None:
+        """Something has come from the node."""
+        self._watch.last_bytes = time.monotonic()
+
+
+class _Watch:
+    """Over one node, while it has streams."""
+
+    def __init__(self, node_id: str, epoch: str) -> None:
+        self.node_id, self.epoch = node_id, epoch
+        self.streams: set[WatchedStream] = set()
+        self.last_bytes = -math.inf
+        """Monotonic seconds."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class NodeWatches:
+    """`silence`: seconds without a record or a byte after which a node is taken for dead; `first_silence`: the same for
+    a request without a token, when there are other nodes, which can take it over."""
+
+    def __init__(self, state: ClusterState, *, silence: float, first_silence: float) -> None:
+        self._state = state
+        self._silence = silence
+        self._first_silence = min(first_silence, silence)
+        self._watches: dict[tuple[str, str], _Watch] = {}
+
+    @contextmanager
+    def watched(self, placed: Placed, deadline: float) -> Iterator[WatchedStream]:
+        """The stream is given up when its node is gone, or `deadline` (monotonic seconds) has passed."""
+        key = placed.node_id, placed.epoch
+        watch = self._watches.get(key)
+        if watch is None:
+            watch = self._watches[key] = _Watch(*key)
+            watch.task = asyncio.create_task(self._run(watch))
+        stream = WatchedStream(watch, deadline)
+        watch.streams.add(stream)
+        try:
+            yield stream
+        finally:
+            watch.streams.discard(stream)
+            if not watch.streams:
+                del self._watches[key]
+                assert watch.task is not None
+                watch.task.cancel()
+
+    async def _run(self, watch: _Watch) -> None:
+        """Cancelled with the node's last stream."""
+        try:
+            while True:
+                await asyncio.sleep(TICK)
+                await self._look(watch)
+        except Exception as error:  # nobody would watch these streams any more
+            for stream in watch.streams:
+                stream.give_up(error)
+
+    async def _look(self, watch: _Watch) -> None:
+        recorded = await self._state.silence(watch.node_id, watch.epoch)
+        now = time.monotonic()
+        silence = min(recorded, now - watch.last_bytes)
+        first = silence >= self._first_silence and await self._others_serve()
+        for stream in watch.streams:
+            if now > stream.deadline:
+                stream.give_up(ServiceError("timeout", "the node did not end the request at its deadline"))
+            elif silence > self._silence or (first and not stream.has_token):
+                stream.give_up(node_failed(f"node {watch.node_id} has fallen silent"))
+
+    async def _others_serve(self) -> bool:
+        nodes = await self._state.table()
+        return bool((nodes.live & nodes.ready).any())
