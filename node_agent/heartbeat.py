@@ -19,7 +19,7 @@ _BEAT = struct.Struct("<Qqd")
 
 
 class Beat(NamedTuple):
-    count: int
+    number: int
     pid: int
     """of the process that beats"""
     quiet: float
@@ -53,8 +53,8 @@ class Watch:
         """Returns for how many seconds no beat has come; 0 before the first one (of process `pid`, if given)."""
         before, self._beat = self._beat, self._read()
         gap, self._looked = min(now - self._looked, 2 * self.interval), now
-        unheard = self._beat.count == 0 or pid not in (None, self._beat.pid)
-        self._silent = 0.0 if unheard or self._beat.count != before.count else self._silent + gap
+        unheard = self._beat.number == 0 or pid not in (None, self._beat.pid)
+        self._silent = 0.0 if unheard or self._beat.number != before.number else self._silent + gap
         return self._silent
 
     def overdue(self, now: float) -> float:

@@ -174,7 +174,7 @@ class ColdPasses:
         request.in_cold_pass = False
         cold.phases.layers_cpu += cold.lora.layers_on_cpu
         cold.phases.layers_device += cold.lora.layers_on_device
-        if not output or output is True or cold.lora.poisoned:
+        if isinstance(output, bool | None) or cold.lora.poisoned:
             cold.run.abort().synchronize()
             request.wants_whole = True
             if cold.lora.poisoned:
