@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from adapters.errors import NotFound, PreconditionFailed, StoreUnavailable
+from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
 from gateway.leader.turn import Turn, TurnEnded
 from gateway.threads import LeavableThreads
@@ -27,11 +27,12 @@ from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import (
     DAY,
     MONTH,
+    day_key,
     days_folder,
     decode_hour,
     decode_merged,
     encode_merged,
-    merged_key,
+    month_key,
     months_folder,
     source_of,
     usage_folder,
@@ -176,13 +177,14 @@ class _Compactor:
     def _add(self, folder: str, name: str, cells: Cells) -> None:
         """Joins the cells into one object of this day or month."""
         for _ in range(ATTEMPTS):
-            with suppress(PreconditionFailed, NotFound):
+            with suppress(Conflict, PreconditionFailed, NotFound):
                 return self._add_once(folder, name, cells)
         raise StoreUnavailable(f"{folder}{name} was changed by others {ATTEMPTS} times in a row; it is tried again")
 
     def _add_once(self, folder: str, name: str, cells: Cells) -> None:
-        """Raises PreconditionFailed or NotFound if another compactor was faster."""
-        for info in self._list(f"{folder}{name}-", "", MAX_LIST):
+        """Raises Conflict, PreconditionFailed or NotFound if another compactor was faster."""
+        listed = self._list(f"{folder}{name}-", "", MAX_LIST)
+        for info in listed:
             if info.size >= MAX_BYTES:
                 continue
             self._turn.check()
@@ -195,7 +197,8 @@ class _Compactor:
                 self._store.put_if_match(info.key, encode_merged(joined), found.etag)
             return
         self._turn.check()
-        self._store.put_if_absent(merged_key(folder, name), encode_merged(cells))
+        key = day_key(folder, name) if folder == self._days else month_key(folder, name, len(listed))
+        self._store.put_if_absent(key, encode_merged(cells))
 
     def _list(self, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
         self._turn.check()

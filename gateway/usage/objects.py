@@ -3,7 +3,7 @@
 tenants/<tenant>/usage/<hour>/<gateway>-<part>.json             what one journal counted, written by its gateway alone
 tenants/<tenant>/usage/<hour>/<gateway>-<part>-<changes>.json   the same, newer, from a gateway that was late
 tenants/<tenant>/usage/days/<day>-<id>.json                     hours that are over, merged
-tenants/<tenant>/usage/months/<month>-<id>.json                 days that are over, merged
+tenants/<tenant>/usage/months/<month>-<number>.json             days that are over, merged
 """
 
 from __future__ import annotations
@@ -64,9 +64,14 @@ def months_folder(tenant: str) -> str:
     return usage_folder(tenant) + "months/"
 
 
-def merged_key(folder: str, name: str) -> str:
+def day_key(folder: str, day: str) -> str:
     """A key that was never used: a removal that is late can't meet a newer object of the same name."""
-    return f"{folder}{name}-{secrets.token_hex(8)}.json"
+    return f"{folder}{day}-{secrets.token_hex(8)}.json"
+
+
+def month_key(folder: str, month: str, number: int) -> str:
+    """Counted, so that of two compactors that both begin a month one is refused; none is ever removed."""
+    return f"{folder}{month}-{number:04d}.json"
 
 
 def usage_key(tenant: str, hour: str, gateway: str, part: int, late: int | None = None) -> str:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import Counter
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ from gateway.usage import compaction as compaction_module
 from gateway.usage import report as report_module
 from gateway.usage.compaction import CLOSED_SECONDS, UsageCompaction
 from gateway.usage.hours import HOUR, hour_name, hour_start
-from gateway.usage.objects import merged_key, months_folder, usage_folder, usage_key
+from gateway.usage.objects import month_key, months_folder, usage_folder, usage_key
 from gateway.usage.report import Sheet, sum_usage
 
 SOME: list[Call] = [
@@ -264,6 +265,36 @@ def test_every_single_interruption_by_a_second_compactor() -> None:
         shutil.rmtree(store.root.parent)
 
 
+def test_a_second_compactor_that_dies_half_way_while_the_first_one_works() -> None:
+    """What it has put into a day that is about to be removed is not removed with it."""
+    first, second = (0, GATEWAYS[0], "f", "1", 1), (1, GATEWAYS[1], "f", "1", 2)
+    world, writer = local([first])
+    compact(world, FIRST + 3 * HOUR)  # into the day, which goes on
+    assert levels(world) == {"days": 1}
+    both = copy_of(world)
+    Writer(both).write([second])
+    age(both)
+    for number, crash in product(range(operations(copy_of(world), NOW)), range(operations(both, NOW))):
+        store, passed = copy_of(world), Counter[str]()
+        writer = Writer(store)
+        writer.sums["2021-01-30T00", "f", "1"] = 1
+
+        def meanwhile(_: str, store=store, writer=writer, passed=passed, number=number, crash=crash) -> None:  # type: ignore[no-untyped-def]
+            if passed.total() == number:
+                writer.write([second])
+                age(store)
+                with suppress(Crash):
+                    compact(Watched(store, crash_at(crash)))
+            passed["steps"] += 1
+
+        compact(Watched(store, meanwhile))
+        assert told(store) == writer.sums
+        compact(store)
+        assert told(store) == writer.sums
+        assert levels(store) == {"months": 1}
+        shutil.rmtree(store.root.parent)
+
+
 KILLED = """
 import sys
 from pathlib import Path
@@ -349,7 +380,7 @@ def test_what_is_damaged_stays_and_stops_nobody(tmp_path: Path, caplog: pytest.L
     store.delete(damaged)
     assert told(store) == writer.sums
     store.put(
-        merged_key(months_folder(TENANT), "2021-01"),
+        month_key(months_folder(TENANT), "2021-01", 1),
         b'{"format":2,"sealed":false,"hours":[],"sources":[],"functions":{}}',
     )
     with pytest.raises(StoreUnavailable, match="newer release"):
