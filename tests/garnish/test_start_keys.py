@@ -170,6 +170,7 @@ def test_a_revoked_key_of_that_file_stays_revoked(tmp_path: Path, tenants: Tenan
         (f"admin_key = '{new_key('b')[0]}'", "admin_key is not a key"),
         ("keys = ", "not readable credentials"),
     ],
+    ids=["a short key", "another tenant's key", "a tenant's key for the admin's", "no TOML"],
 )
 def test_a_file_that_can_not_be_used(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(StartError, match=told):
