@@ -213,13 +213,13 @@ def test_a_rollback_waits_for_no_deploy(
         client.post("/deploy/f", files=upload(stories_adapters[name]))
     go_on, begun = threading.Event(), threading.Semaphore(0)
 
-    def validate(*arguments: Any) -> Any:
+    def check_values(*arguments: Any) -> Any:
         begun.release()
         go_on.wait(60)
         return checked(*arguments)
 
-    checked = registry_module.validate
-    monkeypatch.setattr(registry_module, "validate", validate)
+    checked = registry_module.check_values
+    monkeypatch.setattr(registry_module, "check_values", check_values)
     files = upload(stories_adapters["pirate"])
     with ThreadPoolExecutor(4) as pool:
         deploys = [pool.submit(client.post, f"/deploy/g{number}", files=files) for number in range(4)]
