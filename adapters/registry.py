@@ -23,6 +23,7 @@ import msgspec
 
 from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
+from adapters.choices import Choice, Resolved, pick
 from adapters.contents import Contents, Inspect
 from adapters.errors import (
     ArtifactPending,
@@ -34,7 +35,6 @@ from adapters.errors import (
     InvalidRequest,
     NoSuchFunction,
     NotFound,
-    Problem,
     StoreUnavailable,
 )
 from adapters.function_changes import FunctionChanges, check_alias, function_key
@@ -91,31 +91,6 @@ class Deployment(msgspec.Struct, frozen=True):
     """Whether a new version was made; False when this adapter was deployed under this name before, and in a dry run."""
     dtype: str
     """Of the tensors as stored: `bytes` counts them in it."""
-
-
-class Resolved(msgspec.Struct, frozen=True):
-    """One version of a function, ready to be sent to a node."""
-
-    function: str
-    version: int
-    digest: str
-    artifact_key: str
-    ranks: tuple[int, ...]
-    bytes: int
-    policy: Policy
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """A version that a call may get, with its share of the calls."""
-
-    share: float
-    version: Resolved
-    refused: tuple[Problem, ...] = ()
-    """Why it does not fit the present base model, if it does not."""
-    damaged: str = ""
-    """What of its stored files is not as it was, if they are needed."""
-    pending: bool = False
-    """Whether its artifact for the present base is still to be made: `Registry.make_artifact`."""
 
 
 class Registry:
@@ -391,29 +366,6 @@ class Registry:
                 continue
             return manifest
         raise StoreUnavailable(f"function {record.name} has too many unfinished versions; remove them first")
-
-
-def pick(choices: Sequence[Choice], point: float) -> Resolved:
-    """The version into whose share `point` falls, where shares lie side by side from 0.
-
-    Raises InvalidAdapter, CorruptArtifact, ArtifactPending.
-
-    Moving share from one of two versions to the other moves only the points in between.
-    """
-    reached = 0.0
-    chosen = choices[-1]  # the shares may sum to a little less than 1
-    for choice in choices:
-        reached += choice.share
-        if point < reached:
-            chosen = choice
-            break
-    if chosen.refused:
-        raise InvalidAdapter(list(chosen.refused))
-    if chosen.damaged:
-        raise CorruptArtifact(chosen.damaged)
-    if chosen.pending:
-        raise ArtifactPending(chosen.version.function, chosen.version.version)
-    return chosen.version
 
 
 def _present(name: str, version: int, manifest: Manifest | None) -> Manifest:

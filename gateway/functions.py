@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import msgspec
 
 from adapters.aliases import point_of
+from adapters.choices import Choice, Resolved, pick
 from adapters.errors import NoSuchFunction
 from adapters.functions import Defaults
 from adapters.names import is_name
-from adapters.registry import Choice, Registry, Resolved, pick
+from adapters.registry import Registry
 from cluster.messages import Adapter, SloClass
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig

@@ -20,12 +20,13 @@ from hypothesis.stateful import (
 from adapters import aliases
 from adapters.aliases import Alias, AliasChange, checked_weights, history_room, moved, point_of, rolled_back
 from adapters.base_model import BaseModel
+from adapters.choices import Choice, Resolved, pick
 from adapters.errors import Conflict, InvalidRequest, NotFound, PreconditionFailed
 from adapters.function_changes import function_key
 from adapters.functions import FunctionRecord, Policy, VersionEntry, with_version
 from adapters.local_store import LocalStore
 from adapters.records import update_record
-from adapters.registry import Choice, Registry, Resolved, pick
+from adapters.registry import Registry
 
 NAMES = ("latest", "prod", "canary")
 VERSIONS = st.integers(1, 5)

@@ -1,0 +1,58 @@
+"""What a name stands for: the versions among which its calls are shared out, and the one that a call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from adapters.errors import ArtifactPending, CorruptArtifact, InvalidAdapter, Problem
+from adapters.functions import Policy
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """One version of a function, ready to be sent to a node."""
+
+    function: str
+    version: int
+    digest: str
+    artifact_key: str
+    ranks: tuple[int, ...]
+    bytes: int
+    policy: Policy
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A version that a call may get, with its share of the calls."""
+
+    share: float
+    version: Resolved
+    refused: tuple[Problem, ...] = ()
+    """Why it does not fit the present base model, if it does not."""
+    damaged: str = ""
+    """What of its stored files is not as it was, if they are needed."""
+    pending: bool = False
+    """Whether its artifact for the present base is still to be made: `Registry.make_artifact`."""
+
+
+def pick(choices: Sequence[Choice], point: float) -> Resolved:
+    """The version into whose share `point` falls, where shares lie side by side from 0.
+
+    Raises InvalidAdapter, CorruptArtifact, ArtifactPending.
+
+    Moving share from one of two versions to the other moves only the points in between.
+    """
+    reached = 0.0
+    chosen = choices[-1]  # the shares may sum to a little less than 1
+    for choice in choices:
+        reached += choice.share
+        if point < reached:
+            chosen = choice
+            break
+    if chosen.refused:
+        raise InvalidAdapter(list(chosen.refused))
+    if chosen.damaged:
+        raise CorruptArtifact(chosen.damaged)
+    if chosen.pending:
+        raise ArtifactPending(chosen.version.function, chosen.version.version)
+    return chosen.version
