@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,6 +35,7 @@ from gateway.routes import (
     usage,
 )
 from gateway.services import Services, open_services
+from gateway.upload_folders import remove_abandoned
 
 CALLED = (invoke, openai, tokens, deploy, functions, aliases)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, openapi, docs)
@@ -61,7 +60,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[State]:
-        _empty_folder(Path(config.tmp_dir))
+        remove_abandoned(Path(config.tmp_dir))
         async with open_services(config, counted) as services:
             started()
             yield {"services": services}
@@ -85,12 +84,3 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
 
 async def _pass_on(_: Request, error: Exception) -> NoReturn:
     raise error  # the boundary makes all replies to errors, so that they have one shape
-
-
-def _empty_folder(folder: Path) -> None:
-    """What killed gateway workers left of their uploads; those of others that live are under way."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for left in folder.glob("upload-*"):
-        pid = left.name.split("-")[1]
-        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
-            shutil.rmtree(left, ignore_errors=True)

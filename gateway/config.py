@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -134,11 +133,6 @@ def check_config(config: GatewayConfig) -> None:
 def share(limit: int, config: GatewayConfig) -> int:
     """Of a limit on what the whole gateway holds at once, what one worker may."""
     return max(1, limit // config.workers)
-
-
-def upload_prefix() -> str:
-    """What the folders of this process's uploads in `tmp_dir` begin with."""
-    return f"upload-{os.getpid()}-"
 
 
 def usage_directory(config: GatewayConfig) -> Path:

@@ -20,7 +20,7 @@ from adapters.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.wrong_files import PICKLE_FILE, PICKLE_PROBLEM
 from cluster.errors import ServiceError
 from gateway.bodies import stream_body
-from gateway.config import upload_prefix
+from gateway.upload_folders import upload_prefix
 
 FIELD_LIMITS = {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10, "alias": 1 << 10}
 """Bytes of the parts that are kept in memory."""

@@ -16,9 +16,10 @@ from adapters.errors import StoreUnavailable
 from adapters.s3_url import S3Place
 from adapters.sources import Forbidden, SourceFiles, Sources
 from cluster.errors import ServiceError
-from gateway.config import GatewayConfig, upload_prefix
+from gateway.config import GatewayConfig
 from gateway.multipart import disk_needed
 from gateway.threads import LeavableThreads
+from gateway.upload_folders import upload_prefix
 
 RETRY_AFTER = 5.0
 

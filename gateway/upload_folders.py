@@ -1,0 +1,31 @@
+"""The folders of a gateway worker's uploads: named after their process, so that the next one clears what a killed one
+left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def upload_prefix() -> str:
+    """What the folders of this process's uploads in `tmp_dir` begin with."""
+    return f"upload-{os.getpid()}-"
+
+
+def remove_abandoned(folder: Path) -> None:
+    """What killed gateway workers left in `folder`; the uploads of others that live are under way."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for left in folder.glob("upload-*"):
+        pid = left.name.split("-")[1]
+        if pid == str(os.getpid()) or not _lives(pid):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _lives(pid: str) -> bool:
+    """A zombie does not: in a container without an init process nobody collects those of a killed service."""
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
