@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from benchmarks.gateway_rounds import MOST_STOLEN, figures_of
@@ -37,6 +38,26 @@ def gateway_table(document: dict[str, Any]) -> str:
     )
     head = ("added by the gateway", "p50", "p99", "p50, calm", "p99, calm")
     return "\n".join([caption(document, text), "", *table(head, rows), "", wrapped(rest)])
+
+
+def random_keys_table(document: dict[str, Any]) -> str:
+    """Medians over the rounds, and the worst of them."""
+    settings = document["settings"]
+    rows = []
+    for beside, title in (("nothing", "alone"), ("flood", "beside the flood")):
+        mine = [row for row in document["rows"] if row["beside"] == beside]
+        cells = (
+            f"{median(row[name] for row in mine):.0f} ms ({max(row[name] for row in mine):.0f} ms)"
+            for name in ("ttft_p50_ms", "ttft_p99_ms")
+        )
+        rows.append((title, *cells, str(sum(row["errors"] for row in mine))))
+    text = (
+        f"{settings['streams']} callers with valid keys, {settings['tokens']} tokens a call, one gateway worker; at "
+        f"least {document['figures']['flood_rps']:.0f} random keys per second. Median of {settings['rounds']} rounds "
+        "(worst round); flood, callers, gateway and stub node share the cores."
+    )
+    head = ("time to first token", "p50", "p99", "failed")
+    return "\n".join([caption(document, text), "", *table(head, rows), "", _probe(settings)])
 
 
 def scale_table(document: dict[str, Any]) -> str:
