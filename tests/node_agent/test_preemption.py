@@ -201,7 +201,9 @@ def test_strict_takes_the_adapter_memory_of_best_effort(
     engine = make_engine(max_rows=4, adapter_slots=1)
     path, other = drawn_adapters[:2]
     cheap, dear = engine.deploy(path), engine.deploy(other)
-    both = [engine.submit(STORY, 150, cheap, ignore_eos=True, tenant="cheap", slo_class="best_effort") for _ in range(2)]
+    both = [
+        engine.submit(STORY, 150, cheap, ignore_eos=True, tenant="cheap", slo_class="best_effort") for _ in range(2)
+    ]
     engine.run(until=lambda: all(len(engine.outcomes[r].tokens) > 4 for r in both))
     call = engine.submit(STORY, 5, dear, ignore_eos=True, tenant="dear", slo_class="strict")
     engine.run(until=lambda: bool(engine.outcomes[call].admitted))
