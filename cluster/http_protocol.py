@@ -137,7 +137,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if self._in_head:  # a trailer is no header: whoever checked those has not seen it
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._upgrades = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"

@@ -139,6 +139,14 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(
     assert got.count(HIDDEN) == 3
 
 
+def test_a_trailer_does_not_become_a_header() -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    with served(echo_server()) as url, connected(url) as raw:
+        raw.sendall(head + b"2\r\nok\r\n0\r\nupgrade: late\r\n\r\n")
+        got = answer(raw)
+    assert got.endswith(b"ok") and b"late" not in got
+
+
 def test_offers_of_another_protocol_have_the_bounds_of_all_heads(gateway: Running) -> None:
     start = b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + OFFER
     with connected(gateway.url) as raw:
