@@ -22,6 +22,8 @@ from cluster.errors import ServiceError
 
 HEAD_BYTES = 64 << 10
 """Request line and headers; likewise trailers, and what stands between two chunks."""
+HEAD_LINES = 1000
+"""Headers; a short one takes far more memory than it has bytes."""
 HEAD_SECONDS = 30.0
 """From connecting, or from the first byte of a further request, to the end of its headers."""
 MOST_WAITING = 16
@@ -85,8 +87,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._progress = False
         self._overhead = 0
         """Bytes since a head was complete or content came."""
-        self._head_bytes = 0
-        """Of the lines of this head (or these trailers) so far."""
+        self._head_bytes = self._head_lines = 0
+        """Of this head (or these trailers) so far."""
         self._receiving = self._in_head = False
         self._upgrades = False
         """Whether the parser takes what follows the head for another protocol."""
@@ -128,7 +130,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._receiving = self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._head_lines = 0
         self._start_timer()
 
     def on_url(self, url: bytes) -> None:
@@ -136,6 +138,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_lines += 1
         self._count_head(len(name) + len(value) + 4)
         if self._in_head:  # a trailer is no header: whoever checked those has not seen it
             super().on_header(name, value)
@@ -147,7 +150,7 @@ class BoundedHttp(HttpToolsProtocol):
         if len(self.pipeline) >= MOST_WAITING:
             raise _TooManyRequests
         self._progress = True
-        self._head_bytes = 0
+        self._head_bytes = self._head_lines = 0
         self._stop_timer()
         super().on_headers_complete()
         self._in_head = False
@@ -214,18 +217,25 @@ class BoundedHttp(HttpToolsProtocol):
         return b""
 
     def send_400_response(self, msg: str) -> None:
-        if self._head_bytes > HEAD_BYTES:
+        if self._is_too_large():
             self._refuse_head()
         else:
             self._refuse(ServiceError("invalid_request", msg))
 
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > HEAD_BYTES:
+        if self._is_too_large():
             raise _TooLargeHead
 
+    def _is_too_large(self) -> bool:
+        return self._head_bytes > HEAD_BYTES or self._head_lines > HEAD_LINES
+
     def _refuse_head(self) -> None:
-        self._refuse(ServiceError("head_too_large", f"the request's headers are larger than {HEAD_BYTES} bytes"))
+        self._refuse(
+            ServiceError(
+                "head_too_large", f"the request's headers are more than {HEAD_LINES}, or larger than {HEAD_BYTES} bytes"
+            )
+        )
 
     def _refuse(self, error: ServiceError) -> None:
         """While another request is still to be answered, this would be taken for its answer, or for a part of it: then

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from stub_node import Script, hang_after_first, hang_before_first
 
-from cluster.http_protocol import MOST_WAITING, BoundedHttp
+from cluster.http_protocol import HEAD_LINES, MOST_WAITING, BoundedHttp
 from gateway.http_protocol import GatewayHttp
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -162,6 +162,15 @@ def test_offers_of_another_protocol_have_the_bounds_of_all_heads(gateway: Runnin
     with connected(gateway.url) as raw:
         raw.sendall(b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n")
         assert answer(raw).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_short_lines_are_counted(gateway: Running, over: int) -> None:
+    """Each takes a hundred bytes and more, also in a head that never ends."""
+    with connected(gateway.url) as raw:
+        raw.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * (HEAD_LINES - 2 + over))
+        raw.sendall(b"connection: close\r\nz" if over else b"connection: close\r\n\r\n")
+        assert answer(raw).startswith(b"HTTP/1.1 431" if over else b"HTTP/1.1 200")
 
 
 BIG = 32 << 20
