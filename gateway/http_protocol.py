@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from typing import Any
 
@@ -70,13 +69,14 @@ class GatewayHttp(BoundedHttp):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop_write_timer()
-        self._write_timer = self.loop.call_later(WRITE_SECONDS, self._end_unwritten, math.inf)
+        left = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self._end_unwritten, left)
 
     def resume_writing(self) -> None:
         self._stop_write_timer()
         super().resume_writing()
 
-    def _end_unwritten(self, before: float) -> None:
+    def _end_unwritten(self, before: int) -> None:
         """`before`: bytes that were left at the last look."""
         left = self.transport.get_write_buffer_size()
         if left > before - READ_BYTES:
