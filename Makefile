@@ -18,7 +18,7 @@ DEV_STAMP := .venv/.installed-dev
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: install install-dev demo-model up test test-long lint bench wheel foreign-clients clean
+.PHONY: install install-dev demo-model up test test-long lint bench chaos wheel foreign-clients clean
 
 install: $(STAMP)
 
@@ -80,6 +80,12 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.autoscale --json benchmarks/results/autoscale.json
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
+
+# Half an hour: parts of a service are killed, a minute apart and in a storm; docs/benchmarks.md.
+chaos: install-dev demo-model
+	$(BIN)/python -m benchmarks.chaos --minutes 10 --every 60 --json benchmarks/results/chaos_minute.json
+	$(BIN)/python -m benchmarks.chaos --minutes 20 --json benchmarks/results/chaos.json
+	$(BIN)/python -m benchmarks.tables
 
 # vLLM's and guidellm's load generators, each in an environment of its own, against the service; docs/clients.md.
 foreign-clients: install-dev demo-model

@@ -1,13 +1,18 @@
 """Parts of a service are killed, hung and emptied under load: two nodes, two gateway workers and a Redis.
 
-Callers stream greedy generations whose text is known, one after another; another one deploys. Every few seconds one
-part is killed (an engine, a node's API process, a gateway worker, Redis), hung for some seconds (a
-node's API process, Redis) or emptied (Redis). Then everything has to come to rest.
+Callers stream greedy generations whose text is known; another one deploys. Then everything has to come to rest.
 
-A caller whose connection breaks off (its worker was killed) calls again, as any client does; these are `cut`. An error
-of the contract is an answer (`refused`). `unanswered`: calls that never got one. `wrong_tokens`: calls of which any
-token differs from what it had to be. `lost_acknowledged`: deploys, and requests in the metering, that were acknowledged
-and are not there in the end. `leaked`: requests, leases, KV blocks, reservations and places that are still held.
+- A storm: every few seconds one part is killed (an engine, a node's API process, a gateway worker, Redis), hung for
+  some seconds (a node's API process, Redis) or emptied (Redis). A caller calls again when its connection breaks off
+  (its worker was killed), as any client does; these are `cut`.
+- `--every SECONDS`: what an operator may see. One part is killed each time: what the storm kills, the whole gateway, or
+  a whole node. Calls begin at a steady rate, whether or not others have ended, and none is made again: whatever is not
+  done is `refused`, also where the connection broke or could not be made (`cut`).
+
+An error of the contract is an answer (`refused`). `unanswered`: calls that never got one. `wrong_tokens`: calls of
+which any token differs from what it had to be. `lost_acknowledged`: deploys, and requests in the metering, that were
+acknowledged and are not there in the end. `leaked`: requests, leases, KV blocks, reservations and places that are still
+held.
 """
 
 from __future__ import annotations
@@ -39,8 +44,13 @@ TRIES = 20
 """Of one call, whose connection breaks or which is refused with an invitation to try again."""
 ANSWER_SECONDS = 60.0
 PROMPTS = ("Once upon a time", "The dragon", "A little girl named Lily")
-WAYS = ("engine", "worker", "redis", "api", "hang_api", "empty_redis", "hang_redis")
+STORM = ("engine", "worker", "redis", "api", "hang_api", "empty_redis", "hang_redis")
+KILLED = ("worker", "engine", "gateway", "api", "redis", "node")
 """Each once, in this order, and then as they are drawn."""
+STORM_PAUSE, QUICK_PAUSE = 4.0, 1.5
+"""Seconds between two parts."""
+RATE = 4.0
+"""Calls per second, of those that begin whether or not others have ended."""
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -51,6 +61,8 @@ class Seen:
     deployed: dict[str, str] = field(default_factory=dict)
     """Digests of the functions whose deploy was acknowledged."""
     kills: Counter[str] = field(default_factory=Counter)
+    after: dict[str, Counter[str]] = field(default_factory=dict)
+    """What was harmed last -> why calls that ended since then were not done."""
 
 
 class Chaos:
@@ -59,56 +71,88 @@ class Chaos:
         self.seen = Seen()
         self.expected: dict[tuple[str, str], str] = {}
         self.functions = [f"a{index}" for index in range(len(service.adapters))]
+        self._last = "nothing"
 
-    async def run(self, seconds: float, pause: float) -> None:
+    async def run(self, seconds: float, every: float | None, pause: float) -> None:
+        """`every` as on the command line; `pause` is a storm's."""
         headers = {"authorization": f"Bearer {self.service.key}"}
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
             for function in self.functions:
                 for prompt in PROMPTS:
                     self.expected[function, prompt] = (await self._stream(session, function, prompt))[1]
             until = time.monotonic() + seconds
             async with asyncio.TaskGroup() as group:
-                for number in range(CALLERS):
-                    group.create_task(self._call(session, until, random.Random(self.seed * 100 + number)))
+                draws = [random.Random(self.seed * 100 + number) for number in range(CALLERS)]
+                if every is None:
+                    for draw in draws:
+                        group.create_task(self._call_on(session, until, draw))
+                else:
+                    group.create_task(self._call_steadily(session, until, draws[0]))
                 group.create_task(self._deploy(session, until))
-                group.create_task(self._harm(until, pause, random.Random(self.seed)))
+                ways = STORM if every is None else KILLED
+                group.create_task(self._harm(until, every or pause, ways, random.Random(self.seed)))
 
-    async def _call(self, session: aiohttp.ClientSession, until: float, draw: random.Random) -> None:
+    async def _call_on(self, session: aiohttp.ClientSession, until: float, draw: random.Random) -> None:
+        """One call after another; whose connection breaks is made again."""
         counts = self.seen.counts
         while time.monotonic() < until:
             function, prompt = draw.choice(self.functions), draw.choice(PROMPTS)
             counts["requests"] += 1
             for _ in range(TRIES):
-                outcome, text = await self._stream(session, function, prompt)
-                counts[outcome] += 1
-                expected = self.expected[function, prompt]
-                if text != expected if outcome == "done" else not expected.startswith(text):
-                    counts["wrong_tokens"] += 1
-                if outcome in ("done", "refused"):
+                if await self._call(session, function, prompt) != "cut":
                     break
                 await asyncio.sleep(0.2)
             else:
                 counts["unanswered"] += 1
             await asyncio.sleep(0.05)
 
-    async def _stream(self, session: aiohttp.ClientSession, function: str, prompt: str) -> tuple[str, str]:
-        """How it ended (done, refused, cut), and the text that came."""
+    async def _call_steadily(self, session: aiohttp.ClientSession, until: float, draw: random.Random) -> None:
+        """Each call as it comes, once."""
+        async with asyncio.TaskGroup() as group:
+            while time.monotonic() < until:
+                function, prompt = draw.choice(self.functions), draw.choice(PROMPTS)
+                group.create_task(self._call_once(session, function, prompt))
+                await asyncio.sleep(draw.expovariate(RATE))
+
+    async def _call_once(self, session: aiohttp.ClientSession, function: str, prompt: str) -> None:
+        counts, begin = self.seen.counts, time.monotonic()
+        counts["requests"] += 1
+        if await self._call(session, function, prompt) == "cut":
+            counts["refused"] += 1
+            counts["unanswered"] += time.monotonic() - begin >= ANSWER_SECONDS
+
+    async def _call(self, session: aiohttp.ClientSession, function: str, prompt: str) -> str:
+        """How it ended."""
+        outcome, text, reason = await self._stream(session, function, prompt)
+        self.seen.counts[outcome] += 1
+        expected = self.expected[function, prompt]
+        if text != expected if outcome == "done" else not expected.startswith(text):
+            self.seen.counts["wrong_tokens"] += 1
+        if outcome != "done":
+            self.seen.after.setdefault(self._last, Counter())[reason] += 1
+        return outcome
+
+    async def _stream(self, session: aiohttp.ClientSession, function: str, prompt: str) -> tuple[str, str, str]:
+        """How it ended (done, refused, cut), the text that came, and why it was not done."""
         body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-        text, event = "", ""
+        text, event, last = "", "", b"{}"
         try:
             async with session.post(f"{self.service.url}/invoke/{function}", json=body) as reply:
                 if reply.status != 200:
-                    await reply.read()
-                    return "refused", ""
+                    return "refused", "", _reason(await reply.read())
                 async for line in reply.content:
                     if line.startswith(b"event: "):
                         event = line[7:].strip().decode()
-                    elif line.startswith(b"data: ") and event == "token":
-                        text += json.loads(line[6:])["text"]
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return "cut", text
-        return {"done": "done", "error": "refused"}.get(event, "cut"), text
+                    elif line.startswith(b"data: "):
+                        last = line[6:]
+                        text += json.loads(last)["text"] if event == "token" else ""
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return "cut", text, type(error).__name__
+        if event == "error":
+            return "refused", text, _reason(last)
+        return ("done" if event == "done" else "cut"), text, "stream without an end"
 
     async def _deploy(self, session: aiohttp.ClientSession, until: float) -> None:
         number = 0
@@ -118,18 +162,20 @@ class Chaos:
             form = aiohttp.FormData()
             for name in FILES:
                 form.add_field(name, (folder / name).read_bytes(), filename=name)
+            self.seen.counts["deploys_asked"] += 1
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with session.post(f"{self.service.url}/deploy/d{number}", data=form) as reply:
                     if reply.status == 201:
                         self.seen.deployed[f"d{number}"] = (await reply.json())["digest"]
             await asyncio.sleep(0.5)
 
-    async def _harm(self, until: float, pause: float, draw: random.Random) -> None:
+    async def _harm(self, until: float, pause: float, ways: tuple[str, ...], draw: random.Random) -> None:
         for number in range(10_000):
             await asyncio.sleep(pause * draw.uniform(0.7, 1.3))
             if time.monotonic() >= until - pause:
                 return
-            way = WAYS[number] if number < len(WAYS) else draw.choice(WAYS)
+            way = ways[number] if number < len(ways) else draw.choice(ways)
+            self._last = way
             if await self._do(way, draw):
                 self.seen.kills[way] += 1
 
@@ -165,14 +211,25 @@ class Chaos:
         return False
 
 
+def _reason(body: bytes) -> str:
+    """The type of an error of the contract."""
+    try:
+        return str(json.loads(body)["error"]["type"])
+    except (ValueError, KeyError, TypeError):
+        return "an error without a type"
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, help="instead of --seconds")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="kill one part so often, instead of a storm")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
     options = parser.parse_args()
-    seconds = 15.0 if options.quick else options.minutes * 60 if options.minutes else options.seconds
-    pause = 1.5 if options.quick else 4.0
+    every: float | None = options.every
+    quick = 15.0 if every is None else every * (len(KILLED) + 2)
+    seconds = quick if options.quick else options.minutes * 60 if options.minutes else options.seconds
+    pause = QUICK_PAUSE if options.quick else STORM_PAUSE
     adapters = [ROOT / "examples" / "adapters" / options.model.name / name for name in ("dragon", "pirate")]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as root, redis_server(Path(root)) as redis:
@@ -181,19 +238,20 @@ def main() -> None:
         nodes = ("--nodes", "2")
         with HttpService(options.model, adapters, Path(root) / "s", "float32", 1, sizes, shared, nodes) as service:
             chaos = Chaos(service, redis, options.seed)
-            asyncio.run(chaos.run(seconds, pause))
+            asyncio.run(chaos.run(seconds, every, pause))
             held = at_rest(service, redis, prefix_of(service.secret))
             missing = lost(service, chaos.seen.deployed, len(chaos.expected) + chaos.seen.counts["done"])
     seen = chaos.seen
     figures: dict[str, float] = {"kills": seen.kills.total(), "lost_acknowledged": sum(missing.values())}
-    figures |= {
-        name: seen.counts[name] for name in ("requests", "done", "refused", "cut", "wrong_tokens", "unanswered")
-    }
+    counted = ("requests", "done", "refused", "cut", "wrong_tokens", "unanswered", "deploys_asked")
+    figures |= {name: seen.counts[name] for name in counted}
     figures |= {"leaked": sum(held.values()), "deploys": len(seen.deployed)}
-    rows: list[dict[str, Any]] = [{"kills": dict(seen.kills), "held": held, "missing": missing}]
-    settings = {"seconds": seconds, "pause": pause, "callers": CALLERS, "tokens": TOKENS, "nodes": 2, "workers": 2}
+    after = {way: dict(reasons) for way, reasons in seen.after.items()}
+    row = {"kills": dict(seen.kills), "not_done_after": after, "held": held, "missing": missing}
+    settings: dict[str, Any] = {"seconds": seconds, "tokens": TOKENS, "nodes": 2, "workers": 2}
+    settings |= {"pause": pause, "callers": CALLERS} if every is None else {"every": every, "rate": RATE}
     settings |= {"model": options.model.name, "took_s": round(time.monotonic() - begin)}
-    publish(report("chaos", settings, options.seed, rows, figures), options.json)
+    publish(report("chaos", settings, options.seed, [row], figures), options.json)
 
 
 if __name__ == "__main__":

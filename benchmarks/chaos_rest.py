@@ -15,23 +15,24 @@ from benchmarks.redis_server import RedisServer
 REST_SECONDS = 60.0
 USAGE_SECONDS = 30.0
 """A worker writes its usage to the registry every ten seconds; a killed one's is taken over by the next."""
-MODULES = {"engine": "node_agent.engine_process", "api": "node_agent.api"}
+MODULES = {"engine": "node_agent.engine_process", "api": "node_agent.api", "node": "garnish.run_node"}
+GATEWAY = "garnish.run_gateway"
 
 
 def children(root: int) -> dict[str, list[int]]:
-    """Process ids below `garnish up` by kind: engine, api, worker (of the gateway)."""
+    """Process ids below `garnish up` by kind: engine, api, node (their supervisor), worker, gateway (their master)."""
     parents, commands = _processes()
     below = [root]
     for pid in below:
         below += [child for child, parent in parents.items() if parent == pid]
-    found: dict[str, list[int]] = {"engine": [], "api": [], "worker": []}
+    found: dict[str, list[int]] = {kind: [] for kind in (*MODULES, "worker", "gateway")}
     for pid in below:
         words = commands[pid].split("\0")
         for kind, module in MODULES.items():
             if module in words:
                 found[kind].append(pid)
-        if "garnish.run_gateway" in commands.get(parents.get(pid, 0), "") and pid != root:
-            found["worker"].append(pid)
+        if GATEWAY in words:  # workers are its forks
+            found["gateway" if parents[pid] == root else "worker"].append(pid)
     return found
 
 

@@ -67,7 +67,7 @@ def figures(reports: Reports) -> str:
         _cold(reports["coldstart"]),
         _exact(reports["exactness"]),
         _fair(reports["fairness"]),
-        _faults(reports["chaos"]),
+        _faults(reports["chaos"], reports["chaos_minute"]),
         _gateway(reports["gateway"]),
         _simulated([reports["scheduling"], reports["scheduling_measured"]]),
     ]
@@ -187,15 +187,19 @@ def _of_rounds(found: tuple[float, float]) -> str:
     return f"{found[0]:.2f} (worst round {found[1]:.2f})"
 
 
-def _faults(report: dict[str, Any]) -> str:
-    of, minutes = report["figures"], report["settings"]["seconds"] / 60
-    text = (
-        f"**Faults**: {minutes:.0f} minutes in which {of['kills']:.0f} parts were killed, hung or emptied: "
-        f"{of['wrong_tokens']:.0f} wrong tokens, {of['unanswered']:.0f} calls without an answer, "
-        f"{of['lost_acknowledged']:.0f} acknowledged and lost, {of['leaked']:.0f} leaked. {refused_share(of):.0%} of "
-        f"{of['requests']:,} calls were refused with an error of the contract meanwhile. {report['settings']['model']}."
-    )
-    return _source(text, "docs/benchmarks.md#faults", "chaos")
+def _faults(storm: dict[str, Any], minute: dict[str, Any]) -> str:
+    def told(report: dict[str, Any], harmed: str) -> str:
+        of, minutes = report["figures"], report["settings"]["seconds"] / 60
+        return (
+            f"{minutes:.0f} minutes with {of['kills']:.0f} parts {harmed}: {refused_share(of)} of {of['requests']:,} "
+            f"calls refused, {of['wrong_tokens']:.0f} wrong tokens, {of['unanswered']:.0f} calls without an answer, "
+            f"{of['lost_acknowledged']:.0f} acknowledged and lost, {of['leaked']:.0f} leaked."
+        )
+
+    usual = told(minute, f"killed, one every {minute['settings']['every']:.0f} s")
+    worst = told(storm, f"killed, hung or emptied, one every {storm['settings']['pause']:.0f} s")
+    text = f"**Faults**: {usual} A storm of {worst} {storm['settings']['model']}."
+    return _source(text, "docs/benchmarks.md#faults", "chaos_minute", "chaos")
 
 
 def _gateway(report: dict[str, Any]) -> str:

@@ -87,27 +87,36 @@ def _worst_ms(found: list[Row], name: str) -> str:
 def chaos_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
     harm = ", ".join(f"{name} {count}" for name, count in sorted(document["rows"][0]["kills"].items()))
+    every = settings.get("every")
+    form = f"one part killed every {every:.0f} s" if every else f"one part harmed every {settings['pause']:.0f} s"
+    callers = f"{settings['rate']:.0f} calls/s" if every else f"{settings['callers']} callers"
     text = (
-        f"{settings['model']}, {settings['seconds'] / 60:.0f} minutes, {settings['callers']} callers, "
+        f"{form.capitalize()}, {settings['model']}, {settings['seconds'] / 60:.0f} minutes, {callers}, "
         f"{figures['deploys']:.0f} deploys, {figures['kills']:.0f} parts harmed."
     )
     zero = ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked")
-    calls = (f"{figures['requests']:.0f}", f"{figures['done']:.0f}", _refused(figures), f"{figures['cut']:.0f}")
+    refused = f"{figures['refused']:.0f} ({refused_share(figures)})"
+    calls = (f"{figures['requests']:.0f}", f"{figures['done']:.0f}", refused, f"{figures['cut']:.0f}")
     return "\n".join([
         caption(document, text),
         "",
-        *table(("requests", "done", "refused", "cut, called again"), [calls]),
+        *table(("requests", "done", "refused", "of them cut" if every else "cut, called again"), [calls]),
         "",
         *table([name.replace("_", " ") for name in zero], [[f"{figures[name]:.0f}" for name in zero]]),
         "",
-        f"What was harmed: {harm}.",
+        wrapped(f"What was harmed: {harm}.{_not_done(document['rows'][0]) if every else ''}"),
     ])  # fmt: skip
 
 
-def _refused(figures: dict[str, float]) -> str:
-    return f"{figures['refused']:.0f} ({refused_share(figures):.0%})"
+def _not_done(row: dict[str, Any]) -> str:
+    parts = [
+        f"{sum(reasons.values())} after {way} ({', '.join(f'{count} {why}' for why, count in sorted(reasons.items()))})"
+        for way, reasons in sorted(row["not_done_after"].items())
+    ]
+    return f" Refused: {'; '.join(parts)}." if parts else ""
 
 
-def refused_share(figures: dict[str, float]) -> float:
-    """The share of requests that were answered by an error of the contract."""
-    return figures["refused"] / figures["requests"]
+def refused_share(figures: dict[str, float]) -> str:
+    """The share of requests that were not done."""
+    share = figures["refused"] / figures["requests"]
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.2%}"

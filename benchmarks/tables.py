@@ -91,7 +91,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "random-keys": one("random_keys", random_keys_table),
         "scale": one("scale", scale_table),
         "fairness": one("fairness", fairness_table),
-        "chaos": one("chaos", chaos_table),
+        "chaos": each(("chaos_minute", "chaos"), chaos_table),
     },
     ROOT / "docs" / "kernels.md": {
         "floors": one("kernels", floor_table),

@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.errors import ServiceError
 
 HEAD_BYTES = 64 << 10
 """Request line and headers; likewise trailers, and what stands between two chunks."""
+HEAD_LINES = 1000
+"""Headers; a short one takes far more memory than it has bytes."""
 HEAD_SECONDS = 30.0
 """From connecting, or from the first byte of a further request, to the end of its headers."""
+MOST_WAITING = 16
+"""Requests that wait on one connection for the answer to the one before; who sends more of them is cut off."""
+READ_BYTES = 64 << 10
+"""That a peer has to read between two looks, as long as so many are left for it."""
 LINGER_BYTES = 1 << 30
 """Of a refused body, read and dropped after the answer: what is left unread resets the connection, often before its
 sender has read the answer. Twice the largest body that is taken by default."""
@@ -61,8 +69,15 @@ class _TooLargeHead(Exception):
     """Ends the parsing; the answer is made where that is noticed."""
 
 
+class _TooManyRequests(Exception):
+    """Likewise."""
+
+
 class BoundedHttp(HttpToolsProtocol):
-    """An answer that does not wait for the whole body is the last one on its connection, which lingers after it."""
+    """An answer that does not wait for the whole body is the last one on its connection, which lingers after it.
+
+    Another protocol that a request offers to go on in (`Upgrade`) is not taken up, and its body is read all the same.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,9 +87,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._progress = False
         self._overhead = 0
         """Bytes since a head was complete or content came."""
-        self._head_bytes = 0
-        """Of the lines of this head (or these trailers) so far."""
-        self._receiving = False
+        self._head_bytes = self._head_lines = 0
+        """Of this head (or these trailers) so far."""
+        self._receiving = self._in_head = False
+        self._upgrades = False
+        """Whether the parser takes what follows the head for another protocol."""
+        self._answered: RequestResponseCycle | None = None
+        """The request that is being answered, or was last; `cycle` is the newest."""
         self._keep_alive = False
         """Whether the connection is kept after this request, if all of it comes before its answer."""
         self._lingering = False
@@ -92,6 +111,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._receiving = False
+        self._disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -101,15 +121,16 @@ class BoundedHttp(HttpToolsProtocol):
                 self.transport.abort()
             return
         self._progress = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         self._overhead = 0 if self._progress else self._overhead + len(data)
         if self._overhead > HEAD_BYTES and not self.transport.is_closing():
             self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._receiving = True
-        self._head_bytes = 0
+        self._receiving = self._in_head = True
+        self._head_bytes = self._head_lines = 0
         self._start_timer()
 
     def on_url(self, url: bytes) -> None:
@@ -117,14 +138,24 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_lines += 1
         self._count_head(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if self._in_head:  # a trailer is no header: whoever checked those has not seen it
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._upgrades = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._upgrades:
+            return
+        if len(self.pipeline) >= MOST_WAITING:
+            raise _TooManyRequests
         self._progress = True
-        self._head_bytes = 0
+        self._head_bytes = self._head_lines = 0
         self._stop_timer()
         super().on_headers_complete()
+        self._in_head = False
+        if not self.pipeline:
+            self._answered = self.cycle
         self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
 
     def on_body(self, body: bytes) -> None:
@@ -132,11 +163,18 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._upgrades:
+            return
         self._progress = True
         self._receiving = False
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._keep_alive
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answered = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def shutdown(self) -> None:
         self._keep_alive = False
@@ -145,27 +183,68 @@ class BoundedHttp(HttpToolsProtocol):
         super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
+        self._end_unread(math.inf)
+
+    def _end_unread(self, before: float) -> None:
+        """Ends the connection once the last answer has been read, or isn't any more. `before`: bytes that were left at
+        the last look."""
+        left = self.transport.get_write_buffer_size()
+        if self.transport.is_closing() or left == 0 or left > before - READ_BYTES:
+            self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, left)
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            while data:
+                data = self._parse_until_upgrade(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse_until_upgrade(self, data: bytes) -> bytes:
+        """Returns what is to be parsed next: the request that offers another protocol, without that offer. (Behind its
+        head the parser skips the body, which then would be taken for a request.)"""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if not self._upgrades:
+                raise httptools.HttpParserError("CONNECT") from None
+            start = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+            lines = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            return b"\r\n".join([start, *lines, b"", data[offer.args[0] :]])
+        return b""
 
     def send_400_response(self, msg: str) -> None:
-        if self._head_bytes > HEAD_BYTES:
+        if self._is_too_large():
             self._refuse_head()
         else:
             self._refuse(ServiceError("invalid_request", msg))
 
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > HEAD_BYTES:
+        if self._is_too_large():
             raise _TooLargeHead
 
+    def _is_too_large(self) -> bool:
+        return self._head_bytes > HEAD_BYTES or self._head_lines > HEAD_LINES
+
     def _refuse_head(self) -> None:
-        self._refuse(ServiceError("head_too_large", f"the request's headers are larger than {HEAD_BYTES} bytes"))
+        self._refuse(
+            ServiceError(
+                "head_too_large", f"the request's headers are more than {HEAD_LINES}, or larger than {HEAD_BYTES} bytes"
+            )
+        )
 
     def _refuse(self, error: ServiceError) -> None:
-        """Inside an answer that has begun another one would be taken for its content: then the connection only ends."""
+        """While another request is still to be answered, this would be taken for its answer, or for a part of it: then
+        the connection only ends."""
+        cycle = self._answered
+        broken = self._receiving and not self._in_head and cycle is self.cycle  # the body of `cycle`
         self._receiving, self._drop_limit = True, LINGER_HEAD_BYTES
         headers, body = self.refusal(error)
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+        if cycle is None or cycle.response_complete or (broken and not cycle.response_started):
             content = msgspec.json.encode(body)
             fixed = {"content-type": "application/json", "connection": "close", "content-length": str(len(content))}
             lines = "".join(f"{name}: {value}\r\n" for name, value in (fixed | headers).items())
@@ -182,13 +261,18 @@ class BoundedHttp(HttpToolsProtocol):
             return False
         self._lingering = True
         self._stop_timer()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._disconnect()
         self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(LINGER_IDLE_SECONDS, self._end_lingering, LINGER_IDLE_SECONDS, 0)
         return True
+
+    def _disconnect(self) -> None:
+        """Tells all who still answer; the server itself knows of the newest request only."""
+        for cycle in (self._answered, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _end_lingering(self, seconds: float, dropped: int) -> None:
         """After so many seconds, `dropped` bytes having been dropped at the last look."""

@@ -7,11 +7,11 @@ import secrets
 from typing import Any
 
 from cluster.errors import ServiceError
-from cluster.http_protocol import BoundedHttp
+from cluster.http_protocol import READ_BYTES, BoundedHttp
 from gateway.errors import native_body
 
 WRITE_SECONDS = 60.0
-"""For which a full write buffer may stand still: then the peer has stopped reading, and its request ends."""
+"""For which a full write buffer may stay as it is: then the peer has stopped reading, and its request ends."""
 LAST_SECONDS = 2.0
 """That a connection without any request is kept when the server stops, for one that may be on its way."""
 PROBE_SECONDS = (1.0, 1.0, 2.0)
@@ -69,21 +69,31 @@ class GatewayHttp(BoundedHttp):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop_write_timer()
-        self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+        left = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self._end_unwritten, left)
 
     def resume_writing(self) -> None:
         self._stop_write_timer()
         super().resume_writing()
 
+    def _end_unwritten(self, before: int) -> None:
+        """`before`: bytes that were left at the last look."""
+        left = self.transport.get_write_buffer_size()
+        if left > before - READ_BYTES:
+            self.transport.abort()
+        else:
+            self._write_timer = self.loop.call_later(WRITE_SECONDS, self._end_unwritten, left)
+
     def _probe(self, pauses: tuple[float, ...]) -> None:
-        if self.transport.is_closing() or self.cycle.response_complete:
+        cycle = self._answered
+        if cycle is None or self.transport.is_closing() or cycle.response_complete:
             return
-        piece = self.cycle.scope["state"].get(PROBE)
-        if self.pipeline or self.cycle.scope["http_version"] != "1.1":
-            pass  # an earlier request is being answered, or the peer knows neither interim answers nor chunks
-        elif not self.cycle.response_started:
+        piece = cycle.scope["state"].get(PROBE)
+        if cycle.scope["http_version"] != "1.1":
+            pass  # the peer knows neither interim answers nor chunks
+        elif not cycle.response_started:
             self.transport.write(CONTINUE)
-        elif piece and self.cycle.chunked_encoding:
+        elif piece and cycle.chunked_encoding:
             self.transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
         if pauses:
             self._probe_timer = self.loop.call_later(pauses[0], self._probe, pauses[1:])

@@ -8,6 +8,8 @@ hold more than was merged:
   the store's clock, and removed only if it was not written since. A late gateway uses new names (`ledger.py`).
 - A day is sealed by compare-and-swap before it is merged. Then nobody adds to it, and its name is never used again.
 - A month is never removed.
+
+An object that can't be read stays where it is, for reports name it; the others are merged beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
@@ -37,6 +40,8 @@ from gateway.usage.objects import (
     source_of,
     usage_folder,
 )
+
+T = TypeVar("T")
 
 CLOSED_SECONDS = 600.0
 """After its end an hour is closed: by then a gateway that reaches the store has written it for the last time."""
@@ -141,7 +146,7 @@ class _Compactor:
             self._turn.work += sum(pool.map(self._remove_hour, merged))
 
     def _read_hour(self, key: str) -> Cells | None:
-        """Returns None if the object is gone, or is none that can be read: that one stays, and reports name it."""
+        """Returns None if the object is gone, or can't be read."""
         named = source_of(key)
         assert named is not None
         self._turn.check()
@@ -149,11 +154,7 @@ class _Compactor:
             data = self._store.get(key).data
         except NotFound:
             return None
-        try:
-            return cells_of(*named, decode_hour(key, data))
-        except StoreUnavailable as error:
-            log.error("usage is not merged", extra={"why": str(error)})
-            return None
+        return _readable(lambda: cells_of(*named, decode_hour(key, data)))
 
     def _remove_hour(self, key: str) -> bool:
         self._turn.check()
@@ -163,7 +164,10 @@ class _Compactor:
         self._turn.check()
         try:
             found = self._store.get(key)
-            cells, sealed = decode_merged(key, found.data)
+            read = _readable(lambda: decode_merged(key, found.data))
+            if read is None:
+                return
+            cells, sealed = read
             if not sealed:
                 self._turn.check()
                 self._store.put_if_match(key, encode_merged(cells, sealed=True), found.etag)
@@ -189,9 +193,10 @@ class _Compactor:
                 continue
             self._turn.check()
             found = self._store.get(info.key)
-            joined, sealed = decode_merged(info.key, found.data)
-            if sealed:
+            read = _readable(partial(decode_merged, info.key, found.data))
+            if read is None or read[1]:
                 continue
+            joined, _ = read
             if join_into(joined, cells.items()):
                 self._turn.check()
                 self._store.put_if_match(info.key, encode_merged(joined), found.etag)
@@ -203,3 +208,12 @@ class _Compactor:
     def _list(self, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
         self._turn.check()
         return self._store.list(prefix, after, limit)
+
+
+def _readable(decode: Callable[[], T]) -> T | None:
+    """What was decoded; None, and a line in the log, for what is damaged or a newer release's."""
+    try:
+        return decode()
+    except StoreUnavailable as error:
+        log.error("usage is not merged", extra={"why": str(error)})
+        return None

@@ -21,6 +21,8 @@ from gateway.usage.counts import Functions, UsageCounts, add_to
 MAX_SLOTS = 64
 """Processes that may share a folder: several only while one takes over from another."""
 
+LEFT = "usage that another gateway process left can't be read"
+
 log = logging.getLogger("gateway")
 
 
@@ -142,11 +144,16 @@ def claim(folder: Path) -> Journal:
 
 
 def abandoned(folder: Path) -> Iterator[Journal]:
-    """The other slots that are there and that nobody has, to be written out and closed."""
+    """The other slots that are there and that nobody has, to be written out and closed. Those that can't be read are
+    told in the log, and stay."""
     for path in sorted(folder.iterdir()):
-        journal = _take(path) if path.name.isdecimal() and path.is_dir() else None
-        if journal is not None:
-            yield journal
+        try:
+            journal = _take(path) if path.name.isdecimal() and path.is_dir() else None
+        except (JournalError, OSError) as error:
+            log.error(LEFT, exc_info=error)
+        else:
+            if journal is not None:
+                yield journal
 
 
 def _take(path: Path) -> Journal | None:

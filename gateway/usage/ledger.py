@@ -17,7 +17,7 @@ from adapters.store import ObjectStore
 from gateway.threads import LeavableThreads
 from gateway.usage.counts import UsageCounts, add_to
 from gateway.usage.hours import HOUR, hour_name, hour_start
-from gateway.usage.journal import Journal, JournalError, Line, Sums, abandoned, claim
+from gateway.usage.journal import LEFT, Journal, JournalError, Line, Sums, abandoned, claim
 from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
@@ -178,7 +178,7 @@ async def _take_over_and_run(ledger: UsageLedger, folder: Path, store: ObjectSto
             await other.begin()
             await _last_flush(other)
         except (JournalError, OSError) as error:
-            log.error("usage that another gateway process left can't be read", exc_info=error)
+            log.error(LEFT, exc_info=error)
         finally:
             left.close()
     await ledger.run(seconds)

@@ -125,10 +125,19 @@ def test_cases_also_show_where_another_policy_wins() -> None:
 
 
 def test_refusals_are_told() -> None:
-    figures = committed()["chaos"]["figures"]
-    share = f"{figures['refused'] / figures['requests']:.0%}"
+    storm, minute = (committed()[name]["figures"] for name in ("chaos", "chaos_minute"))
+    shares = f"{storm['refused'] / storm['requests']:.0%}", f"{minute['refused'] / minute['requests']:.2%}"
     for page in (README, ROOT / "docs" / "benchmarks.md"):
-        assert share in page.read_text()
+        assert all(share in page.read_text() for share in shares)
+
+
+def test_one_part_killed_a_minute_costs_few_calls() -> None:
+    report = committed()["chaos_minute"]
+    figures = report["figures"]
+    assert report["settings"]["every"] == 60 and report["settings"]["seconds"] >= 600
+    assert figures["refused"] <= 0.01 * figures["requests"]
+    assert figures["done"] + figures["refused"] == figures["requests"]
+    assert not any(figures[name] for name in ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked"))
 
 
 def test_every_report_with_a_page_is_on_it() -> None:

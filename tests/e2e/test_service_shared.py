@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_nothing_is_wrong_unanswered_lost_or_leaked(stories_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [(), ("--every", "4")], ids=["storm", "one part at a time"])
+def test_nothing_is_wrong_unanswered_lost_or_leaked(stories_dir: Path, tmp_path: Path, form: tuple[str, ...]) -> None:
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks.chaos", "--quick", "--seed", "1", "--json", str(file)]
+    command = [sys.executable, "-m", "benchmarks.chaos", "--quick", "--seed", "1", "--json", str(file), *form]
     done = subprocess.run(
         [*command, "--model", str(stories_dir)], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
@@ -25,3 +28,5 @@ def test_nothing_is_wrong_unanswered_lost_or_leaked(stories_dir: Path, tmp_path:
     assert figures["done"] > 10
     harmed = document["rows"][0]["kills"]
     assert {"redis", "worker"} <= set(harmed) and {"engine", "api"} & set(harmed), harmed
+    if form:
+        assert figures["done"] + figures["refused"] == figures["requests"] and "gateway" in harmed, harmed

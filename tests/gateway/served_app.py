@@ -15,10 +15,15 @@ from gateway.http_protocol import GatewayHttp
 
 
 @contextmanager
-def served(app: ASGIApp, *, http: type[BoundedHttp] = GatewayHttp, grace: int = 5) -> Iterator[str]:
+def served(
+    app: ASGIApp, *, http: type[BoundedHttp] = GatewayHttp, grace: int = 5, keep_alive: int = 5
+) -> Iterator[str]:
     """Yields the URL once the server has started; raises when its lifespan fails."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=http, ws="none", log_config=None, lifespan="on", timeout_graceful_shutdown=grace)
+    config = uvicorn.Config(
+        app, http=http, ws="none", log_config=None, lifespan="on", timeout_graceful_shutdown=grace,
+        timeout_keep_alive=keep_alive,
+    )  # fmt: skip
     server = _Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

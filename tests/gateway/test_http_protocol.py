@@ -85,7 +85,7 @@ def test_complete_heads_have_the_same_limit(gateway: Running, where: str, over: 
     """Also those that come at once, with a body behind them."""
     url, lines = b"/nothing", b"host: x\r\ncontent-length: 4\r\n"
     if where == "many lines":
-        lines += b"x: 123456\r\n" * 5000
+        lines += b"x: 123456\r\n" * 900
     left = HEAD_BYTES + over - len(url) - len(lines)
     if where == "path":
         url += b"a" * left

@@ -49,7 +49,7 @@ from gateway.usage import compaction as compaction_module
 from gateway.usage import report as report_module
 from gateway.usage.compaction import CLOSED_SECONDS, UsageCompaction
 from gateway.usage.hours import HOUR, hour_name, hour_start
-from gateway.usage.objects import month_key, months_folder, usage_folder, usage_key
+from gateway.usage.objects import days_folder, month_key, months_folder, usage_folder, usage_key
 from gateway.usage.report import Sheet, sum_usage
 
 SOME: list[Call] = [
@@ -385,6 +385,27 @@ def test_what_is_damaged_stays_and_stops_nobody(tmp_path: Path, caplog: pytest.L
     )
     with pytest.raises(StoreUnavailable, match="newer release"):
         told(store)
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format":2,"sealed":false,"hours":[],"sources":[],"functions":{}}'])
+def test_a_damaged_day_or_month_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes) -> None:
+    """Nor hours of its own, which go into another object."""
+    store, writer = local(SOME)
+    days = [hour_name(FIRST)[:10], hour_name(FIRST + 48 * HOUR)[:10]]
+    damaged = [f"{days_folder(TENANT)}{day}-{number:016x}.json" for number, day in enumerate(days)]
+    damaged.append(month_key(months_folder(TENANT), days[0][:7], 0))
+    for key in damaged:
+        store.put(key, damage)
+    age(store)
+    compact(store)
+    compact(store, NOW + HOUR)
+    assert levels(store) == {"days": 2, "months": 3}
+    for key in damaged:
+        assert key in str([record.__dict__.get("why") for record in caplog.records])
+        with pytest.raises(StoreUnavailable):
+            told(store)
+        store.delete(key)
+    assert told(store) == writer.sums
 
 
 class Clock:

@@ -327,6 +327,26 @@ def test_a_damaged_journal_is_told_not_skipped(tmp_path: Path, damage: str) -> N
         read()
 
 
+def test_another_process_s_damaged_journal_stops_no_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor the taking over of a third one's."""
+    store, clock, folder = LocalStore(tmp_path / "registry"), Clock(), tmp_path / "usage"
+
+    async def scenario() -> None:
+        one, two, three = (ledger_in(folder, store, clock) for _ in range(3))
+        async with one, two, three as third:
+            third.add("acme", "f", "2", counts(3))
+        (folder / "1" / "id").write_text("damaged")
+        async with open_ledger(folder, store, clock=clock, seconds=0.01) as ledger:
+            ledger.add("acme", "f", "1", counts(5))
+            wanted = {(hour_name(clock()), "f", "1"): 5, (hour_name(clock()), "f", "2"): 3}
+            async with asyncio.timeout(30):
+                while told(store, "acme") != wanted:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+    assert str(folder / "1" / "id") in caplog.text
+
+
 def test_hours() -> None:
     assert hour_name(START + HOUR - 0.001) == hour_name(START)
     assert hour_start(hour_name(START)) == START
