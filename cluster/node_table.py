@@ -127,8 +127,6 @@ LINEAR_BY_COST = {
 LINEAR = tuple(name for names in LINEAR_BY_COST.values() for name in names)
 """The same side by side, so that one product of matrices does it."""
 
-AMPLE_PLACES = 16
-"""More than other workers take before this one hears of it."""
 
 ASSUMED = PerformanceModel(
     key=ModelKey(hardware="assumed", base="", dtype="", kernel="", garnish=""),
@@ -305,12 +303,6 @@ class NodeTable:
     def takes(self, row: int, demand: Demand) -> bool:
         """Whether there is a place for it in the node's queue."""
         return not (self.crammed if demand.displaces else self.full)[row]
-
-    def has_ample_room(self, row: int) -> bool:
-        """Whether it would have places left also if others took some that are not known here yet."""
-        limit = int(self.queue_limit[row])
-        left = limit - int(self.queued[row]) - int(self.reserved[row])
-        return left >= max(AMPLE_PLACES, limit // 2)
 
     def release(self, row: int, request_id: str) -> None:
         """Nothing happens when the reservation has ended already."""

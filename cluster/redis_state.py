@@ -11,9 +11,6 @@ and places are reserved in this worker alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -69,7 +66,6 @@ class RedisClusterState:
         """The version of our own latest reservation on a node, as long as its message is still to come."""
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._beaten = 0
-        self._asking: set[asyncio.Task[bool]] = set()
         link.on_message[CHANGES] = self._changed
         link.on_resume.append(self._resume)
         link.on_beat.append(self._check_version)
@@ -100,64 +96,17 @@ class RedisClusterState:
 
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
         try:
-            return await self._reserved(self._reserve(node_id, request_id, demand, seen), node_id, request_id, demand)
+            return await self._reserved(node_id, request_id, demand, seen)
         except RedisAway:
             return reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, self._end())
         except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
             await self._free(node_id, request_id)
             raise
 
-    def reserve_early(self, node_id: str, request_id: str, demand: Demand) -> asyncio.Future[bool]:
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        try:
-            asked = self._reserve(node_id, request_id, demand, None)
-        except RedisAway:
-            table = self._book.current(self._clock(), self._aged())
-            answer.set_result(reserve_in(self._book, table, node_id, request_id, demand, None, self._end()))
-            return answer
-        counted = self._book.generation(node_id)
-        self._book.hold(node_id, request_id, demand, self._end())
-        self._book.set_generation(node_id, counted)  # until Redis has counted
-        asking = asyncio.create_task(self._reserved_early(asked, answer, node_id, request_id, demand))
-        self._asking.add(asking)
-        asking.add_done_callback(partial(self._answer, answer))
-        return answer
-
-    async def _reserved_early(
-        self,
-        asked: Coroutine[Any, Any, tuple[int, int, int]],
-        answer: asyncio.Future[bool],
-        node_id: str,
-        request_id: str,
-        demand: Demand,
-    ) -> bool:
-        try:
-            taken = await self._reserved(asked, node_id, request_id, demand)
-        except RedisAway:
-            taken = True  # in the book, where there was room for it
-        if not taken or answer.cancelled():
-            self._book.drop(node_id, request_id)
-        if answer.cancelled():  # nobody will use the place, if Redis has given one
-            await self._free(node_id, request_id)
-        return taken
-
-    def _answer(self, answer: asyncio.Future[bool], asking: asyncio.Task[bool]) -> None:
-        self._asking.discard(asking)
-        if asking.cancelled():
-            answer.cancel()
-        elif answer.cancelled():
-            asking.result()  # what went wrong is told by the event loop: nobody else asks for it
-        elif (error := asking.exception()) is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(asking.result())
-
-    async def _reserved(
-        self, asked: Coroutine[Any, Any, tuple[int, int, int]], node_id: str, request_id: str, demand: Demand
-    ) -> bool:
+    async def _reserved(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
         """Raises RedisAway."""
         for restored in (False, True):
-            taken, version, generation = await asked
+            taken, version, generation = await self._reserve(node_id, request_id, demand, seen)
             if taken > 0:
                 if version > self._version:  # else its message has come already
                     self._hold_ahead(_Held(node_id, request_id, demand), version, generation)
@@ -167,7 +116,7 @@ class RedisClusterState:
                 return False
             if restored or not await self._restore(node_id):
                 return False
-            asked = self._reserve(node_id, request_id, demand, None)  # Redis had lost its count
+            seen = None  # Redis had lost its count
         return False
 
     async def release(self, node_id: str, request_id: str) -> None:
@@ -211,10 +160,8 @@ class RedisClusterState:
         taken, version = await run("publish", keys, [*own, *bounds, *record.acknowledged])
         return taken, version
 
-    def _reserve(
-        self, node_id: str, request_id: str, demand: Demand, seen: int | None
-    ) -> Coroutine[Any, Any, tuple[int, int, int]]:
-        """What the script returns, asked for at once. Raises RedisAway, then or now."""
+    async def _reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> tuple[int, int, int]:
+        """What the script returns. Raises RedisAway."""
         payload = msgspec.msgpack.encode(_Held(node_id, request_id, demand))
         expiry = round(min(self._expiry, self._book.forget_seconds) * 1000)  # a node that is forgotten is not there
         known = "" if seen is None else seen
@@ -222,7 +169,8 @@ class RedisClusterState:
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
         args: list[Value] = [request_id, payload, known, expiry]
         args += [round(self._reservation_seconds * 1000), self._channel, room]
-        return self._link.run("reserve", self._keys(node_id), args)
+        taken, version, generation = await self._link.run("reserve", self._keys(node_id), args)
+        return taken, version, generation
 
     async def _restore(self, node_id: str, *, resuming: bool = False) -> bool:
         """Give Redis a node back that it has lost; whether there was one to give. Raises RedisAway."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -44,11 +43,6 @@ class ClusterState(Protocol):
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
         """Take a place on a live node. False when it is full or gone, or when its generation is no longer `seen` (None:
         whatever it is); the table then shows why. At most one round trip."""
-        ...
-
-    def reserve_early(self, node_id: str, request_id: str, demand: Demand) -> asyncio.Future[bool]:
-        """As `reserve`, whatever the generation is, for a caller who goes on meanwhile: the place counts at once, and
-        whoever shares it is asked before this returns. To cancel the answer gives the place back."""
         ...
 
     async def release(self, node_id: str, request_id: str) -> None:
@@ -102,13 +96,6 @@ class MemoryClusterState:
 
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
         return reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, self._end())
-
-    def reserve_early(self, node_id: str, request_id: str, demand: Demand) -> asyncio.Future[bool]:
-        now = self._clock()
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        table = self._book.current(now, now)
-        answer.set_result(reserve_in(self._book, table, node_id, request_id, demand, None, self._end()))
-        return answer
 
     async def release(self, node_id: str, request_id: str) -> None:
         self._book.drop(node_id, request_id)

@@ -211,8 +211,6 @@ class Generation:
                 shared.metrics.count_retry()
             finally:
                 self._wait(False)
-                if placed.confirmation is not None:
-                    placed.confirmation.cancel()
                 await shared.state.release(placed.node_id, self.request.id)
 
     def _go_on(self, failure: NodeFailure) -> bool:

@@ -17,7 +17,7 @@ from cluster.secret import authorization
 from gateway.breaker import FIRST_PAUSE, Breakers, CircuitOpen, Probe
 from gateway.connected import cut_short
 from gateway.node_watch import NodeFailure, NodeWatches, WatchedStream, node_failed
-from gateway.scheduling.placement import Placed, all_full
+from gateway.scheduling.placement import Placed
 
 ANSWER_SECONDS = 5.0
 """Within which a node says that it has the request; it does so before it queues it."""
@@ -53,7 +53,7 @@ class NodeClient:
         """Events up to Done or Failed. Closing the iterator closes the connection, which cancels the request there.
 
         Raises NodeFailure when the node can't be reached, dies, or says something else; ServiceError when `revoked`
-        is set, the deadline has passed by far, or the place turns out to be another's: before any event.
+        is set or the deadline has passed by far.
         """
         node = placed.node_id, placed.epoch
         try:
@@ -110,12 +110,8 @@ class NodeClient:
         if response.status != 200:
             raise node_failed(f"node {placed.node_id} answered with status {response.status}")
         self.breakers.undecided(placed.node_id, placed.epoch, probe)
-        if placed.confirmation is not None:
-            placed.confirmation.add_done_callback(lambda answer: _check_place(answer, stream))
         frames = Frames(EVENT_LIMIT)
         while chunk := await _next_bytes(response, stream):
-            if placed.confirmation is not None and not (stream.has_token or await placed.confirmation):
-                raise all_full()
             for event in _decode(frames, chunk, placed.node_id):
                 stream.has_token = stream.has_token or isinstance(event, Token)
                 if isinstance(event, Done | Failed):
@@ -134,12 +130,6 @@ async def _next_bytes(response: aiohttp.ClientResponse, stream: WatchedStream) -
         chunk = await response.content.readany()
     stream.note_bytes()
     return chunk
-
-
-def _check_place(confirmation: asyncio.Future[bool], stream: WatchedStream) -> None:
-    """The node may keep its first event until it has room."""
-    if not (confirmation.cancelled() or confirmation.exception() or confirmation.result()):
-        stream.give_up(all_full())
 
 
 def _circuit_open(node_id: str) -> NodeFailure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 
 import msgspec
@@ -36,8 +35,6 @@ class Placed(msgspec.Struct, frozen=True):
     """The node's."""
     work: float | None = None
     """As gateway.scheduling.work reckons it."""
-    confirmation: asyncio.Future[bool] | None = None
-    """Whether the place was free indeed: to be known before anything of an answer goes out. None when it is known."""
 
 
 class Trace(msgspec.Struct):
@@ -87,21 +84,10 @@ async def place(
         # refusal; and the last attempt takes the place if there is one.
         looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
         seen = int(nodes.generation[row]) if looks_again else None
-        early: asyncio.Future[bool] | None = None
-        if seen is None and nodes.has_ample_room(row):
-            # It is most unlikely to be refused, so the node may begin while whoever shares the places is asked.
-            early = state.reserve_early(record.id, request.id, demand)
-            taken = early.result() if early.done() else True
-        else:
-            taken = await state.reserve(record.id, request.id, demand, seen)
-        if taken:
+        if await state.reserve(record.id, request.id, demand, seen):
             forecast, needs = _forecast(scores, nodes, row), work(nodes, row, request)
-            return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs, early)
-    raise all_full()
-
-
-def all_full() -> ServiceError:
-    return ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
+            return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs)
+    raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
 
 
 def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:

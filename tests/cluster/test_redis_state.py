@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
 
 import msgspec
 import pytest
@@ -200,37 +199,8 @@ def test_a_hung_redis_is_given_up(own_redis: RedisServer) -> None:
     asyncio.run(main())
 
 
-def test_an_early_reservation_is_asked_for_at_once(own_redis: RedisServer) -> None:
-    """So that Redis hears of the place before it can hear, from the node, that the request has come."""
-
-    async def main() -> None:
-        async with World(own_redis).worker() as (link, state):
-            await state.publish(record(queue_limit=9))
-            assert await state.reserve("a", "r0", Demand(), None), "so that Redis knows the script"
-            answer = state.reserve_early("a", "r1", Demand())
-            deadline = monotonic() + PATIENCE
-            while own_redis.client.zcard(link.key("ends", "a")) < 2:  # the event loop stands still meanwhile
-                assert monotonic() < deadline
-            assert await answer
-
-    asyncio.run(main())
-
-
-def test_an_early_reservation_that_another_was_before(shared_redis: RedisServer) -> None:
-    async def main() -> None:
-        async with World(shared_redis).worker() as (link, state):
-            await state.publish(record(queue_limit=2))
-            shared_redis.client.hset(link.key("node", "a"), "limit", 0)  # as if others were there: nobody was told
-            answer = state.reserve_early("a", "r1", Demand())
-            assert await reserved(state) == {"a": 1}
-            assert not await answer
-            assert await reserved(state) == {"a": 0}
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("at", ["before", "meanwhile", "hung", "emptied"])
-def test_early_reservations_while_redis_fails(own_redis: RedisServer, at: str) -> None:
+def test_reservations_while_redis_fails(own_redis: RedisServer, at: str) -> None:
     """The place is then this worker's own, or is taken in the Redis that forgot the node, and counted once."""
 
     async def main() -> None:
@@ -244,36 +214,17 @@ def test_early_reservations_while_redis_fails(own_redis: RedisServer, at: str) -
             elif at == "emptied":
                 own_redis.client.flushall()
                 own_redis.client.script_flush()
-            answer = state.reserve_early("a", "r1", Demand())
+            reserving = asyncio.create_task(state.reserve("a", "r1", Demand(), None))
             if at == "meanwhile":
+                await asyncio.sleep(0)
                 own_redis.kill()
-            assert await answer
+            assert await reserving
             await agree([state], {"a": 1})
             if at == "emptied":
                 assert own_redis.client.zcard(link.key("ends", "a")) == 1
             await state.release("a", "r1")
             await agree([state], {"a": 0})
             own_redis.wake()
-
-    asyncio.run(main())
-
-
-def test_whoever_cancels_an_early_reservation_gives_it_back(own_redis: RedisServer) -> None:
-    """Also when Redis has to be told the script first, so that the place is taken after it was given back."""
-
-    async def main() -> None:
-        async with World(own_redis).worker() as (link, state), World(own_redis).worker():
-            await state.publish(record(queue_limit=2))
-            for flush in (False, True):
-                if flush:
-                    own_redis.client.script_flush()
-                    await state._free("a", "nobody")  # so that Redis knows that script
-                answer = state.reserve_early("a", "r1", Demand())
-                answer.cancel()
-                await state.release("a", "r1")
-                await until(lambda: _true(not state._asking))
-                assert own_redis.client.zcard(link.key("ends", "a")) == 0
-                await agree([state], {"a": 0})
 
     asyncio.run(main())
 

@@ -93,34 +93,6 @@ def test_reservations_count_and_end(world: World) -> None:
     world.run(main)
 
 
-def test_early_reservations_count_at_once(world: World) -> None:
-    async def main(state: ClusterState) -> None:
-        async def reserved() -> list[int]:
-            return [node.reserved for node in await state.nodes()]
-
-        await state.publish(record(queue_limit=2))
-        answers = [state.reserve_early("a", f"r{number}", Demand()) for number in range(2)]
-        assert await reserved() == [2], "nobody has waited yet"
-        assert await asyncio.gather(*answers) == [True, True]
-        assert not await state.reserve_early("a", "r3", Demand()), "full"
-        assert not await state.reserve_early("z", "r3", Demand()), "unknown"
-        assert await reserved() == [2]
-        await state.release("a", "r0")
-        assert await reserved() == [1]
-        assert await state.reserve("a", "r4", Demand(), None)
-        await state.publish(record(seq=2, queue_limit=2, acknowledged=["r1", "r4"]))
-        assert await reserved() == [0]
-
-        early = state.reserve_early("a", "gone", Demand())
-        early.cancel()
-        await state.release("a", "gone")
-        assert await reserved() == [0]
-        both = [state.reserve("a", f"r{number}", Demand(), None) for number in (5, 6)]
-        assert await asyncio.gather(*both) == [True, True], "it is free for others, too"
-
-    world.run(main)
-
-
 def test_reservations_end_by_themselves(world: World) -> None:
     async def main(state: ClusterState) -> None:
         await state.publish(record(queue_limit=1))

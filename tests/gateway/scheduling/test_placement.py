@@ -150,20 +150,6 @@ def test_the_only_node_is_not_chosen_anew(slo_class: str, tries: int) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("queued", "others", "slo_class", "early"),
-    [(0, 0, "standard", True), (40, 0, "standard", False), (0, 1, "standard", False), (0, 0, "strict", False)],
-)
-def test_the_only_node_with_ample_room_may_begin_at_once(queued: int, others: int, slo_class: str, early: bool) -> None:
-    async def main() -> None:
-        state = await state_of(node("a", queued=queued, queue_limit=64), *[node("b")] * others)
-        placed = await place(state, make_policy("first_fit"), "b", ask(slo_class=slo_class))
-        assert (placed.confirmation is not None) is early
-        assert sum(each.reserved for each in await state.nodes()) == 1
-
-    asyncio.run(main())
-
-
 def test_what_is_told_of_a_placement() -> None:
     async def main() -> list[Candidate]:
         now = 7.0
