@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from cluster.limits import Call, MemoryLimits, Refusal
 from cluster.passage import Passage
-from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink
-from cluster.redis_wire import Value
+from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
 PLACES_SECONDS = 7200
 """Longer than a call may last: how long places are kept that nobody takes or gives back."""

@@ -1,5 +1,4 @@
-"""A gateway worker's connection to Redis: scripts with a time limit, messages as they come, and what is done when it
-breaks.
+"""A gateway worker's link to Redis: scripts with a time limit, messages as they come, and what is done when it breaks.
 
 Whoever shares something through Redis runs scripts by `run`, and gets RedisAway at once while the link is down. A task
 of the link's own connects again, lets everyone catch up (`on_resume`) and only then calls the link up.
@@ -10,23 +9,32 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Any
 
 import redis
-from hiredis import HiredisError, ReplyError
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from cluster.redis_url import shown_url
-from cluster.redis_wire import RedisWire, Value, WireFull, open_wire
+
+Value = str | bytes | int | float
 
 CALL_SECONDS = 1.0
 """Longest wait for one answer."""
+GRACE_SECONDS = 0.02
+"""In which a process that stood still reads the answers that have come meanwhile."""
 CONNECT_SECONDS = 2.0
+CONNECTIONS = 4
+"""Of one worker, for scripts and messages that it sends; places on nodes have one of their own beside them."""
+MAX_ASKED = 10_000
+"""Commands of one worker under way, those included that wait for a connection."""
 BEAT_SECONDS = 0.5
 """Between two signs of life, each of which also checks that no message was lost."""
 WORKER_SECONDS = 5.0
@@ -36,9 +44,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 STALE_SECONDS = 300.0
 """For so long after Redis went away nodes that were alive then count as alive, unless they fail."""
 SCRIPTS = ("publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount", "lease")
-
-UNKNOWN_SCRIPT = object()
-"""Instead of its answer."""
+PLACES = ("reserve", "release")
+"""Scripts that wait for no others: they have a connection of their own, which keeps their order, too."""
 
 log = logging.getLogger("gateway")
 
@@ -103,17 +110,16 @@ class RedisLink:
         """Given the version of the picture of the nodes, as Redis has it. May raise OutOfStep."""
         self._url, self._shown = url, shown_url(url)
         folder = files("cluster") / "redis_scripts"
-        self._scripts = {name: (folder / f"{name}.lua").read_bytes() for name in SCRIPTS}
-        self._hashes = {name: _sha1(text) for name, text in self._scripts.items()}
-        self._wire: RedisWire | None = None
-        """What is asked goes over this one; messages come over another, which is made anew when one was lost."""
-        self._handlers: dict[bytes, Callable[[bytes], None]] = {}
-        self._early: list[tuple[bytes, bytes]] | None = None
-        """Messages that came before everyone had caught up; None from then on."""
+        self._client, self._places = _client(url, CONNECTIONS), _client(url, 1)
+        self._scripts = {name: self._of(name).register_script((folder / f"{name}.lua").read_text()) for name in SCRIPTS}
+        self._asked: set[asyncio.Future[Any]] = set()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when messages or Redis are lost: why."""
         self._up = asyncio.Event()
         self._ending = False
+
+    def _of(self, script: str) -> Redis:
+        return self._places if script in PLACES else self._client
 
     def key(self, *parts: str) -> str:
         return self.prefix + ":".join(parts)
@@ -130,18 +136,17 @@ class RedisLink:
     def _pausing(self) -> float:
         return 0.0 if self.away_since is None else min(self.clock() - self.away_since, self._stale_seconds)
 
-    def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Coroutine[Any, Any, Any]:
-        """What the script returns. It is asked for at once, so its caller may do something else before it awaits the
-        answer, as it must. Raises RedisAway, then or now."""
+    async def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
+        """What the script returns. A caller that is cancelled leaves it to its end. Raises RedisAway."""
         if not self.is_up:
             raise RedisAway(f"Redis at {self._shown} is away")
-        return self._run(script, keys, args)
+        return await self._run(script, keys, args)
 
     async def send(self, channel: str, message: bytes) -> None:
         """To all workers, this one too. Raises RedisAway."""
         if not self.is_up:
             raise RedisAway(f"Redis at {self._shown} is away")
-        await self._ask("PUBLISH", self.key(channel), message)
+        await self._ask(self._client.publish(self.key(channel), message))
 
     async def wait_until_up(self, seconds: float) -> bool:
         with suppress(TimeoutError):
@@ -157,51 +162,43 @@ class RedisLink:
             yield
         finally:
             self._ending = True
-            await _end([task])
-            if self._wire is not None:
-                await self._wire.close()
+            await _end([task, *self._asked])
+            for client in (self._client, self._places):
+                await client.aclose()
+                await client.connection_pool.disconnect()
 
-    def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Coroutine[Any, Any, Any]:
+    async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """As `run`, for `on_resume`, while the link is not called up yet."""
-        return self._run(script, keys, args)
+        return await self._run(script, keys, args)
 
-    def _run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Coroutine[Any, Any, Any]:
-        asked = self._ask("EVALSHA", self._hashes[script], len(keys), *keys, *args)
-        return self._ran(asked, script, keys, args)
+    def _run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Awaitable[Any]:
+        return self._ask(self._scripts[script](keys, args))
 
-    async def _ran(
-        self, asked: Coroutine[Any, Any, Any], script: str, keys: Sequence[str], args: Sequence[Value]
-    ) -> Any:
-        found = await asked
-        if found is not UNKNOWN_SCRIPT:
-            return found
-        return await self._ask("EVAL", self._scripts[script], len(keys), *keys, *args)  # Redis knows it from then on
-
-    def _ask(self, *command: Value) -> Coroutine[Any, Any, Any]:
-        """Sent at once, as by `run`."""
-        wire = self._wire
-        if wire is None:
-            raise self._away(None, ConnectionError("there is no connection"))
+    async def _ask(self, command: Awaitable[Any]) -> Any:
+        """In a task of its own, which ends when the link is lost and not with its caller: redis-py gives up the
+        connection of a command that is cancelled."""
+        if len(self._asked) >= MAX_ASKED:
+            command.close()  # type: ignore[attr-defined]  # redis-py's are coroutines
+            raise RedisAway(f"Redis at {self._shown} does not keep up: {MAX_ASKED} answers are still to come")
+        task, link = asyncio.ensure_future(command), self._lost
+        self._asked.add(task)
+        task.add_done_callback(self._answered)
+        for seconds in (CALL_SECONDS, GRACE_SECONDS):
+            if not task.done():
+                await asyncio.wait([task], timeout=seconds)
         try:
-            return self._answer(wire, wire.ask(*command))
-        except WireFull as error:
-            raise RedisAway(f"Redis at {self._shown} does not keep up: {error}") from error
-        except OSError as error:
-            raise self._away(wire, error) from error
+            if task.done() and not task.cancelled():
+                return task.result()
+            raise TimeoutError(f"no answer within {CALL_SECONDS:g} s")
+        except (RedisError, OSError, TimeoutError) as error:
+            if link is self._lost:  # else there is another by now, which may well answer
+                self._lose(error)
+            raise RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})") from error
 
-    async def _answer(self, wire: RedisWire, asked: asyncio.Future[Any]) -> Any:
-        try:
-            return await asked
-        except (HiredisError, OSError, TimeoutError) as error:
-            if isinstance(error, ReplyError) and str(error).startswith("NOSCRIPT"):
-                return UNKNOWN_SCRIPT
-            raise self._away(wire, error) from error
-
-    def _away(self, wire: RedisWire | None, error: Exception) -> RedisAway:
-        """After `error` on this wire."""
-        if wire is self._wire:  # else there is another by now, which may well answer
-            self._lose(error)
-        return RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})")
+    def _answered(self, task: asyncio.Future[Any]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have gone
 
     def _lose(self, error: BaseException) -> None:
         if self.is_up:
@@ -209,13 +206,9 @@ class RedisLink:
             self._fewer_since = None
             self._up.clear()
             log.error("Redis is away: going on from the last picture", extra={"redis": self._shown, "why": str(error)})
-        if self._wire is not None:
-            self._wire.abort()
+        for task in self._asked:
+            task.cancel()
         self._break(RedisAway(f"Redis at {self._shown} is away"))
-
-    def _lose_messages(self, error: Exception) -> None:
-        """Redis may well answer, as it does when it ends a connection whose messages pile up."""
-        self._break(OutOfStep(f"the connection of the messages was lost: {error}"))
 
     def _break(self, error: Exception) -> None:
         if not self._lost.done():
@@ -226,10 +219,13 @@ class RedisLink:
         pause = FIRST_PAUSE
         while not self._ending:
             try:
-                async with self._messages() as messages:
-                    await self._subscribe(messages)
+                self._lost = asyncio.get_running_loop().create_future()
+                async with self._client.pubsub() as messages:
+                    async with asyncio.timeout(CONNECT_SECONDS + CALL_SECONDS):
+                        await self._subscribe(messages)
+                    await self._catch_up()
                     pause = FIRST_PAUSE
-                    await self._serve()
+                    await self._serve(messages)
             except OutOfStep as error:
                 log.info("catching up with Redis", extra={"redis": self._shown, "why": str(error)})
             except (RedisAway, RedisError, OSError, TimeoutError) as error:
@@ -240,36 +236,16 @@ class RedisLink:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    @asynccontextmanager
-    async def _messages(self) -> AsyncIterator[RedisWire]:
-        """Both connections; that of the messages is closed with the context."""
-        self._lost = asyncio.get_running_loop().create_future()
-        self._early = []
-        self._handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
-        if self._wire is None or self._wire.closed:
-            if self._wire is not None:
-                await self._wire.close()
-            self._wire = await self._open(self._lose)
-        messages = await self._open(self._lose_messages, self._heard)
-        try:
-            yield messages
-        finally:
-            await messages.close()
+    async def _subscribe(self, messages: PubSub) -> None:
+        """From its end on nothing is missed: what comes before everyone has caught up waits in the connection."""
+        channels = [self.key(channel) for channel in self.on_message]
+        await messages.subscribe(*channels)
+        for _ in channels:
+            confirmed = await messages.get_message(timeout=CALL_SECONDS)
+            if confirmed is None or confirmed["type"] != "subscribe":
+                raise OutOfStep("Redis did not confirm a subscription, or told something before the last one")
 
-    async def _open(
-        self, on_lost: Callable[[Exception], None], on_message: Callable[[bytes, bytes], None] | None = None
-    ) -> RedisWire:
-        return await open_wire(
-            self._url,
-            connect_seconds=CONNECT_SECONDS,
-            call_seconds=CALL_SECONDS,
-            on_lost=on_lost,
-            on_message=on_message,
-        )
-
-    async def _subscribe(self, messages: RedisWire) -> None:
-        for channel in self._handlers:  # from its answer on nothing is missed
-            await messages.ask("SUBSCRIBE", channel)
+    async def _catch_up(self) -> None:
         await self._beat()
         for resume in self.on_resume:
             await resume()
@@ -279,28 +255,27 @@ class RedisLink:
             self._up.set()
             log.info("Redis is there", extra={"redis": self._shown})
 
-    async def _serve(self) -> None:
+    async def _serve(self, messages: PubSub) -> None:
         """Until the link is lost: raises why."""
-        early, self._early = self._early or [], None
-        for channel, data in early:
-            self._heard(channel, data)
-        beats = asyncio.create_task(self._beats())
+        tasks = [asyncio.create_task(work) for work in (self._beats(), self._hear(messages))]
         try:
-            await asyncio.wait([beats, self._lost], return_when=asyncio.FIRST_COMPLETED)
-            for ended in (beats, self._lost):
+            await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            for ended in (*tasks, self._lost):
                 if ended.done():
                     ended.result()
         finally:
-            await _end([beats])
+            await _end(tasks)
 
-    def _heard(self, channel: bytes, data: bytes) -> None:
-        if self._early is not None:
-            self._early.append((channel, data))
-        elif not self._lost.done():  # after a message that could not be used, the next ones can't be either
-            try:
-                self._handlers[channel](data)
-            except Exception as error:
-                self._break(error)
+    async def _hear(self, messages: PubSub) -> None:
+        """Raises OutOfStep when the connection is lost: Redis may well answer, as it does when it ends one whose
+        messages pile up."""
+        handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
+        try:
+            async for message in messages.listen():
+                if message["type"] == "message":
+                    handlers[message["channel"]](message["data"])
+        except (RedisError, OSError) as error:
+            raise OutOfStep(f"the connection of the messages was lost: {error}") from error
 
     async def _beats(self) -> None:
         while True:
@@ -329,12 +304,21 @@ class RedisLink:
             self.workers, self._fewer_since = count, None
 
 
-def _sha1(script: bytes) -> str:
-    """By which Redis knows it."""
-    return hashlib.sha1(script, usedforsecurity=False).hexdigest()
+def _client(url: str, connections: int) -> Redis:
+    """Which tries nothing twice: the link decides what is done when it breaks."""
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=connections,
+        timeout=CALL_SECONDS,
+        socket_timeout=None,  # the link's own limit, for everything that a command does
+        socket_connect_timeout=CONNECT_SECONDS,
+        retry=AsyncRetry(NoBackoff(), 0),
+        protocol=2,
+    )
+    return Redis.from_pool(pool)
 
 
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel until it is done: a cancellation that meets an answer or a time limit inside the client is lost. Nor does
     a cancellation of the caller leave any of them behind."""
     cancelled = False

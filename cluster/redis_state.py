@@ -18,8 +18,7 @@ from cluster.crowd import room_for_others
 from cluster.messages import RECORD_EXPIRY, NodeRecord, check_version
 from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
-from cluster.redis_link import OutOfStep, RedisAway, RedisLink
-from cluster.redis_wire import Value
+from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
 from cluster.state import MAX_NODES, RESERVATION_SECONDS, TooManyNodes, reserve_in
 
 CATCH_UP_SECONDS = 0.1

@@ -11,7 +11,7 @@ import pytest
 from worlds import PATIENCE, World, record, until
 
 from benchmarks.redis_server import RedisServer, redis_server
-from cluster import redis_link, redis_wire
+from cluster import redis_link
 from cluster.node_table import Demand
 from cluster.redis_link import RedisAway, check_redis, prefix_of
 from cluster.redis_state import RedisClusterState
@@ -112,14 +112,13 @@ def test_a_lost_connection_of_the_messages_ends_no_call(
         async with world.worker() as (link, state), world.worker() as (_, other):
             await state.publish(record())
             await agree([state, other], {"a": 0})
-            assert link._wire is not None
-            call = link._wire.ask("BLPOP", link.key("here"), 0)
+            call = asyncio.create_task(link._ask(link._client.execute_command("BLPOP", link.key("here"), 0)))
             await asyncio.sleep(0)
             assert shared_redis.client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") == 2
             assert await other.reserve("a", "r1", Demand(), None)
             await asyncio.sleep(0.2)  # for the loss to be noticed
             shared_redis.client.rpush(link.key("here"), "something")
-            assert await call == [link.key("here").encode(), b"something"]
+            assert list(await call) == [link.key("here").encode(), b"something"]
             await agree([state, other], {"a": 1})
             assert link.is_up
 
@@ -127,7 +126,7 @@ def test_a_lost_connection_of_the_messages_ends_no_call(
 
 
 def test_a_call_too_many_ends_no_other(shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_wire, "MAX_ASKED", 3)
+    monkeypatch.setattr(redis_link, "MAX_ASKED", 3)
 
     async def main() -> None:
         async with World(shared_redis).worker() as (link, _):
