@@ -19,6 +19,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
@@ -46,6 +47,8 @@ STALE_SECONDS = 300.0
 SCRIPTS = ("publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount", "lease")
 PLACES = ("reserve", "release")
 """Scripts that wait for no others: they have a connection of their own, which keeps their order, too."""
+LOST = (RedisError, OSError, TimeoutError, RuntimeError)
+"""What redis-py raises when a connection is lost or does not answer; uvloop's closed ones raise RuntimeError."""
 
 log = logging.getLogger("gateway")
 
@@ -110,16 +113,22 @@ class RedisLink:
         """Given the version of the picture of the nodes, as Redis has it. May raise OutOfStep."""
         self._url, self._shown = url, shown_url(url)
         folder = files("cluster") / "redis_scripts"
+        self._texts = {name: (folder / f"{name}.lua").read_text() for name in SCRIPTS}
         self._client, self._places = _client(url, CONNECTIONS), _client(url, 1)
-        self._scripts = {name: self._of(name).register_script((folder / f"{name}.lua").read_text()) for name in SCRIPTS}
+        self._scripts = self._registered()
+        self._spoilt = False
+        """The connections are to be made anew: redis-py may lose one for ever when its command is cancelled."""
         self._asked: set[asyncio.Future[Any]] = set()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when messages or Redis are lost: why."""
         self._up = asyncio.Event()
         self._ending = False
 
-    def _of(self, script: str) -> Redis:
-        return self._places if script in PLACES else self._client
+    def _registered(self) -> dict[str, AsyncScript]:
+        return {
+            name: (self._places if name in PLACES else self._client).register_script(text)
+            for name, text in self._texts.items()
+        }
 
     def key(self, *parts: str) -> str:
         return self.prefix + ":".join(parts)
@@ -163,9 +172,7 @@ class RedisLink:
         finally:
             self._ending = True
             await _end([task, *self._asked])
-            for client in (self._client, self._places):
-                await client.aclose()
-                await client.connection_pool.disconnect()
+            await self._close()
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """As `run`, for `on_resume`, while the link is not called up yet."""
@@ -190,7 +197,7 @@ class RedisLink:
             if task.done() and not task.cancelled():
                 return task.result()
             raise TimeoutError(f"no answer within {CALL_SECONDS:g} s")
-        except (RedisError, OSError, TimeoutError) as error:
+        except LOST as error:
             if link is self._lost:  # else there is another by now, which may well answer
                 self._lose(error)
             raise RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})") from error
@@ -208,6 +215,7 @@ class RedisLink:
             log.error("Redis is away: going on from the last picture", extra={"redis": self._shown, "why": str(error)})
         for task in self._asked:
             task.cancel()
+        self._spoilt = True
         self._break(RedisAway(f"Redis at {self._shown} is away"))
 
     def _break(self, error: Exception) -> None:
@@ -219,6 +227,8 @@ class RedisLink:
         pause = FIRST_PAUSE
         while not self._ending:
             try:
+                if self._spoilt:
+                    await self._renew()
                 self._lost = asyncio.get_running_loop().create_future()
                 async with self._client.pubsub() as messages:
                     async with asyncio.timeout(CONNECT_SECONDS + CALL_SECONDS):
@@ -228,13 +238,24 @@ class RedisLink:
                     await self._serve(messages)
             except OutOfStep as error:
                 log.info("catching up with Redis", extra={"redis": self._shown, "why": str(error)})
-            except (RedisAway, RedisError, OSError, TimeoutError) as error:
+            except (RedisAway, *LOST) as error:
                 self._lose(error)
             except Exception as error:  # whatever it was, this worker must not go on unheard of and unheard
                 log.exception("what came from Redis can't be used", extra={"redis": self._shown})
                 self._lose(error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _renew(self) -> None:
+        old, self._spoilt = list(self._asked), False
+        await _end(old)
+        await self._close()
+        self._client, self._places = _client(self._url, CONNECTIONS), _client(self._url, 1)
+        self._scripts = self._registered()
+
+    async def _close(self) -> None:
+        for client in (self._client, self._places):
+            await client.connection_pool.disconnect()
 
     async def _subscribe(self, messages: PubSub) -> None:
         """From its end on nothing is missed: what comes before everyone has caught up waits in the connection."""
@@ -274,7 +295,7 @@ class RedisLink:
             async for message in messages.listen():
                 if message["type"] == "message":
                     handlers[message["channel"]](message["data"])
-        except (RedisError, OSError) as error:
+        except LOST as error:
             raise OutOfStep(f"the connection of the messages was lost: {error}") from error
 
     async def _beats(self) -> None:

@@ -140,7 +140,29 @@ def test_a_hanging_redis_ends_all_calls_within_their_limit(tmp_path: Path) -> No
             assert not [task for task in link._asked if not task.done()]
 
     with redis_server(tmp_path) as server:
-        asyncio.run(main(server))
+        for loop in (asyncio.new_event_loop, uvloop.new_event_loop):
+            with asyncio.Runner(loop_factory=loop) as runner:
+                runner.run(main(server))
+
+
+def test_killed_connections_are_made_anew(shared_redis: RedisServer) -> None:
+    """On both loops, whichever of them is killed and whatever is under way."""
+
+    async def main() -> None:
+        async with World(shared_redis).worker() as (link, _):
+            for _ in range(5):
+                calls = [asyncio.ensure_future(echo(link, "here", places=bool(number % 2))) for number in range(20)]
+                await asyncio.sleep(0)
+                shared_redis.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+                assert all(answer == b"here" or isinstance(answer, RedisAway) for answer in answers)
+                await until(lambda: is_up(link))
+            for number in range(2 * redis_link.CONNECTIONS):  # none is lost from its pool
+                assert await echo(link, "there", places=bool(number % 2)) == b"there"
+
+    for loop in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(main())
 
 
 def test_a_process_that_stood_still_reads_what_has_come(
