@@ -116,8 +116,6 @@ class RedisLink:
         self._texts = {name: (folder / f"{name}.lua").read_text() for name in SCRIPTS}
         self._client, self._places = _client(url, CONNECTIONS), _client(url, 1)
         self._scripts = self._registered()
-        self._spoilt = False
-        """The connections are to be made anew: redis-py may lose one for ever when its command is cancelled."""
         self._asked: set[asyncio.Future[Any]] = set()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when messages or Redis are lost: why."""
@@ -149,7 +147,7 @@ class RedisLink:
         """What the script returns. A caller that is cancelled leaves it to its end. Raises RedisAway."""
         if not self.is_up:
             raise RedisAway(f"Redis at {self._shown} is away")
-        return await self._run(script, keys, args)
+        return await self.catch_up_run(script, keys, args)
 
     async def send(self, channel: str, message: bytes) -> None:
         """To all workers, this one too. Raises RedisAway."""
@@ -176,10 +174,7 @@ class RedisLink:
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """As `run`, for `on_resume`, while the link is not called up yet."""
-        return await self._run(script, keys, args)
-
-    def _run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Awaitable[Any]:
-        return self._ask(self._scripts[script](keys, args))
+        return await self._ask(self._scripts[script](keys, args))
 
     async def _ask(self, command: Awaitable[Any]) -> Any:
         """In a task of its own, which ends when the link is lost and not with its caller: redis-py gives up the
@@ -215,7 +210,6 @@ class RedisLink:
             log.error("Redis is away: going on from the last picture", extra={"redis": self._shown, "why": str(error)})
         for task in self._asked:
             task.cancel()
-        self._spoilt = True
         self._break(RedisAway(f"Redis at {self._shown} is away"))
 
     def _break(self, error: Exception) -> None:
@@ -227,7 +221,7 @@ class RedisLink:
         pause = FIRST_PAUSE
         while not self._ending:
             try:
-                if self._spoilt:
+                if not self.is_up:
                     await self._renew()
                 self._lost = asyncio.get_running_loop().create_future()
                 async with self._client.pubsub() as messages:
@@ -247,8 +241,8 @@ class RedisLink:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _renew(self) -> None:
-        old, self._spoilt = list(self._asked), False
-        await _end(old)
+        """New connections: redis-py may lose one for ever from its pool when its command is cancelled."""
+        await _end(list(self._asked))
         await self._close()
         self._client, self._places = _client(self._url, CONNECTIONS), _client(self._url, 1)
         self._scripts = self._registered()
@@ -291,12 +285,14 @@ class RedisLink:
         """Raises OutOfStep when the connection is lost: Redis may well answer, as it does when it ends one whose
         messages pile up."""
         handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
-        try:
-            async for message in messages.listen():
-                if message["type"] == "message":
-                    handlers[message["channel"]](message["data"])
-        except LOST as error:
-            raise OutOfStep(f"the connection of the messages was lost: {error}") from error
+        told = messages.listen()
+        while True:
+            try:
+                message = await anext(told)
+            except LOST as error:
+                raise OutOfStep(f"the connection of the messages was lost: {error}") from error
+            if message["type"] == "message":
+                handlers[message["channel"]](message["data"])
 
     async def _beats(self) -> None:
         while True:
@@ -311,7 +307,7 @@ class RedisLink:
     async def _beat(self) -> int:
         keys = [self.key("workers"), self.key("version")]
         silent = int(WORKER_SECONDS * 1000)
-        version, workers = await self._run("beat", keys, [self.worker, 60 * silent, silent])
+        version, workers = await self.catch_up_run("beat", keys, [self.worker, 60 * silent, silent])
         self._count_workers(int(workers))
         return int(version)
 

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from stub_node import Script, hang_after_first, hang_before_first
+from stub_node import Script, StubNode, hang_after_first, hang_before_first
 
 from cluster.http_protocol import HEAD_LINES, MOST_WAITING, BoundedHttp
 from gateway.http_protocol import GatewayHttp
@@ -74,15 +74,22 @@ def test_so_many_requests_may_wait_on_one_connection(start: Callable[..., Runnin
         assert answer(raw).count(b"HTTP/1.1 200") == 1 + MOST_WAITING
 
 
-@pytest.mark.parametrize("script", [hang_before_first, hang_after_first])
-def test_a_caller_that_leaves_ends_its_request_although_another_one_waits(
-    start: Callable[..., Running], script: Script
-) -> None:
+@contextmanager
+def hung_call(start: Callable[..., Running], script: Script) -> Iterator[tuple[socket.socket, StubNode]]:
+    """A connection whose call the node has begun."""
     running = start()
     node = running.node(script)
     with connected(running.url) as raw:
         raw.sendall(call(running))
         assert node.began.wait(30)
+        yield raw, node
+
+
+@pytest.mark.parametrize("script", [hang_before_first, hang_after_first])
+def test_a_caller_that_leaves_ends_its_request_although_another_one_waits(
+    start: Callable[..., Running], script: Script
+) -> None:
+    with hung_call(start, script) as (raw, node):
         raw.sendall(HEALTH)
         time.sleep(0.2)
     assert node.disconnected.wait(30)
@@ -93,11 +100,7 @@ def test_a_caller_that_leaves_ends_its_request_although_another_one_waits(
 def test_what_is_no_request_is_not_answered_in_the_place_of_another(
     start: Callable[..., Running], script: Script, behind: bytes
 ) -> None:
-    running = start()
-    node = running.node(script)
-    with connected(running.url) as raw:
-        raw.sendall(call(running))
-        assert node.began.wait(30)
+    with hung_call(start, script) as (raw, node):
         got = b""
         while script is hang_after_first and b"first" not in got:
             got += raw.recv(65536)
