@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from adapters.aliases import checked_weights, history_room, rolled_back
+from adapters.epoch import update_marked
 from adapters.errors import InvalidRequest, NoSuchFunction, NotFound, PreconditionFailed
 from adapters.functions import FunctionRecord, Policy, parse_policy, with_alias, with_aliases
 from adapters.names import NAME_RULE, is_alias, is_name
 from adapters.nearest import did_you_mean
-from adapters.records import update_record
 from adapters.store import ObjectStore
 
 
@@ -85,7 +85,7 @@ class FunctionChanges:
 
         if not is_name(name) or not is_name(tenant):
             raise NoSuchFunction(tenant, name)
-        return update_record(self.store, function_key(tenant, name), FunctionRecord, apply)
+        return update_marked(self.store, function_key(tenant, name), FunctionRecord, apply)
 
 
 def check_alias(alias: str) -> None:

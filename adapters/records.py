@@ -60,10 +60,17 @@ def read_each(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T 
         return list(pool.map(read, keys))
 
 
-def update_record(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:
+def update_record(
+    store: ObjectStore,
+    key: str,
+    kind: type[T],
+    change: Callable[[T | None], T],
+    before_commit: Callable[[], None] = lambda: None,
+) -> T:
     """Apply `change` to the record (None: there is none yet) until no other writer came between; returns the outcome.
 
     `change` may be called several times; when it returns the very object that it was given, nothing is written.
+    `before_commit` is called before each attempt to write.
     Raises what `change` raises, and StoreUnavailable after ATTEMPTS tries.
     """
     for attempt in range(ATTEMPTS):
@@ -72,6 +79,7 @@ def update_record(store: ObjectStore, key: str, kind: type[T], change: Callable[
         if found and changed is found[0]:
             return changed
         data = msgspec.json.encode(changed)
+        before_commit()
         try:
             if found:
                 store.put_if_match(key, data, found[1])

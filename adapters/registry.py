@@ -25,6 +25,7 @@ from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.choices import Choice, Resolved, pick
 from adapters.contents import Contents, Inspect
+from adapters.epoch import update_marked
 from adapters.errors import (
     ArtifactPending,
     Conflict,
@@ -52,7 +53,7 @@ from adapters.functions import (
 from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
 from adapters.quota import Quota, Room
-from adapters.records import read_each, read_record, read_records, update_record
+from adapters.records import read_each, read_record, read_records
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, check_values, inspect_files
 
@@ -149,7 +150,7 @@ class Registry:
 
         with self.quota.deploying(tenant) as room:
             deploy = _Deploy(layout=layout, config=config, weights=weights, source=source, room=room)
-            record = update_record(self.store, function_key(tenant, name), FunctionRecord, commit)
+            record = update_marked(self.store, function_key(tenant, name), FunctionRecord, commit)
             if deploy.created:
                 room.made()
         self._end_if_deleted(tenant, name)

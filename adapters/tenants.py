@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.epoch import update_marked
 from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.keys import KeyRecord, Principal, new_key, opens, operator_key, parse_key
 from adapters.names import is_name
-from adapters.records import read_record, update_record
+from adapters.records import read_record
 from adapters.slo import Slo, Weight
 from adapters.start_keys import bounded, unmarked_start_keys
 from adapters.store import ObjectStore
@@ -233,7 +234,7 @@ class Tenants:
     def _change_keys(self, owner: str | None, change: Callable[[tuple[KeyRecord, ...]], tuple[KeyRecord, ...]]) -> None:
         """Of a tenant, or (None) of administrators."""
         if owner is None:
-            update_record(self.store, ADMIN_KEY, Admin, lambda admin: Admin(change((admin or Admin()).keys)))
+            update_marked(self.store, ADMIN_KEY, Admin, lambda admin: Admin(change((admin or Admin()).keys)))
         else:
             self._change(owner, lambda record: msgspec.structs.replace(record, keys=change(record.keys)))
 
@@ -258,7 +259,7 @@ class Tenants:
     def _update(self, tenant: str, change: Callable[[Tenant | None], Tenant]) -> Tenant:
         if not is_name(tenant):
             raise unknown(tenant)
-        return update_record(self.store, tenant_key(tenant), Tenant, change)
+        return update_marked(self.store, tenant_key(tenant), Tenant, change)
 
 
 def tenant_key(tenant: str) -> str:

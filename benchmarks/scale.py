@@ -96,7 +96,7 @@ async def resolve(many: Many, names: int, lookups: int) -> dict[str, float]:
     """Microseconds of a resolution that is known, with `names` of them in the cache; and of one that is read."""
     base_id, root = many.registry.base.id, str(many.root)
     config = GatewayConfig(model_dir="", base_id=base_id, registry=root, secret_file="", tmp_dir="", cache_seconds=1e6)
-    functions = Functions(config, many.registry, StoreThreads(10.0), time.monotonic)
+    functions = Functions(config, many.registry, StoreThreads(10.0), time.monotonic, lambda _: float("-inf"))
     cache: GraceCache[Any, Any] = functions._cache
     begin = time.perf_counter()
     sample = [_name(number) for number in range(0, many.count, max(1, many.count // 200))]

@@ -1,4 +1,4 @@
-"""What the registry said a moment ago: valid for a second, and for a minute while the registry is away."""
+"""What the registry said: valid for a second since that was last known, for a minute while it is away."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+KEPT_SECONDS = 600.0
+"""For which confirmations count. An answer in use is renewed after half of it: a gateway of a release that marks
+nothing (adapters.epoch) may have written to the registry."""
 MAX_KNOWN = 50_000
 """Answers that are kept, about a kilobyte each."""
 PATIENCE = 1.0
@@ -35,12 +38,15 @@ class GraceCache(Generic[K, V]):
         grace: float,
         limit: int = MAX_KNOWN,
         patience: float = PATIENCE,
+        confirmed: Callable[[K], float] = lambda _: float("-inf"),
     ) -> None:
+        """`confirmed`: when it was last known, by `clock`, that an answer which is kept would still be the same."""
         self._load = load
         self._clock = clock
         self._fresh = fresh
         self._grace = grace
         self._limit = limit
+        self._confirmed = confirmed
         self._patience = patience
         self._known: OrderedDict[K, tuple[V, float]] = OrderedDict()
         self._loading: dict[K, asyncio.Task[V]] = {}
@@ -50,12 +56,13 @@ class GraceCache(Generic[K, V]):
     async def get(self, key: K) -> V:
         """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
         known = self._known.get(key)
-        if known is not None and (age := self._clock() - known[1]) < self._fresh:
-            if age > self._fresh / 2 and key not in self._loading:
+        if known is not None and self._age(key, known[1]) < self._fresh:
+            kept = KEPT_SECONDS if self._confirmed(key) > known[1] else self._fresh
+            if self._clock() - known[1] > kept / 2 and key not in self._loading:
                 self._begin(key)
             return known[0]
         load = self._loading.get(key) or self._begin(key)
-        if known is None or self._clock() - known[1] >= self._grace:
+        if known is None or self._age(key, known[1]) >= self._grace:
             return await asyncio.shield(load)
         # What has hung for as long before holds up nobody any more.
         left = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
@@ -70,6 +77,11 @@ class GraceCache(Generic[K, V]):
             del self._known[key]
         for key in [key for key in self._loading if matches(key)]:
             del self._loading[key], self._patience_ends[key]
+
+    def _age(self, key: K, asked: float) -> float:
+        """Seconds since an answer that was asked for then was last known to be valid."""
+        now = self._clock()
+        return now - (max(asked, self._confirmed(key)) if now - asked < KEPT_SECONDS else asked)
 
     def _begin(self, key: K) -> asyncio.Task[V]:
         task = asyncio.ensure_future(self._load_one(key))

@@ -1,4 +1,4 @@
-"""Who calls: keys to tenants, by what the registry said of their owner a second ago at most.
+"""Who calls: keys to tenants, by what the registry says of their owner.
 
 A key that is not in it is looked up, as far as there is room for such look-ups.
 """
@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from adapters.errors import NotFound, StoreUnavailable
 from adapters.keys import KeyRecord, Principal, opens, parse_key
-from adapters.tenants import Tenant, Tenants
+from adapters.tenants import ADMIN_KEY, Tenant, Tenants, tenant_key
 from cluster.errors import ServiceError
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig, share
@@ -46,7 +46,12 @@ class Caller(msgspec.Struct, frozen=True):
 
 class Callers:
     def __init__(
-        self, config: GatewayConfig, tenants: Tenants, threads: StoreThreads, clock: Callable[[], float]
+        self,
+        config: GatewayConfig,
+        tenants: Tenants,
+        threads: StoreThreads,
+        clock: Callable[[], float],
+        confirmed: Callable[[str], float],
     ) -> None:
         self._open = config.auth == "none"
         self._host = config.host
@@ -54,10 +59,18 @@ class Callers:
         self._threads = threads
         self._lookups = KeyLookups(share(LOOKUPS_PER_SECOND, config), clock)
         self._known: GraceCache[str, _Owner[Tenant]] = GraceCache(
-            self._tenant_owner, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
+            self._tenant_owner,
+            clock=clock,
+            fresh=config.cache_seconds,
+            grace=config.grace_seconds,
+            confirmed=lambda tenant: confirmed(tenant_key(tenant)),
         )
         self._admins: GraceCache[None, _Owner[None]] = GraceCache(
-            self._admin_owner, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
+            self._admin_owner,
+            clock=clock,
+            fresh=config.cache_seconds,
+            grace=config.grace_seconds,
+            confirmed=lambda _: confirmed(ADMIN_KEY),
         )
         self._names: set[str] = set()
         """Tenants that most likely exist: their records are read although no call of theirs was seen yet."""
@@ -119,6 +132,15 @@ class Callers:
         self._known.forget_where(lambda name: name == tenant)
         self._remember(tenant)
 
+    def forget_admins(self) -> None:
+        """After a change of administrators' keys."""
+        self._admins.forget_where(lambda _: True)
+
+    def forget_all(self) -> None:
+        """After changes that nobody can name."""
+        self._known.forget_where(lambda _: True)
+        self.forget_admins()
+
     async def admin(self, request: Request) -> None:
         """Raises ServiceError `forbidden` for a tenant's key."""
         if not (await self.caller(request)).admin:
@@ -142,7 +164,7 @@ class Callers:
             if await self._threads.read(self._tenants.verify, text) is None:
                 raise _invalid_key()
         if claim.tenant is None:
-            self._admins.forget_where(lambda _: True)
+            self.forget_admins()
         else:
             self.forget(claim.tenant)
 

@@ -1,4 +1,4 @@
-"""Names to versions: each request asks once, and a cache answers for a second."""
+"""Names to versions: each request asks once, and a cache answers until the function may have changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from adapters.aliases import point_of
 from adapters.choices import Choice, Resolved, pick
 from adapters.errors import NoSuchFunction
+from adapters.function_changes import function_key
 from adapters.functions import Defaults
 from adapters.names import is_name
 from adapters.registry import Registry
@@ -48,15 +49,21 @@ class Functions:
         registry: Registry,
         threads: StoreThreads,
         clock: Callable[[], float],
+        confirmed: Callable[[str], float],
         changed: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`changed` is told of each function that this process has changed."""
+        """`confirmed`: when it was last known that a record is as it was read, by its key. `changed` is told
+        of each function that this process has changed."""
         self._changed = changed
         self._registry = registry
         self._threads = threads
         self._rebuilds = Rebuilds(registry, self.forget)
         self._cache: GraceCache[Key, Sequence[Choice]] = GraceCache(
-            self._load, clock=clock, fresh=config.cache_seconds, grace=config.grace_seconds
+            self._load,
+            clock=clock,
+            fresh=config.cache_seconds,
+            grace=config.grace_seconds,
+            confirmed=lambda key: confirmed(function_key(key[0], key[1])),
         )
 
     async def target(self, tenant: str, name: str, qualifier: str | None, side: str) -> Target:
@@ -92,6 +99,10 @@ class Functions:
     def forget(self, tenant: str, name: str) -> None:
         """After a change by anyone."""
         self._cache.forget_where(lambda key: key[:2] == (tenant, name))
+
+    def forget_all(self) -> None:
+        """After changes that nobody can name."""
+        self._cache.forget_where(lambda _: True)
 
     def forget_tenant(self, tenant: str) -> None:
         """After the tenant was deleted."""

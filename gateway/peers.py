@@ -50,6 +50,8 @@ class Revoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
     tenant: str
     function: str
     reason: str
+    id: str = ""
+    """By which whoever hears it from the registry, too, knows it; empty: told by an earlier release."""
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True, tag="called"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,10 +15,14 @@ Owner = tuple[str, str]
 MAX_REVOCATIONS = 10_000
 """Remembered for calls that were on their way here; the oldest is forgotten."""
 
+MAX_HEARD = 1_000
+"""Revocations by whose ids a second message of one is known."""
+
 
 class Running:
     def __init__(self) -> None:
         self._revoked: dict[Owner, set[asyncio.Future[ServiceError]]] = {}
+        self._heard: deque[str] = deque(maxlen=MAX_HEARD)
         self._revocations: OrderedDict[Owner, tuple[float, ServiceError]] = OrderedDict()
 
     @contextmanager
@@ -39,8 +43,15 @@ class Running:
             if not mine:
                 del self._revoked[owner]
 
-    def revoke(self, tenant: str, function: str, reason: ServiceError) -> int:
-        """How many generations were told to end. Calls received until now that come here later are told, too."""
+    def revoke(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> int:
+        """How many generations were told to end. Calls received until now that come here later are told, too.
+
+        `id`: of the revocation, which counts once however often it is heard of; calls of a function that was made again
+        meanwhile go on.
+        """
+        if id and id in self._heard:
+            return 0
+        self._heard.append(id)
         self._revocations[tenant, function] = (time.monotonic(), reason)
         self._revocations.move_to_end((tenant, function))
         if len(self._revocations) > MAX_REVOCATIONS:

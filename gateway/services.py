@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ import msgspec
 from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
+from adapters.epoch import Mark, mark
+from adapters.errors import StoreUnavailable
+from adapters.function_changes import function_key
 from adapters.inspector import Inspector
 from adapters.open_store import open_checked_store
 from adapters.registry import Registry
@@ -44,6 +48,7 @@ from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import StoreLeases
 from gateway.leader.turn import Job
 from gateway.metrics import Metrics
+from gateway.name_watch import NameWatch
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
 from gateway.node_watch import NodeWatches
@@ -89,6 +94,7 @@ class Services:
     probe: StoreProbe
     tenants: Tenants
     callers: Callers
+    name_watch: NameWatch
     usage: UsageLedger
     functions: Functions
     suggestions: Suggestions
@@ -117,10 +123,36 @@ class Services:
         self._forget_tenant(tenant)
         self.peers.tell(TenantChanged(tenant))
 
-    def revoke(self, tenant: str, function: str, why: str) -> None:
-        """End the function's generations, on all workers."""
-        self.running.revoke(tenant, function, ServiceError("cancelled", why))
-        self.peers.tell(Revoked(tenant, function, why))
+    async def revoke(self, tenant: str, function: str, why: str) -> None:
+        """End the function's generations, on all workers. Those that Redis does not reach read it in the registry's
+        epoch within a second."""
+        number = secrets.token_hex(8)
+        self._end_calls(tenant, function, why, number)
+        self.peers.tell(Revoked(tenant, function, why, number))
+        try:
+            await self.threads.write(mark, self.registry.store, function_key(tenant, function), why, number)
+        except StoreUnavailable as error:
+            log.error("calls of a deleted function may go on where Redis is away, too", extra={"why": str(error)})
+
+    def marked(self, mark: Mark) -> None:
+        """The registry's epoch says that this record may have changed."""
+        match mark.key.split("/"):
+            case ["tenants", tenant, "functions", name, _]:
+                self.functions.forget(tenant, name)
+                if mark.ended:
+                    self._end_calls(tenant, name, mark.ended, mark.id)
+            case ["tenants", tenant, _]:
+                self._forget_tenant(tenant)
+            case _:
+                self.callers.forget_admins()
+
+    def forget_all(self) -> None:
+        """More may have changed than the registry's epoch tells."""
+        self.functions.forget_all()
+        self.callers.forget_all()
+
+    def _end_calls(self, tenant: str, function: str, why: str, number: str) -> None:
+        self.running.revoke(tenant, function, ServiceError("cancelled", why), number)
 
     def heard(self, message: Message) -> None:
         """Another worker has told this."""
@@ -129,8 +161,8 @@ class Services:
                 self.functions.forget(tenant, function)
             case TenantChanged(tenant):
                 self._forget_tenant(tenant)
-            case Revoked(tenant, function, why):
-                self.running.revoke(tenant, function, ServiceError("cancelled", why))
+            case Revoked(tenant, function, why, number):
+                self._end_calls(tenant, function, why, number)
             case Called(tenant, digest):
                 self.called.note(tenant, digest)
             case Counted(tenant, function, counts):
@@ -208,10 +240,11 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
         ):
             opened = _Opened(base, inspector, store, secret, usage, session, shared)
             services = _make_services(config, metrics, opened)
+            services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
             if config.redis is not None:
                 services.join_peers()
             await services.callers.learn_tenants()
-            async with _leader(config, metrics, store, shared).running():
+            async with services.name_watch.running(), _leader(config, metrics, store, shared).running():
                 yield services
 
 
@@ -226,6 +259,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     registry, tenants = Registry(store, opened.base, opened.inspector.inspect), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
+    name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     explanations = MemoryExplanations()
     dispatcher = _make_dispatcher(config, metrics, opened, explanations)
     return Services(
@@ -237,9 +271,12 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         threads=threads,
         probe=StoreProbe(config, threads, store, monotonic),
         tenants=tenants,
-        callers=Callers(config, tenants, threads, monotonic),
+        callers=Callers(config, tenants, threads, monotonic, name_watch.confirmed),
+        name_watch=name_watch,
         usage=opened.usage,
-        functions=Functions(config, registry, threads, monotonic, lambda *name: tell(Changed(*name))),
+        functions=Functions(
+            config, registry, threads, monotonic, name_watch.confirmed, lambda *name: tell(Changed(*name))
+        ),
         suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,

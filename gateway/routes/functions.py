@@ -101,7 +101,7 @@ async def delete_function(request: Request) -> Response:
     with services.functions.changing(tenant, name):
         await services.threads.write(services.registry.delete_function, tenant, name, if_match(request))
     if force:
-        services.revoke(tenant, name, f"function {name} was deleted")
+        await services.revoke(tenant, name, f"function {name} was deleted")
     return Response(status_code=204)
 
 

@@ -17,6 +17,7 @@ from adapters.all_versions import all_objects
 from adapters.base_model import BaseModel
 from adapters.collect import ORPHAN_SECONDS, Collected, collect
 from adapters.contents import blob_key
+from adapters.epoch import EPOCH_KEY
 from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Manifest, VersionEntry
 from adapters.local_store import LocalStore
@@ -38,7 +39,8 @@ def variant(good: Good, alpha: int) -> Good:
 
 
 def keys(store: ObjectStore) -> set[str]:
-    return {info.key for info in all_objects(store, "")}
+    """Of all objects but the epoch."""
+    return {info.key for info in all_objects(store, "")} - {EPOCH_KEY}
 
 
 def needed(registry: Registry, *functions: tuple[str, str]) -> set[str]:

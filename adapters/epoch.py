@@ -1,0 +1,95 @@
+"""The registry's epoch: which records are about to change, in one small object that gateways read every second.
+
+A writer marks a record before it commits a change of it. So whoever has read the epoch and finds a record unmarked
+knows that nothing was committed until then, whichever process wrote: one that was killed before it could tell anybody,
+or one that shares no Redis with the reader. What is read of a marked record may be from before the commit, and is to be
+read again for DIRTY_SECONDS.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from adapters.errors import CorruptRecord
+from adapters.records import read_record, update_record
+from adapters.store import ObjectStore
+
+EPOCH_KEY = "epoch.json"
+MAX_MARKS = 200
+"""Newest marks that are kept, some 80 bytes each. A reader that has missed one takes everything for marked."""
+MARK_SECONDS = 20.0
+"""For which a mark covers attempts to commit; then the writer marks again."""
+DIRTY_SECONDS = 120.0
+"""MARK_SECONDS and the longest time that one write to the store may be under way, doubled."""
+
+T = TypeVar("T")
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    """One more than that of the mark before."""
+    key: str
+    """Of the record in the store."""
+    ended: str = ""
+    """Why the function's generations are to end now; empty: they may go on."""
+    id: str = ""
+    """Of what was `ended`, by which those who hear of it twice know it."""
+
+
+class Epoch(msgspec.Struct, frozen=True):
+    """epoch.json"""
+
+    id: str
+    """Drawn when the object is made: the numbers of another one say nothing."""
+    marks: tuple[Mark, ...] = ()
+
+    @property
+    def number(self) -> int:
+        return self.marks[-1].number if self.marks else 0
+
+
+def read_epoch(store: ObjectStore) -> Epoch:
+    """Made when there is none, or none that can be read. Raises StoreUnavailable."""
+    try:
+        found = read_record(store, EPOCH_KEY, Epoch)
+    except CorruptRecord:
+        store.delete(EPOCH_KEY)
+        found = None
+    return found[0] if found else update_record(store, EPOCH_KEY, Epoch, lambda known: known or _new())
+
+
+def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:
+    """The record is about to change, or generations of its function end. Raises StoreUnavailable."""
+
+    def marked(known: Epoch | None) -> Epoch:
+        epoch = known or _new()
+        new = Mark(epoch.number + 1, key, ended, number)
+        return Epoch(epoch.id, (*epoch.marks[1 - MAX_MARKS :], new))
+
+    try:
+        update_record(store, EPOCH_KEY, Epoch, marked)
+    except CorruptRecord:
+        read_epoch(store)
+        update_record(store, EPOCH_KEY, Epoch, marked)
+
+
+def update_marked(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:
+    """As `update_record`, of a record that gateways keep."""
+    until = 0.0
+
+    def marked() -> None:
+        nonlocal until
+        if time.monotonic() > until:
+            until = time.monotonic() + MARK_SECONDS
+            mark(store, key)
+
+    return update_record(store, key, kind, change, marked)
+
+
+def _new() -> Epoch:
+    return Epoch(secrets.token_hex(8))
