@@ -289,7 +289,7 @@ class RedisLink:
         while True:
             try:
                 message = await anext(told)
-            except LOST as error:
+            except (*LOST, StopAsyncIteration) as error:  # redis-py ends the iteration of a closed connection
                 raise OutOfStep(f"the connection of the messages was lost: {error}") from error
             if message["type"] == "message":
                 handlers[message["channel"]](message["data"])
