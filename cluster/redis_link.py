@@ -47,6 +47,9 @@ STALE_SECONDS = 300.0
 SCRIPTS = ("publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount", "lease")
 PLACES = ("reserve", "release")
 """Scripts that wait for no others: they have a connection of their own, which keeps their order, too."""
+LAYOUT = 2
+"""Part of every key and channel. Raise it when a stored key, a script's argument or a message gets another meaning:
+workers of releases whose layouts differ don't see each other's. What older ones leave expires, all but one counter."""
 LOST = (RedisError, OSError, TimeoutError, RuntimeError)
 """What redis-py raises when a connection is lost or does not answer; uvloop's closed ones raise RuntimeError."""
 
@@ -64,7 +67,7 @@ class OutOfStep(Exception):
 def prefix_of(secret: str) -> str:
     """What all keys of one cluster begin with: clusters that share a server have different secrets. The braces keep
     them on one shard."""
-    return f"garnish:{{{hashlib.sha256(b'keys' + secret.encode()).hexdigest()[:16]}}}:"
+    return f"garnish:{LAYOUT}:{{{hashlib.sha256(b'keys' + secret.encode()).hexdigest()[:16]}}}:"
 
 
 def check_redis(url: str) -> None:
