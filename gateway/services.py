@@ -227,7 +227,8 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     explanations = MemoryExplanations()
-    dispatcher = _make_dispatcher(config, metrics, opened, explanations)
+    functions = Functions(config, registry, threads, monotonic, lambda *name: tell(Changed(*name)))
+    dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions)
     return Services(
         config=config,
         base=opened.base,
@@ -239,7 +240,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         tenants=tenants,
         callers=Callers(config, tenants, threads, monotonic),
         usage=opened.usage,
-        functions=Functions(config, registry, threads, monotonic, lambda *name: tell(Changed(*name))),
+        functions=functions,
         suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,
@@ -264,7 +265,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
 
 
 def _make_dispatcher(
-    config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: MemoryExplanations
+    config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: MemoryExplanations, functions: Functions
 ) -> Dispatcher:
     """With what calls are counted in, which the routes and the other workers ask for, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
@@ -280,6 +281,7 @@ def _make_dispatcher(
         shared.limits,
         PoolLoads(monotonic),
         Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
+        functions,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,8 +79,8 @@ def test_damaged_files_are_told_until_they_are_mended(
     with pytest.raises(CorruptArtifact, match=says):  # not read again at once
         registry.make_artifact("acme", "f", 1)
     assert [choice.pending for choice in registry.choices("acme", "f")] == [False]
-    later = contents.time.monotonic() + contents.DAMAGED_SECONDS + 1
-    monkeypatch.setattr(contents.time, "monotonic", lambda: later)
+    later = time.monotonic() + contents.DAMAGED_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     assert [(choice.damaged != "", choice.pending) for choice in registry.choices("acme", "f")] == [(True, True)]
     assert registry.make_artifact("acme", "f", 1)
     assert registry.resolve("acme", "f").version == 1

@@ -61,6 +61,8 @@ def test_a_spoilt_layer_is_read_again_and_no_other(
         assert_contents(store, world, held)
     else:
         assert states(store, held) == [LayerState.FAILED] * LAYERS
+        failure = store.failure(held)
+        assert failure is not None and failure.damaged == (spoil is not _raise)
         with pytest.raises(RuntimeError, match="before it is on the device"):
             store.layer_weights(held, 2)  # those before it were verified, and a pass may be reading them
     store.release(held, [])
