@@ -98,7 +98,8 @@ def test_a_deleted_artifact_fails_its_load_at_once(
     try:
         turnstile.open_all()
         until(store, lambda: bool(store.failure(held)))
-        assert "NotFound" in store.failure(held)
+        failure = store.failure(held)
+        assert failure is not None and failure.damaged and "NotFound" in failure.reason
         assert len(turnstile.reads) == 1
     finally:
         world.objects.put(adapter.artifact, kept)
