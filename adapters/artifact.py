@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapters.base_model import BaseModel
-from adapters.errors import CorruptArtifact
+from adapters.errors import CorruptArtifact, NotFound
 from adapters.peft_format import TensorRef, read_tensor
 from adapters.store import ObjectStore, RangeReader
 from adapters.validate import DTYPES, LoraLayout, LoraPair
@@ -30,6 +30,7 @@ PREFIX = len(MAGIC) + 8 + 32
 """Bytes before the header."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_HEADER_BYTES = 64 << 20
+READ_BYTES = 8 << 20
 FIRST_READ = 64 << 10
 """Bytes that the first ranged get asks for: the whole header of most adapters."""
 
@@ -122,6 +123,32 @@ def check_layer(header: ArtifactHeader, layer: int, data: bytes | memoryview) ->
     block = header.layers[layer]
     if len(data) != block.size or hashlib.sha256(data).hexdigest() != block.sha256:
         raise CorruptArtifact(f"layer {layer} of {header.digest} is not what was written")
+
+
+def artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
+    """What is wrong with a stored artifact, all of which is read; empty when it is what was written."""
+    key = artifact_key(base, digest)
+    try:
+        header = read_header(store, key)
+        if (header.base, header.digest) != (base, digest):
+            return "is the artifact of another adapter or base"
+        for number, block in enumerate(header.layers):
+            if block.size and stored_sha256(store, key, block.offset, block.size) != block.sha256:
+                return f"is not what was written (layer {number})"
+    except NotFound:
+        return "is missing"
+    except CorruptArtifact as error:
+        return f"is not what was written ({error})"
+    return ""
+
+
+def stored_sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
+    """Of a part of an object; of what there is of it, where the object ends. Raises NotFound."""
+    whole, end = hashlib.sha256(), start + size
+    while start < end and (data := store.get_range(key, start, min(READ_BYTES, end - start))):
+        whole.update(data)
+        start += len(data)
+    return whole.hexdigest()
 
 
 def _check_header(header: ArtifactHeader, data_start: int) -> None:

@@ -32,7 +32,7 @@ class Choice(msgspec.Struct, frozen=True):
     damaged: str = ""
     """What of its stored files is not as it was, if they are needed."""
     pending: bool = False
-    """Whether its artifact for the present base is still to be made: `Registry.make_artifact`."""
+    """Whether its artifact for the present base is still to be made, or tried again: `Registry.make_artifact`."""
 
 
 def pick(choices: Sequence[Choice], point: float) -> Resolved:

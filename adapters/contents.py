@@ -12,23 +12,39 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.artifact import artifact_key, write_artifact
+from adapters.artifact import READ_BYTES, artifact_key, artifact_problem, write_artifact
 from adapters.base_model import BaseModel
-from adapters.errors import AdapterError, Conflict, CorruptArtifact, InvalidAdapter, NotFound, StoreUnavailable
+from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter, NotFound, StoreUnavailable
 from adapters.functions import Manifest
 from adapters.store import ObjectStore
 from adapters.validate import Inspection, LoraLayout, check_values, file_sha256
 
 Inspect = Callable[[bytes, Path], Inspection]
 """Of a config and a weights file; raises InvalidAdapter, TooLarge, InspectionBusy."""
+Unmakeable = InvalidAdapter | CorruptArtifact
 REWRITE_SECONDS = 12 * 3600.0
-READ_BYTES = 8 << 20
 MAX_FAILURES = 1000
 """Reasons why artifacts can't be made that are remembered."""
 DAMAGED_SECONDS = 30.0
 """For which damaged files are not read again: someone may mend them."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an artifact can't be made."""
+
+    error: Unmakeable
+    until: float
+    """Monotonic seconds; then it may be tried again."""
+    written: float | None
+    """Of the artifact that was there and is damaged, when it was stored."""
+
+    @property
+    def expired(self) -> bool:
+        return time.monotonic() >= self.until
 
 
 class Contents:
@@ -38,14 +54,15 @@ class Contents:
         self.store = store
         self.base = base
         self._inspect = inspect
-        self._failures: dict[str, tuple[AdapterError, float]] = {}
-        """Why artifacts can't be made, with the monotonic seconds until which that holds."""
+        self._failures: dict[str, Failure] = {}
+        """By digest."""
 
     def put_files(self, layout: LoraLayout, config: bytes, weights: Path) -> None:
         """Store both original files and the artifact, unless they are there and young."""
         self._put(blob_key(hashlib.sha256(config).hexdigest()), config)
         self._put(blob_key(layout.weights_sha256), weights)
-        self.put_artifact(layout, weights)
+        if not self._is_young(artifact_key(self.base.fingerprint, layout.digest)):
+            self.put_artifact(layout, weights)
 
     def keys(self, layout: LoraLayout, config: bytes) -> Sequence[str]:
         """Of what `put_files` stores."""
@@ -53,26 +70,33 @@ class Contents:
         return *blobs, artifact_key(self.base.fingerprint, layout.digest)
 
     def put_artifact(self, layout: LoraLayout, weights: Path) -> None:
-        """Make and store the artifact, unless it is there and young."""
-        key = artifact_key(self.base.fingerprint, layout.digest)
-        if self._is_young(key):
-            return
+        """Make and store the artifact, in place of the one that may be there."""
         with _scratch() as folder:
             out = folder / "artifact"
             write_artifact(layout, self.base, weights, out)
-            self._put(key, out)
+            self._write(artifact_key(self.base.fingerprint, layout.digest), out)
+        self._failures.pop(layout.digest, None)
 
     def has_artifact(self, digest: str) -> bool:
-        return self.store.head(artifact_key(self.base.fingerprint, digest)) is not None
+        return self._written(digest) is not None
 
-    def ensure_artifact(self, manifest: Manifest) -> None:
-        """Make the artifact for the present base from the stored files, if there is none.
+    def artifact_problem(self, digest: str) -> str:
+        """What is wrong with the artifact; empty when it is there and whole. Reads all of it."""
+        return artifact_problem(self.store, self.base.fingerprint, digest)
+
+    def ensure_artifact(self, manifest: Manifest) -> str:
+        """Make the artifact for the present base from the stored files, if there is none or it is damaged. Returns what
+        was wrong with the one that was there.
 
         Raises InvalidAdapter when the adapter does not fit this base, CorruptArtifact when a stored file was changed.
         """
-        if self.has_artifact(manifest.digest):
-            return
-        self.check_failure(manifest.digest)
+        problem = self.artifact_problem(manifest.digest)
+        if not problem:
+            self._failures.pop(manifest.digest, None)
+            return ""
+        failure = self.failure(manifest.digest)
+        if failure is not None and not failure.expired:
+            raise _copy(failure.error)
         try:
             with _scratch() as folder:
                 weights = folder / "weights"
@@ -84,19 +108,22 @@ class Contents:
         except CorruptArtifact as error:
             self._note_failure(manifest.digest, error, time.monotonic() + DAMAGED_SECONDS)
             raise
+        return problem
 
-    def check_failure(self, digest: str) -> None:
-        """Raises what the artifact could not be made for a while ago: each try reads all tensors."""
-        error, until = self._failures.get(digest, (None, 0.0))
-        if isinstance(error, InvalidAdapter):
-            raise InvalidAdapter(error.problems)
-        if isinstance(error, CorruptArtifact) and time.monotonic() < until:
-            raise CorruptArtifact(str(error))
+    def failure(self, digest: str) -> Failure | None:
+        """Why the artifact could not be made a while ago: each try reads all tensors. None once another was stored."""
+        failure = self._failures.get(digest)
+        return failure if failure is not None and failure.written == self._written(digest) else None
 
-    def _note_failure(self, digest: str, error: AdapterError, until: float) -> None:
+    def _note_failure(self, digest: str, error: Unmakeable, until: float) -> None:
         if len(self._failures) >= MAX_FAILURES:
             self._failures.clear()
-        self._failures[digest] = error, until
+        self._failures[digest] = Failure(_copy(error), until, self._written(digest))
+
+    def _written(self, digest: str) -> float | None:
+        """When the artifact was stored, by the store's clock; None if there is none."""
+        info = self.store.head(artifact_key(self.base.fingerprint, digest))
+        return None if info is None else info.modified
 
     def _fetch_files(self, manifest: Manifest, weights: Path) -> bytes:
         """The weights go to the file; returns the config. Raises CorruptArtifact unless both are what was deployed."""
@@ -116,12 +143,14 @@ class Contents:
         return info is not None and self.store.now() - info.modified < REWRITE_SECONDS
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        if self._is_young(key):
-            return
+        if not self._is_young(key):
+            self._write(key, data)
+
+    def _write(self, key: str, data: bytes | Path) -> None:
         try:
             self.store.put_if_absent(key, data)
         except Conflict:
-            # Old, or just written by another deploy: the content is the same, so writing it again only makes it young.
+            # Old, damaged, or just written by another deploy: the content is the same, and becomes young and whole.
             self.store.put(key, data)
 
     def _fetch(self, key: str, out: Path) -> None:
@@ -140,6 +169,11 @@ def _scratch() -> Iterator[Path]:
             yield Path(folder)
     except OSError as error:
         raise StoreUnavailable(f"temporary files can't be used ({error.strerror or 'I/O error'})") from error
+
+
+def _copy(error: Unmakeable) -> Unmakeable:
+    """Without its trace, which holds on to the files' contents."""
+    return InvalidAdapter(error.problems) if isinstance(error, InvalidAdapter) else CorruptArtifact(str(error))
 
 
 def blob_key(sha256: str) -> str:

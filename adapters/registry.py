@@ -29,7 +29,6 @@ from adapters.epoch import update_marked
 from adapters.errors import (
     ArtifactPending,
     Conflict,
-    CorruptArtifact,
     CorruptFunction,
     CorruptRecord,
     InvalidAdapter,
@@ -269,12 +268,13 @@ class Registry:
                 self.delete_function(tenant, name)
             raise
 
-    def make_artifact(self, tenant: str, name: str, version: int) -> None:
-        """Make a version's artifact for the present base from its files, unless there is one. Takes long.
+    def make_artifact(self, tenant: str, name: str, version: int) -> str:
+        """Make a version's artifact for the present base from its files, unless there is one that is whole. Takes long.
+        Returns what was wrong with the one that was there; empty if nothing was.
 
         Raises InvalidAdapter, CorruptArtifact and StoreUnavailable.
         """
-        self.contents.ensure_artifact(self._manifest(tenant, name, version))
+        return self.contents.ensure_artifact(self._manifest(tenant, name, version))
 
     def _choice(self, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
         resolved = Resolved(
@@ -286,15 +286,13 @@ class Registry:
             bytes=entry.bytes,
             policy=record.policy,
         )
-        if entry.base == self.base.fingerprint or self.contents.has_artifact(entry.digest):
-            return Choice(share, resolved)
-        try:
-            self.contents.check_failure(entry.digest)
-        except InvalidAdapter as error:
-            return Choice(share, resolved, refused=tuple(error.problems))
-        except CorruptArtifact as error:
-            return Choice(share, resolved, damaged=str(error))
-        return Choice(share, resolved, pending=True)
+        failure = self.contents.failure(entry.digest)
+        if failure is not None and isinstance(failure.error, InvalidAdapter):
+            return Choice(share, resolved, refused=tuple(failure.error.problems))
+        if failure is not None:
+            return Choice(share, resolved, damaged=str(failure.error), pending=failure.expired)
+        pending = entry.base != self.base.fingerprint and not self.contents.has_artifact(entry.digest)
+        return Choice(share, resolved, pending=pending)
 
     def _check_name(self, name: str) -> None:
         if not is_name(name):
@@ -314,7 +312,7 @@ class Registry:
         existing = _find_digest(record, deploy.layout.digest)
         deploy.created = existing is None
         if existing is not None:
-            if not self.contents.has_artifact(existing.digest):
+            if self.contents.artifact_problem(existing.digest):
                 self.contents.put_artifact(deploy.layout, deploy.weights)
             return msgspec.structs.replace(existing, base=self.base.fingerprint)
         if deploy.manifest is None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
 
 from adapters.all_versions import FoundVersion, all_versions, is_listed
-from adapters.artifact import artifact_key, read_header
-from adapters.contents import READ_BYTES, blob_key
+from adapters.artifact import artifact_key, artifact_problem, stored_sha256
+from adapters.contents import blob_key
 from adapters.disk_map import DiskMap
-from adapters.errors import CorruptArtifact, NotFound
+from adapters.errors import NotFound
 from adapters.functions import Manifest, VersionEntry
 from adapters.store import ObjectStore
 
@@ -80,7 +79,7 @@ def _damages(
 def _contents(manifest: Manifest, entry: VersionEntry) -> Iterator[tuple[str, Callable[[ObjectStore], str]]]:
     for sha256 in (manifest.config_sha256, manifest.weights_sha256):
         yield blob_key(sha256), partial(_blob_problem, sha256=sha256)
-    yield artifact_key(entry.base, entry.digest), partial(_artifact_problem, base=entry.base, digest=entry.digest)
+    yield artifact_key(entry.base, entry.digest), partial(artifact_problem, base=entry.base, digest=entry.digest)
 
 
 def _blob_problem(store: ObjectStore, sha256: str) -> str:
@@ -89,30 +88,6 @@ def _blob_problem(store: ObjectStore, sha256: str) -> str:
     if info is None:
         return "is missing"
     try:
-        return "" if _sha256(store, info.key, 0, info.size) == sha256 else "is not what was written"
+        return "" if stored_sha256(store, info.key, 0, info.size) == sha256 else "is not what was written"
     except NotFound:
         return "is missing"
-
-
-def _artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
-    key = artifact_key(base, digest)
-    try:
-        header = read_header(store, key)
-        if (header.base, header.digest) != (base, digest):
-            return "is the artifact of another adapter or base"
-        for number, block in enumerate(header.layers):
-            if block.size and _sha256(store, key, block.offset, block.size) != block.sha256:
-                return f"is not what was written (layer {number})"
-    except NotFound:
-        return "is missing"
-    except CorruptArtifact as error:
-        return f"is not what was written ({error})"
-    return ""
-
-
-def _sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
-    whole, end = hashlib.sha256(), start + size
-    while start < end and (data := store.get_range(key, start, min(READ_BYTES, end - start))):
-        whole.update(data)
-        start += len(data)
-    return whole.hexdigest()

@@ -231,6 +231,8 @@ class Failed(msgspec.Struct, frozen=True, tag_field="event", tag="failed", omit_
     retryable: bool = False
     """No token was computed here, and another node may well succeed."""
     retry_after: float | None = None
+    damaged: str = ""
+    """The digest of the adapter, when its artifact in the registry is damaged or missing."""
 
 
 Event = Started | PromptLogprobs | Token | Done | Failed

@@ -30,6 +30,7 @@ from cluster.state import ClusterState
 from gateway.attainment import Attainment, judge
 from gateway.called import CalledDigests
 from gateway.explanations import PlacedCall
+from gateway.functions import Functions
 from gateway.holding import AGAIN_SECONDS, Hold
 from gateway.last_hour import Counts, LastHour
 from gateway.metrics import Metrics
@@ -69,6 +70,7 @@ class Dispatcher:
         limits: LimitState,
         loads: PoolLoads,
         hold: Hold,
+        functions: Functions,
     ) -> None:
         self.state = state
         self.placer = placer
@@ -81,6 +83,7 @@ class Dispatcher:
         self.limits = limits
         self.loads = loads
         self.hold = hold
+        self.functions = functions
         self.waiting = Crowd()
         """placed, and not begun on its node yet"""
         self._began = time.monotonic()
@@ -111,6 +114,7 @@ class Generation:
         self.resumed = 0
         """How often it has."""
         self._attempts_begun = 0
+        self._target = invocation.target
         self.function = invocation.target.function
         self._whose = PlacedCall(invocation.id, invocation.request_id, request.tenant, self.function)
         self.received = invocation.received
@@ -242,12 +246,16 @@ class Generation:
                     if request.adapter is not None:
                         self.shared.called.run(request.tenant, request.adapter.digest)
                 elif isinstance(event, Failed):
-                    error = ServiceError(event.type, event.message, retry_after=event.retry_after)
-                    raise NodeFailure(error, retryable=event.retryable)
+                    raise NodeFailure(self._error_of(event), retryable=event.retryable)
                 elif isinstance(event, PromptLogprobs):  # kept: another node may have to send them anew
                     self.prompt_logprobs += event.logprobs
                 else:
                     yield event
+
+    def _error_of(self, event: Failed) -> ServiceError:
+        if event.damaged and event.damaged == self._target.digest:
+            return self.shared.functions.remake(self.request.tenant, self._target)
+        return ServiceError(event.type, event.message, retry_after=event.retry_after)
 
     async def _place_or_hold(
         self,

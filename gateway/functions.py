@@ -14,9 +14,11 @@ from adapters.function_changes import function_key
 from adapters.functions import Defaults
 from adapters.names import is_name
 from adapters.registry import Registry
+from cluster.errors import ServiceError
 from cluster.messages import Adapter, SloClass
 from gateway.cache import GraceCache
 from gateway.config import GatewayConfig
+from gateway.errors import STORE_RETRY_AFTER
 from gateway.rebuilds import Rebuilds
 from gateway.threads import StoreThreads
 
@@ -107,6 +109,13 @@ class Functions:
     def forget_tenant(self, tenant: str) -> None:
         """After the tenant was deleted."""
         self._cache.forget_where(lambda key: key[0] == tenant)
+
+    def remake(self, tenant: str, target: Target) -> ServiceError:
+        """Begin to make the artifact again, which a node has found damaged; what that node's caller is told."""
+        assert target.version is not None and target.digest is not None  # nodes find no fault with the base alone
+        self._rebuilds.request(tenant, target.function, target.version, target.digest)
+        found = f"the artifact of version {target.version} of function {target.function} was damaged"
+        return ServiceError("unavailable", f"{found}: it is being made again", retry_after=STORE_RETRY_AFTER)
 
     async def _load(self, key: Key) -> Sequence[Choice]:
         tenant, name, qualifier = key

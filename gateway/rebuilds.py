@@ -1,4 +1,4 @@
-"""Artifacts made again for another base model, apart from the threads that all look-ups share."""
+"""Artifacts made again, for another base model or because one was damaged, apart from the threads of look-ups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Rebuilds:
 
     async def _make(self, tenant: str, name: str, version: int, digest: str) -> None:
         try:
-            await self._threads.run(partial(self._registry.make_artifact, tenant, name, version))
+            problem = await self._threads.run(partial(self._registry.make_artifact, tenant, name, version))
+            if problem:
+                log.warning("version %d of %s/%s: its artifact is made again: it %s", version, tenant, name, problem)
         except AdapterError as error:
             log.warning("version %d of %s/%s: its artifact is not made: %s", version, tenant, name, error)
         except Exception:  # the border of a task: nobody waits for it

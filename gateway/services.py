@@ -261,7 +261,10 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     explanations = MemoryExplanations()
-    dispatcher = _make_dispatcher(config, metrics, opened, explanations)
+    functions = Functions(
+        config, registry, threads, monotonic, name_watch.confirmed, lambda *name: tell(Changed(*name))
+    )
+    dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions)
     return Services(
         config=config,
         base=opened.base,
@@ -274,9 +277,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         callers=Callers(config, tenants, threads, monotonic, name_watch.confirmed),
         name_watch=name_watch,
         usage=opened.usage,
-        functions=Functions(
-            config, registry, threads, monotonic, name_watch.confirmed, lambda *name: tell(Changed(*name))
-        ),
+        functions=functions,
         suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,
@@ -301,7 +302,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
 
 
 def _make_dispatcher(
-    config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: MemoryExplanations
+    config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: MemoryExplanations, functions: Functions
 ) -> Dispatcher:
     """With what calls are counted in, which the routes and the other workers ask for, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
@@ -317,6 +318,7 @@ def _make_dispatcher(
         shared.limits,
         PoolLoads(monotonic),
         Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
+        functions,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from cluster.messages import (
     Done,
     Event,
@@ -115,7 +117,9 @@ class Reply:
     def _finish(self, event: Finished) -> Event:
         if event.reason == "error" and not self.stopped:
             later = RETRY_AFTER if event.error_type == "overloaded" else None
-            return self.fail(event.error_type or "internal", event.error or "the engine failed", later)
+            failed = self.fail(event.error_type or "internal", event.error or "the engine failed", later)
+            adapter = self._request.adapter
+            return msgspec.structs.replace(failed, damaged=adapter.digest) if adapter and event.damaged else failed
         text = ""
         if not self.stopped:
             text = self._match_stops(self._text.flush())

@@ -126,6 +126,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     cold_start: ColdStart
     error_type: str = ""
     error: str = ""
+    damaged: bool = False
+    """The error is that the registry's artifact is not what it must be, or is missing."""
     preemptions: int = 0
     """How often it gave its place in the batch to a strict request, to be computed again later."""
 

@@ -128,6 +128,8 @@ class LoadFailed:
     """The adapter's bytes could not be read, or are not what they must be."""
 
     reason: str
+    damaged: bool = False
+    """The registry's artifact is not what it must be, or is missing."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from adapters.artifact import check_layer
 from adapters.base_model import BaseModel
-from adapters.errors import CorruptArtifact, StoreUnavailable
+from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
 from adapters.store import ObjectStore
 from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
@@ -33,6 +33,8 @@ TRIES = 3
 BACK_OFF = 0.05
 """Seconds before the second try; four times as long before the third."""
 RETRIED = (StoreUnavailable, CorruptArtifact, OSError)
+DAMAGE = (CorruptArtifact, NotFound)
+"""Errors that say that the store's artifact is to be made again."""
 
 
 class Fetch:
@@ -184,7 +186,9 @@ class Fetch:
                 self.host.cached = None
                 again.tries = wanted.tries
             elif not isinstance(error, RETRIED) or again.tries >= TRIES:
-                self._error = self._error or f"{type(error).__name__}: {error}"
+                if not self._error:
+                    self._error = f"{type(error).__name__}: {error}"
+                    self.host.damaged = source is None and isinstance(error, DAMAGE)
                 return
             else:
                 again.not_before = time.monotonic() + BACK_OFF * 4 ** (again.tries - 1)

@@ -11,7 +11,7 @@ from adapters.errors import CorruptArtifact
 from adapters.store import ObjectStore
 from node_agent.adapter_memory.device_copy import DeviceCopy
 from node_agent.adapter_memory.disk_cache import DiskCache
-from node_agent.adapter_memory.fetch import Fetch
+from node_agent.adapter_memory.fetch import DAMAGE, Fetch
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader_threads import LoaderThreads
@@ -109,11 +109,12 @@ class Loader:
                 header = read_header(first, host.artifact)
                 host.first = first.data
             if header.digest != host.digest or header.base != self.base.fingerprint:
-                raise ValueError(f"{host.artifact} holds another adapter than {host.digest}")
+                raise CorruptArtifact(f"{host.artifact} holds another adapter than {host.digest}")
             layout = lay_out(header, self.base, self.dtype.itemsize, self.host.page_units)
             host.here = bytearray(len(header.layers))
             host.header, host.layout = header, layout
         except Exception as error:  # the border of a thread: whatever failed becomes the adapter's state
+            host.damaged = isinstance(error, DAMAGE)
             host.failed = f"{type(error).__name__}: {error}"
         self.on_change()
 

@@ -58,6 +58,8 @@ class HostAdapter:
     """when the last one did; monotonic seconds"""
     failed: str = ""
     """set when no thread touches its pages any more"""
+    damaged: bool = False
+    """`failed` because the registry's artifact is not what it must be, or is missing"""
     abandoned: bool = False
     """`failed` because nobody wanted it any more"""
 

@@ -101,7 +101,7 @@ class AdapterStore:
         elif entry.copy.abandoned:
             return Pending()  # it is about to go; the next load begins then
         elif entry.copy.failed:
-            return LoadFailed(entry.copy.failed)
+            return LoadFailed(entry.copy.failed, entry.host.damaged)
         entry.leases += 1
         self.device.move_to_end(adapter.digest)
         return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
@@ -172,9 +172,10 @@ class AdapterStore:
         """That share the link to the device."""
         return len(self._loading)
 
-    def failure(self, lease: Lease) -> str:
-        """Why the load failed, or an empty string."""
-        return self.device[lease.digest].copy.failed
+    def failure(self, lease: Lease) -> LoadFailed | None:
+        """Why the load failed; None unless it did."""
+        entry = self.device[lease.digest]
+        return LoadFailed(entry.copy.failed, entry.host.damaged) if entry.copy.failed else None
 
     def set_order(self, lease: Lease, layers: Sequence[int]) -> None:
         """In which order its layers go to the device, as far as they are in host memory; ascending unless it is set.
@@ -319,7 +320,7 @@ class AdapterStore:
         """Room on the device for an adapter that has none; each layer is copied once it is in host memory."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
         if host.failed:
-            return LoadFailed(host.failed)
+            return LoadFailed(host.failed, host.damaged)
         if host.layout is None:
             return Pending()
         if host.size > self.largest:

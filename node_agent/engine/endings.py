@@ -9,7 +9,7 @@ from node_agent.engine.request import Request
 from node_agent.ipc import Finished
 
 
-def finished(request: Request, reason: str, error_type: str, error: str) -> Finished:
+def finished(request: Request, reason: str, error_type: str, error: str, *, damaged: bool = False) -> Finished:
     now = time.monotonic()
     held = request.held if request.admitted else 0.0
     return Finished(
@@ -20,6 +20,7 @@ def finished(request: Request, reason: str, error_type: str, error: str) -> Fini
         cold_start=_cold_start(request, now),
         error_type=error_type,
         error=error,
+        damaged=damaged,
         preemptions=request.preemptions,
     )
 

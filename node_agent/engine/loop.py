@@ -34,7 +34,7 @@ from node_agent.lora_choice import choose_lora
 from node_agent.performance.drift import Drift
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.runner.score_rules import ScoreRules, changes_scores
-from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
+from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
@@ -251,7 +251,7 @@ class Engine:
         for entry in admission.refused:
             log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
             self._retract(entry.request)
-            self._finish(entry.request, "error", entry.type, entry.message)
+            self._finish(entry.request, "error", entry.type, entry.message, damaged=entry.damaged)
 
     def _reserves(self, running: list[Request]) -> Reserves:
         return Reserves(self.callers, self.queue, running, self.limits.max_rows, self.blocks.total)
@@ -316,7 +316,7 @@ class Engine:
         for request in list(self.running.values()):
             if request.cold is not None and not request.cold.load and request.lease is not None:
                 failure = self.store.failure(request.lease)
-                if failure:
+                if failure is not None:
                     self._fail_load(request, failure)
 
     def _open_cold_passes(self) -> None:
@@ -409,13 +409,15 @@ class Engine:
             text = "this node has too little memory to compute the request"
             self._finish(row.request, "error", "unavailable", text)
 
-    def _fail_load(self, request: Request, cause: str) -> None:
+    def _fail_load(self, request: Request, failure: LoadFailed) -> None:
         assert request.adapter is not None
-        log.warning("load of %s failed: %s", request.adapter.digest, cause)
+        log.warning("load of %s failed: %s", request.adapter.digest, failure.reason)
         message = f"adapter {request.adapter.digest[:12]} could not be loaded on this node"
-        self._finish(request, "error", "unavailable", message)
+        self._finish(request, "error", "unavailable", message, damaged=failure.damaged)
 
-    def _finish(self, request: Request, reason: str, error_type: str = "", error: str = "") -> None:
+    def _finish(
+        self, request: Request, reason: str, error_type: str = "", error: str = "", *, damaged: bool = False
+    ) -> None:
         """Free all that the request holds, then say how it ended."""
         self._is_loaded(request)  # what came since the last look belongs to what is said
         after = [*self.cold.drop(request), *self.hot.drop(request)]
@@ -431,7 +433,7 @@ class Engine:
             self._retract(request)
         if not self.busy:
             self.queue.shares.reset()
-        self._events.append(finished(request, reason, error_type, error))
+        self._events.append(finished(request, reason, error_type, error, damaged=damaged))
 
 
 def _end_of(request: Request, eos_ids: frozenset[int]) -> str | None:

@@ -75,8 +75,8 @@ class Orders:
             return self._end(each, "timeout", f"the prefetch took longer than {LONGEST_PREFETCH:g} s")
         if each.lease is not None:
             failure = store.failure(each.lease)
-            if failure:
-                return self._fail(each, failure)
+            if failure is not None:
+                return self._fail(each, failure.reason)
             return store.loaded(each.lease) and self._end(each)
         if each.to_host:
             host = store.hosts.load(adapter)

@@ -26,6 +26,8 @@ class Refused:
     message: str
     cause: str = ""
     """for the log"""
+    damaged: bool = False
+    """as in LoadFailed"""
 
 
 STARVED_AFTER = 1.0
@@ -235,4 +237,4 @@ def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:
         return Refused(
             request, "too_large", f"{name} needs {found.need} bytes of adapter memory; this node has {found.have}"
         )
-    return Refused(request, "unavailable", f"{name} could not be loaded on this node", found.reason)
+    return Refused(request, "unavailable", f"{name} could not be loaded on this node", found.reason, found.damaged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 from running_gateway import Running, until
+from stub_node import StubNode
 
 from adapters.artifact import artifact_key
 from adapters.contents import blob_key
@@ -20,6 +21,7 @@ from adapters.functions import FunctionRecord
 from adapters.local_store import LocalStore
 from adapters.records import update_record
 from adapters.validate import file_sha256
+from cluster.messages import Event, Failed, GenerateRequest
 from gateway import rebuilds
 from gateway.threads import READ_THREADS
 
@@ -115,3 +117,29 @@ def test_files_that_are_damaged_are_named(moved: Moved, stories_adapters: dict[s
         "internal",
         "the stored files of version 1 of function f0 are damaged: deploy the adapter again",
     )
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_node_alone_finds_damaged_is_not_written_again(
+    start: Callable[..., Running], stories_adapters: dict[str, Path], own: bool
+) -> None:
+    """The registry has what was written; and of another adapter a node has nothing to say."""
+    running, digests = start(), list[str]()
+
+    async def finds_damage(_: StubNode, __: GenerateRequest) -> AsyncIterator[Event | bytes]:
+        digest = digests[0] if own else "0" * 64
+        yield Failed(type="unavailable", message="could not be loaded", retryable=True, damaged=digest)
+
+    running.node(finds_damage)
+    store, client = LocalStore(Path(running.config.registry)), running.client()
+    digests.append(deployed(client, stories_adapters["pirate"], "f", 16))
+    key = artifact_key(running.base.fingerprint, digests[0])
+    before = store.head(key)
+    for _ in range(3):
+        reply = call(client, "f")
+        told = "the artifact of version 1 of function f was damaged: it is being made again"
+        assert reply.status_code == 503
+        assert reply.json()["error"]["message"] == (told if own else "could not be loaded")
+    assert store.head(key) == before
+    running.node()
+    until(lambda: call(client, "f").status_code == 200)

@@ -61,6 +61,8 @@ def test_a_spoilt_layer_is_read_again_and_no_other(
         assert_contents(store, world, held)
     else:
         assert states(store, held) == [LayerState.FAILED] * LAYERS
+        failure = store.failure(held)
+        assert failure is not None and failure.damaged == (spoil is not _raise)
         with pytest.raises(RuntimeError, match="before it is on the device"):
             store.layer_weights(held, 2)  # those before it were verified, and a pass may be reading them
     store.release(held, [])
@@ -96,7 +98,8 @@ def test_a_deleted_artifact_fails_its_load_at_once(
     try:
         turnstile.open_all()
         until(store, lambda: bool(store.failure(held)))
-        assert "NotFound" in store.failure(held)
+        failure = store.failure(held)
+        assert failure is not None and failure.damaged and "NotFound" in failure.reason
         assert len(turnstile.reads) == 1
     finally:
         world.objects.put(adapter.artifact, kept)

@@ -180,7 +180,7 @@ def test_a_hold_outlives_a_failed_load(
 
     turnstile.spoil = spoil
     turnstile.open_all()
-    until(store, lambda: bool(store.failure(held)))
+    until(store, lambda: store.failure(held) is not None)
     store.release(held, [])
     store.poll()
     assert_layer(world, adapter.digest, store.hosts.table, store.hosts.pool.data, hold.slot, 0)
@@ -214,7 +214,7 @@ def test_a_copy_that_fails_leaves_the_pages_to_the_fetch_that_still_runs(
     for layer in (0, 1):
         turnstile.await_waiting(RANGES_IN_FLIGHT)
         turnstile.let(offsets[layer])
-    until(store, lambda: "the device is gone" in store.failure(held) and not host.placed)
+    until(store, lambda: "the device is gone" in getattr(store.failure(held), "reason", "") and not host.placed)
     store.release(held, [])
     store.poll()
     assert host.pages is not None and store.hosts.pool.pages.owner[host.pages[0]] == adapter.digest
