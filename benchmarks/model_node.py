@@ -25,13 +25,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks.stub_node import TIMING
-from cluster.messages import RECORD_INTERVAL, Done, GenerateRequest, NodeRecord, Started, Token, encode_event
+from cluster.messages import RECORD_INTERVAL, Done, GenerateRequest, NodeRecord, Started, Token, encode_event, whole
+from cluster.received import Received
 from cluster.secret import authorization
-from gateway.simulation.columns import as_served, record_of
+from gateway.simulation.columns import as_served, record_of, residents_of
 from gateway.simulation.job import Job
 from gateway.simulation.node import SimulatedNode
 from gateway.simulation.profile import NodeProfile
-from gateway.simulation.simulator import MIN_GAP
 
 PIECE_SECONDS = 0.3
 
@@ -62,7 +62,7 @@ class ModelNode:
         self._replies: list[Reply] = []
         self._calls, self._seq = 0, 0
         self._timer: asyncio.TimerHandle | None = None
-        self._changed = asyncio.Event()
+        self._received = Received()
 
     async def generate(self, request: Request) -> Response:
         asked = msgspec.msgpack.decode(await request.body(), type=GenerateRequest)
@@ -70,7 +70,8 @@ class ModelNode:
         reply = Reply(self._job(asked))
         self._replies.append(reply)
         self._node.submit(reply.job, reply.job.at)
-        self._node.acknowledged[-1] = asked.id
+        self._node.acknowledged.clear()
+        self._received = self._received.with_one(asked.place)
         self._catch_up()
         return StreamingResponse(self._frames(reply))
 
@@ -118,8 +119,6 @@ class ModelNode:
             if reply.job.outcome:
                 reply.ended.set()
         self._replies = [reply for reply in self._replies if not reply.ended.is_set()]
-        if node.changed:
-            self._changed.set()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -132,16 +131,10 @@ class ModelNode:
         url = self._config.gateway + "/cluster/record"
         async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=2)) as session:
             while True:
-                self._changed.clear()
-                self._node.changed = False
-                record = self._record()
+                news = whole(self._record(), residents_of(self._node))
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.post(url, data=msgspec.msgpack.encode(record)) as reply:
-                        if reply.status == 204:
-                            del self._node.acknowledged[: len(record.acknowledged)]
-                await asyncio.sleep(MIN_GAP)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), RECORD_INTERVAL - MIN_GAP)
+                    await session.post(url, data=msgspec.msgpack.encode(news))
+                await asyncio.sleep(RECORD_INTERVAL)
 
     def _record(self) -> NodeRecord:
         self._seq += 1
@@ -149,6 +142,7 @@ class ModelNode:
         record = record_of(self._node, time.monotonic(), self._seq)
         return msgspec.structs.replace(
             record,
+            received=self._received,
             performance=as_served(self._node.profile.performance, config.base),
             id=config.name, url=self._url, base=config.base, base_id=config.base_id, max_context=config.max_context,
         )  # fmt: skip

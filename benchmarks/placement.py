@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import uvloop
 
 from benchmarks.redis_server import redis_server
 from benchmarks.report import arguments, contention_probe, publish, report
-from cluster.messages import NodeRecord, Resident
+from cluster.messages import ABSENT_TIER, Changes, News, NodeRecord, Resident, beat_of, rank_sums, whole
 from cluster.node_table import ASSUMED
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
@@ -36,20 +37,34 @@ from gateway.scheduling.request import PlacementRequest
 RANKS = (8, 16, 32, 64)
 ADAPTERS = 40_000
 RESIDENT = 200
-"""Adapters in a record."""
+"""Adapters on a node."""
 CHANGED = 3
 """Of them, since the node's record before."""
 OPEN = 500
 """Reservations that are open at once."""
 
 
-def record(draw: random.Random, index: int, before: NodeRecord | None = None) -> NodeRecord:
-    """A node's next record: another batch, and a few adapters that came or went."""
-    tiers = ("device", "host", "disk")
-    residents = list(before.residents) if before else []
-    residents = residents[CHANGED:] if len(residents) >= RESIDENT else residents
-    while len(residents) < RESIDENT:
-        residents.append(Resident(digest(draw), draw.choice(tiers), 10**7, draw.randrange(2)))
+@dataclass
+class Node:
+    """What it has told."""
+
+    record: NodeRecord
+    residents: list[Resident]
+
+
+def next_news(draw: random.Random, index: int, before: Node | None = None) -> tuple[Node, News]:
+    """Another batch, and a few adapters that came or went."""
+    record = next_record(draw, index, before.record if before else None)
+    count, tiers = CHANGED if before else RESIDENT, ("device", "host", "disk")
+    came = [Resident(digest(draw), draw.choice(tiers), 10**7, draw.randrange(2)) for _ in range(count)]
+    if before is None:
+        return Node(record, came), whole(record, came, record.seq)
+    gone = [Resident(resident.digest, ABSENT_TIER, 0, 0) for resident in before.residents[:count]]
+    changes = Changes(before.record.seq, record.seq, [*gone, *came])
+    return Node(record, before.residents[count:] + came), News(beat_of(record), None, changes)
+
+
+def next_record(draw: random.Random, index: int, before: NodeRecord | None) -> NodeRecord:
     running = draw.randrange(24)
     drawn = msgspec.structs.replace(ASSUMED, exposed_share=draw.uniform(0.1, 1.0))
     return NodeRecord(
@@ -68,13 +83,11 @@ def record(draw: random.Random, index: int, before: NodeRecord | None = None) ->
         kv_blocks=8000,
         block_tokens=16,
         max_rows=32,
-        batch_ranks=[draw.choice(RANKS) for _ in range(running)],
-        batch_contexts=[draw.randrange(2000) for _ in range(running)],
-        batch_slots=list(range(running)),
+        **rank_sums([(slot, draw.choice(RANKS)) for slot in range(running)], []),
+        contexts=sum(draw.randrange(2000) for _ in range(running)),
         tightest_tpot=0.06,
         performance=before.performance if before else drawn,
         prompt_tokens_left=draw.randrange(500),
-        residents=residents,
     )
 
 
@@ -111,9 +124,11 @@ async def measure_shared(policy: str, nodes: int, count: int, seed: int) -> dict
 async def measure(policy: str, nodes: int, count: int, seed: int, state: ClusterState | None = None) -> dict[str, Any]:
     draw = random.Random(seed)
     state, chooser = state or MemoryClusterState(time.monotonic, expiry=1e9), make_policy(policy)
-    records = [record(draw, index) for index in range(nodes)]
-    for known in records:
-        await state.publish(known)
+    known = []
+    for index in range(nodes):
+        node, news = next_news(draw, index)
+        known.append(node)
+        await state.publish(news)
     scoring, placing, publishing = [], [], []
     open_ones: deque[tuple[str, str]] = deque()
     for number in range(count):
@@ -131,9 +146,9 @@ async def measure(policy: str, nodes: int, count: int, seed: int, state: Cluster
             await state.release(*open_ones.popleft())
         if number % 4 == 0:
             index = draw.randrange(nodes)
-            records[index] = record(draw, index, records[index])
+            known[index], news = next_news(draw, index, known[index])
             begin = time.perf_counter()
-            await state.publish(records[index])
+            await state.publish(news)
             publishing.append(time.perf_counter() - begin)
     measured = {"scoring": scoring, "place": placing, "publish": publishing}
     return {"policy": policy, "nodes": nodes} | {

@@ -20,7 +20,8 @@ import httptools
 import msgspec
 import uvloop
 
-from cluster.messages import ColdStart, Done, GenerateRequest, NodeRecord, Started, Timing, Token, encode_event
+from cluster.messages import ColdStart, Done, GenerateRequest, NodeRecord, Started, Timing, Token, encode_event, whole
+from cluster.received import Received
 from cluster.secret import authorization
 
 PUBLISH_SECONDS = 0.2
@@ -69,14 +70,14 @@ class _Stream:
 class Stub:
     def __init__(self, config: StubConfig, url: str) -> None:
         self.config, self.url = config, url
-        self._acknowledged: list[str] = []
+        self._received = Received()
         self._seq = 0
 
     def answer(self, path: bytes, body: bytes, now: float) -> tuple[bytes, _Stream]:
         """What is sent at once, and what is sent in time."""
         if path == b"/generate":
             asked = msgspec.msgpack.decode(body, type=GenerateRequest)
-            self._acknowledged.append(asked.id)
+            self._received = self._received.with_one(asked.place)
             head = HEAD % b"application/octet-stream" + _chunk(encode_event(Started(node="stub", cold_start="none")))
             end = encode_event(Done("length", 1, asked.max_tokens, 0, TIMING))
             return head, self._stream(_frame, end, asked.max_tokens, asked.timeout, now)
@@ -96,19 +97,18 @@ class Stub:
         headers = {**authorization(self.config.secret), "content-type": "application/msgpack"}
         async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=2)) as session:
             while True:
-                told, self._acknowledged = self._acknowledged, []
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     await session.post(
-                        self.config.gateway + "/cluster/record", data=msgspec.msgpack.encode(self._record(told))
+                        self.config.gateway + "/cluster/record", data=msgspec.msgpack.encode(whole(self._record()))
                     )
                 await asyncio.sleep(PUBLISH_SECONDS)
 
-    def _record(self, acknowledged: list[str]) -> NodeRecord:
+    def _record(self) -> NodeRecord:
         self._seq += 1
         return NodeRecord(
             id="stub", epoch="1", seq=self._seq, url=self.url, state="ready", base=self.config.base,
             base_id=self.config.base_id, max_context=512, running=0, queued=0, queue_limit=100_000,
-            kv_blocks_free=1000, kv_blocks=1000, block_tokens=16, acknowledged=acknowledged,
+            kv_blocks_free=1000, kv_blocks=1000, block_tokens=16, received=self._received,
         )  # fmt: skip
 
 

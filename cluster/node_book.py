@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from cluster.messages import NodeRecord
+from cluster.messages import WHOLE, Beat, News, NodeRecord, Resident, facts_of, record_from, whole
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
@@ -36,18 +36,26 @@ class NodeView(msgspec.Struct, frozen=True):
     """Places given away that the node has not acknowledged yet."""
     age: float
     """Seconds since the record came in, by the receiver's clock."""
-    tiers: Mapping[str, str]
-    """Tier of each resident adapter by its digest: the record's `residents`, indexed once when it came in."""
+    residents: Mapping[str, Resident]
+    """Its adapters by digest. Changes with the node's news."""
 
 
 class _Node:
     def __init__(self, row: int) -> None:
         self.row = row
         self.record: NodeRecord
-        self.tiers: Mapping[str, str] = {}
+        self.at = 0
+        """Number of the last change that is known of its facts and residents."""
         self.ends: dict[str, float] = {}
         """When each held place ends by itself."""
+        self.numbers: dict[str, int] = {}
+        """Of held places; 0: it has none."""
         self.past: OrderedDict[str, None] = OrderedDict()
+
+    def let_go(self, request_id: str) -> bool:
+        """Whether its place was held until now."""
+        self.numbers.pop(request_id, None)
+        return self.ends.pop(request_id, None) is not None
 
 
 class NodeBook:
@@ -75,41 +83,67 @@ class NodeBook:
     def ids(self) -> list[str]:
         return list(self._nodes)
 
-    def is_newer(self, record: NodeRecord) -> bool:
+    def is_newer(self, beat: Beat) -> bool:
         """Within an epoch the greater `seq` wins; a new epoch is a new process."""
-        node = self._nodes.get(record.id)
+        node = self._nodes.get(beat.id)
         if node is None:
             return True
-        if record.epoch == node.record.epoch:
-            return record.seq > node.record.seq
-        return record.epoch not in node.past
+        if beat.epoch == node.record.epoch:
+            return beat.seq > node.record.seq
+        return beat.epoch not in node.past
 
-    def put(self, record: NodeRecord, heard: float) -> None:
-        """Take a record in, whatever is known. Ends the places that it acknowledges, and all of an epoch before.
-        Raises TooManyNodes."""
-        node = self._nodes.get(record.id)
+    def lacks(self, news: News) -> bool:
+        """Whether it builds on what is not known here."""
+        changes = news.changes
+        if changes.since == WHOLE:
+            return news.facts is None
+        node = self._nodes.get(news.beat.id)
+        return node is None or node.record.epoch != news.beat.epoch or changes.since > node.at
+
+    def put(self, news: News, heard: float) -> None:
+        """Take in what a node tells, whatever its `seq`; it must not lack anything. Ends the places of requests that
+        came, and all of an epoch before. Raises TooManyNodes."""
+        beat, changes, is_whole = news.beat, news.changes, news.changes.since == WHOLE
+        node = self._nodes.get(beat.id)
+        if node is None and len(self._nodes) >= self.max_nodes:
+            raise TooManyNodes(f"{self.max_nodes} nodes are known already; {beat.id} was not added")
+        came = list(changes.acknowledged)
+        if node is not None:
+            came += [request for request, number in node.numbers.items() if beat.received.has(number)]
+        facts = news.facts if news.facts is not None or node is None else facts_of(node.record)
+        assert facts is not None
+        record = record_from(beat, facts)
+        residents, changed = (changes.residents, []) if is_whole else (None, changes.residents)
+        row = self.table.put(record, heard, residents=residents, changed=changed, acknowledged=came)
         if node is None:
-            if len(self._nodes) >= self.max_nodes:
-                raise TooManyNodes(f"{self.max_nodes} nodes are known already; {record.id} was not added")
-            node = self._nodes[record.id] = _Node(self.table.put(record, heard))
-        else:
-            self.table.put(record, heard)
-            if record.epoch != node.record.epoch:
-                node.ends.clear()
-                _remember(node.past, node.record.epoch)
-        for request_id in record.acknowledged:
-            node.ends.pop(request_id, None)
+            node = self._nodes[beat.id] = _Node(row)
+        elif beat.epoch != node.record.epoch:
+            node.ends.clear()
+            node.numbers.clear()
+            _remember(node.past, node.record.epoch)
+        for request_id in came:
+            node.let_go(request_id)
         node.record = record
-        node.tiers = {entry.digest: entry.tier for entry in record.residents}
-        self._heard[node.row] = heard
+        node.at = changes.at if is_whole else max(node.at, changes.at)
+        self._heard[row] = heard
         self._next_expiry = min(self._next_expiry, heard + self.expiry)
 
-    def hold(self, node_id: str, request_id: str, demand: Demand, end: float) -> None:
+    def news(self, node_id: str) -> News:
+        """All that is known of a known node, for somebody who knows nothing."""
+        node = self._nodes[node_id]
+        return whole(node.record, list(self.table.residents(node.row).values()), node.at)
+
+    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
+        """By digest; None of a process that is not known."""
+        node = self._nodes.get(node_id)
+        return self.table.residents(node.row) if node is not None and node.record.epoch == epoch else None
+
+    def hold(self, node_id: str, request_id: str, demand: Demand, end: float, number: int = 0) -> None:
         """A place is given away until `end` at the latest. Nothing happens at an unknown node."""
         node = self._nodes.get(node_id)
         if node is None:
             return
-        node.ends[request_id] = end
+        node.ends[request_id], node.numbers[request_id] = end, number
         heapq.heappush(self._ends, (end, node_id, request_id))
         self.table.reserve(node.row, request_id, demand)
 
@@ -120,7 +154,7 @@ class NodeBook:
     def drop(self, node_id: str, request_id: str) -> None:
         """The place is free again. Nothing happens when it has ended already."""
         node = self._nodes.get(node_id)
-        if node is not None and node.ends.pop(request_id, None) is not None:
+        if node is not None and node.let_go(request_id):
             self.table.release(node.row, request_id)
 
     def drop_all(self, node_id: str) -> None:
@@ -165,7 +199,7 @@ class NodeBook:
                 record=node.record,
                 reserved=int(table.reserved[node.row]),
                 age=max(0.0, aged - float(self._heard[node.row])),
-                tiers=node.tiers,
+                residents=table.residents(node.row),
             )
             for _, node in sorted(self._nodes.items())
             if table.live[node.row]

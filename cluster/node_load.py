@@ -69,8 +69,6 @@ class NodeLoad(msgspec.Struct, frozen=True):
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
-    waiting = record.queued_ranks
-    running = {slot: rank for slot, rank in zip(record.batch_slots, record.batch_ranks, strict=False) if slot >= 0}
     return NodeLoad(
         ready=record.state == "ready",
         running=count(record.running),
@@ -80,11 +78,11 @@ def load_of(record: NodeRecord) -> NodeLoad:
         max_context=count(record.max_context),
         kv_tokens_free=count(record.kv_blocks_free * record.block_tokens),
         kv_tokens=count(record.kv_blocks * record.block_tokens),
-        contexts=count(sum(record.batch_contexts)),
+        contexts=count(record.contexts),
         prompt_tokens=count(record.prompt_tokens_left),
-        max_rank=count(max((*record.batch_ranks, *waiting), default=0)),
-        request_ranks=count(sum(record.batch_ranks) + sum(waiting)),
-        adapter_ranks=count(sum(running.values()) + sum(waiting)),
+        max_rank=count(record.max_rank),
+        request_ranks=count(record.request_ranks),
+        adapter_ranks=count(record.adapter_ranks),
         tightest_tpot=_promise(record.tightest_tpot),
         adapter_bytes_free=count(record.adapter_bytes_free),
         adapter_bytes=count(record.adapter_bytes),

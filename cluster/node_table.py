@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from cluster.crowd import room_for_others
-from cluster.messages import NEWEST_VERSION, NodeRecord
+from cluster.messages import NEWEST_VERSION, NodeRecord, Resident
 from cluster.model_check import problem_of
 from cluster.node_load import MOST, Demand, NodeLoad, found_by_strict, held_by, load_of, tightest_tpot
 from cluster.performance_model import (
@@ -237,11 +237,23 @@ class NodeTable:
     def rows(self) -> Iterator[int]:
         return iter(sorted(self._rows.values()))
 
+    def residents(self, row: int) -> Mapping[str, Resident]:
+        """By digest. Not to be changed; changes with the node's news."""
+        return self._residents.residents(row)
+
     # --- for whoever keeps the picture
 
-    def put(self, record: NodeRecord, heard: float = math.nan) -> int:
-        """Take a record in, and end the reservations that it acknowledges. Returns the node's row. Raises IndexError
-        when the table is full."""
+    def put(
+        self,
+        record: NodeRecord,
+        heard: float = math.nan,
+        *,
+        residents: Sequence[Resident] | None = None,
+        changed: Sequence[Resident] = (),
+        acknowledged: Iterable[str] = (),
+    ) -> int:
+        """Take a record in, and end the reservations that are `acknowledged`. `residents`: all of them; None: as they
+        were, but for the `changed` ones. Returns the node's row. Raises IndexError when the table is full."""
         row = self._rows.get(record.id)
         if row is None:
             row = self._rows[record.id] = self._free.pop()
@@ -251,10 +263,11 @@ class NodeTable:
         if before is not None and before.epoch != record.epoch:
             self._demands[row].clear()
         self._records[row], self._loads[row] = record, load_of(record)
-        for request_id in record.acknowledged:
+        for request_id in acknowledged:
             self._demands[row].pop(request_id, None)
-        if before is None or before.residents != record.residents:
-            self._residents.put(row, record.residents)
+        if residents is not None:
+            self._residents.put(row, residents)
+        self._residents.change(row, changed)
         if before is None or before.base != record.base:
             self._rebase(row, before.base if before else None, record.base)
         if before is None or (before.performance, before.base) != (record.performance, record.base):

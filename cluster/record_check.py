@@ -1,4 +1,4 @@
-"""What a gateway believes of a node's record.
+"""What a gateway believes of what a node tells.
 
 The cluster secret says that the sender belongs to the cluster, not that what it says is right: a broken node must not
 make every placement wrong, and no node may have the gateway send prompts and the secret to a host that is not itself.
@@ -11,20 +11,21 @@ import ipaddress
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 import msgspec
 
 from cluster.limits import Bucket
-from cluster.messages import NodeRecord
+from cluster.messages import WHOLE, News
+from cluster.received import WINDOW
 
 ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)
 POOL = re.compile(r"([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?")
 STATES = ("warming", "ready", "draining")
 MOST = 1 << 53
 RECORDS_PER_SECOND = 60.0
-"""Of one node; a node sends at most 50."""
+"""Of one node; a node sends 5, one of the release before 50 at most."""
 BURST_SECONDS = 2.0
 MOST_RATES = 4096
 
@@ -33,43 +34,35 @@ class BadRecord(ValueError):
     """The record contradicts itself or its sender; the message says in what."""
 
 
-def check_record(record: NodeRecord, peer: str, allowed_hosts: Collection[str]) -> None:
-    """`peer`: the address that it came from. Raises BadRecord."""
-    _check_id(record.id)
-    if not 0 < len(record.epoch) <= 200:
+def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
+    """`peer`: the address that they came from. Raises BadRecord."""
+    beat, facts = news.beat, news.facts
+    _check_id(beat.id)
+    if not 0 < len(beat.epoch) <= 200:
         raise BadRecord("epoch: expected 1 to 200 characters")
-    if record.state not in STATES:
-        raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {record.state[:60]!r}")
-    if not POOL.fullmatch(record.pool):
-        raise BadRecord(f"pool: expected a pool's name, found {record.pool[:60]!r}")
-    for field, value in _integers(record):
-        least = -1 if field == "batch_slots" else 0
-        if not least <= value <= MOST:
-            raise BadRecord(f"{field}: {value} is below {least} or above 2^53")
-    for whose, promise in (("", record), ("strict.", record.strict)):
+    if beat.state not in STATES:
+        raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {beat.state[:60]!r}")
+    if len(beat.received.came) > WINDOW // 8:
+        raise BadRecord(f"received: expected at most {WINDOW // 8} bytes")
+    for whose, part in (("", beat), ("", facts), ("strict.", beat.strict), ("received.", beat.received)):
+        for field, value in msgspec.structs.asdict(part).items() if part is not None else ():
+            if isinstance(value, int) and not 0 <= value <= MOST:
+                raise BadRecord(f"{whose}{field}: {value} is below 0 or above 2^53")
+    for whose, promise in (("", beat), ("strict.", beat.strict)):
         tpot = promise.tightest_tpot if promise is not None else None
         if tpot is not None and not 0 < tpot < math.inf:
             raise BadRecord(f"{whose}tightest_tpot: {tpot} is no time")
-    _check_url(record.url, peer, allowed_hosts)
+    if not (news.changes.since == WHOLE or 0 <= news.changes.since <= news.changes.at) or news.changes.at > MOST:
+        raise BadRecord(f"changes: {news.changes.at} can't come after {news.changes.since}")
+    if facts is not None:
+        if not POOL.fullmatch(facts.pool):
+            raise BadRecord(f"pool: expected a pool's name, found {facts.pool[:60]!r}")
+        _check_url(facts.url, peer, allowed_hosts)
 
 
 def _check_id(node_id: str) -> None:
     if not ID.fullmatch(node_id):
         raise BadRecord(f"id: expected 1 to 253 letters, digits and . _ : -, found {node_id[:60]!r}")
-
-
-def _integers(record: NodeRecord) -> Iterator[tuple[str, int]]:
-    if record.strict is not None:
-        for field, value in msgspec.structs.asdict(record.strict).items():
-            if isinstance(value, int):
-                yield f"strict.{field}", value
-    for field in record.__struct_fields__:
-        value = getattr(record, field)
-        if isinstance(value, int):
-            yield field, value
-        elif isinstance(value, list) and value and isinstance(value[0], int):
-            yield field, min(value)
-            yield field, max(value)
 
 
 def _check_url(url: str, peer: str, allowed_hosts: Collection[str]) -> None:

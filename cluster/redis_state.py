@@ -11,23 +11,41 @@ and places are reserved in this worker alone.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import msgspec
 
 from cluster.crowd import room_for_others
-from cluster.messages import RECORD_EXPIRY, NodeRecord, check_version
+from cluster.messages import (
+    ABSENT_TIER,
+    RECORD_EXPIRY,
+    WHOLE,
+    Beat,
+    Changes,
+    Facts,
+    News,
+    Resident,
+    check_version,
+)
 from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
 from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
-from cluster.state import MAX_NODES, RESERVATION_SECONDS, TooManyNodes, reserve_in
+from cluster.state import MAX_NODES, RESERVATION_SECONDS, Taken, TooManyNodes, reserve_in, take_in
 
 CATCH_UP_SECONDS = 0.1
 """Longest wait for a change that Redis has told already."""
+AWAY_SECONDS = 1.0
+"""Length of a reservation while Redis is away, and with it the numbers: by then the node's record tells of the
+request."""
 CHANGES = "changes"
 
 
 class _Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    record: NodeRecord
+    """News; the script that publishes them puts their parts together."""
+
+    beat: Beat
+    facts: Facts | None
+    changes: Changes
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
@@ -42,6 +60,9 @@ class _Freed(msgspec.Struct, frozen=True, array_like=True, tag="freed"):
 
 
 _decoder = msgspec.msgpack.Decoder(_Put | _Held | _Freed)
+_beats, _facts = msgspec.msgpack.Decoder(Beat), msgspec.msgpack.Decoder(Facts)
+_residents = msgspec.msgpack.Decoder(Resident)
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class RedisClusterState:
@@ -74,18 +95,22 @@ class RedisClusterState:
         since = self._link.away_since
         return None if since is None else self._clock() - since
 
-    async def publish(self, record: NodeRecord) -> bool:
-        check_version(record.v)
+    async def publish(self, news: News) -> Taken:
+        check_version(news.beat.v)
         self._book.forget(self._aged())
         try:
-            taken, version = await self._publish(record, 0.0)
+            taken, version = await self._publish(news, 0.0)
         except RedisAway:
-            return self._publish_here(record)
-        if taken < 0:
-            raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {record.id} was not added")
-        if taken:
+            return take_in(self._book, news, self._aged())
+        if taken == -1:
+            raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {news.beat.id} was not added")
+        if taken == 1:
             await self._catch_up(version)
-        return taken > 0
+            return "taken"
+        return "older" if taken == 0 else "gap"
+
+    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
+        return self._book.residents(node_id, epoch)
 
     async def table(self) -> NodeTable:
         return self._book.current(self._clock(), self._aged())
@@ -93,30 +118,31 @@ class RedisClusterState:
     async def nodes(self) -> list[NodeView]:
         return self._book.views(self._clock(), self._aged())
 
-    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
+    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
         try:
             return await self._reserved(node_id, request_id, demand, seen)
         except RedisAway:
-            return reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, self._end())
+            end = self._clock() + min(AWAY_SECONDS, self._reservation_seconds)
+            return 0 if reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, end) else None
         except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
             await self._free(node_id, request_id)
             raise
 
-    async def _reserved(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
+    async def _reserved(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
         """Raises RedisAway."""
         for restored in (False, True):
-            taken, version, generation = await self._reserve(node_id, request_id, demand, seen)
+            taken, version, generation, number = await self._reserve(node_id, request_id, demand, seen)
             if taken > 0:
                 if version > self._version:  # else its message has come already
-                    self._hold_ahead(_Held(node_id, request_id, demand), version, generation)
-                return True
+                    self._hold_ahead(_Held(node_id, request_id, demand), version, generation, number)
+                return number
             if taken == 0:
                 await self._catch_up(version)
-                return False
+                return None
             if restored or not await self._restore(node_id):
-                return False
+                return None
             seen = None  # Redis had lost its count
-        return False
+        return None
 
     async def release(self, node_id: str, request_id: str) -> None:
         if not self._book.is_held(node_id, request_id):
@@ -144,22 +170,41 @@ class RedisClusterState:
         key = self._link.key
         return [key("node", node_id), key("ends", node_id), key("demands", node_id), key("version")]
 
-    async def _publish(self, record: NodeRecord, age: float, *, resuming: bool = False) -> tuple[int, int]:
-        payload = msgspec.msgpack.encode(_Put(record))
-        own: list[Value] = [record.id, record.epoch, record.seq, payload, record.queued, record.queue_limit]
-        bounds: list[Value] = [
+    async def _publish(self, news: News, age: float, *, resuming: bool = False) -> tuple[int, int]:
+        beat, changes = news.beat, news.changes
+        record = self._book.known(beat.id)
+        limit = news.facts.queue_limit if news.facts else record.queue_limit if record else 0
+        args: list[Value] = [
+            beat.id,
+            beat.epoch,
+            beat.seq,
+            _encode(beat),
+            _encode(news.facts),
+            _encode(changes),
+            beat.queued,
+            limit,
             round(age * 1000),
             self._channel,
             self._book.max_nodes,
             round(self._book.forget_seconds * 1000),
             PAST_EPOCHS,
+            changes.since,
+            changes.at,
+            beat.received.last,
+            beat.received.came,
+            len(changes.acknowledged),
+            *changes.acknowledged,
         ]
-        keys = [self._link.key("nodes"), *self._keys(record.id)]
+        for resident in changes.residents:
+            args += [resident.digest, b"" if resident.tier == ABSENT_TIER else _encode(resident)]
+        keys = [self._link.key("nodes"), *self._keys(beat.id), self._link.key("residents", beat.id)]
         run = self._link.catch_up_run if resuming else self._link.run
-        taken, version = await run("publish", keys, [*own, *bounds, *record.acknowledged])
+        taken, version = await run("publish", keys, args)
         return taken, version
 
-    async def _reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> tuple[int, int, int]:
+    async def _reserve(
+        self, node_id: str, request_id: str, demand: Demand, seen: int | None
+    ) -> tuple[int, int, int, int]:
         """What the script returns. Raises RedisAway."""
         payload = msgspec.msgpack.encode(_Held(node_id, request_id, demand))
         expiry = round(min(self._expiry, self._book.forget_seconds) * 1000)  # a node that is forgotten is not there
@@ -168,22 +213,21 @@ class RedisClusterState:
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
         args: list[Value] = [request_id, payload, known, expiry]
         args += [round(self._reservation_seconds * 1000), self._channel, room]
-        taken, version, generation = await self._link.run("reserve", self._keys(node_id), args)
-        return taken, version, generation
+        taken, version, generation, number = await self._link.run("reserve", self._keys(node_id), args)
+        return taken, version, generation, number
 
     async def _restore(self, node_id: str, *, resuming: bool = False) -> bool:
         """Give Redis a node back that it has lost; whether there was one to give. Raises RedisAway."""
-        record = self._book.known(node_id)
         age = self._aged() - self._book.heard(node_id)
-        if record is None or age >= self._expiry:
+        if self._book.known(node_id) is None or age >= self._expiry:
             return False
-        await self._publish(record, max(0.0, age), resuming=resuming)
+        await self._publish(self._book.news(node_id), max(0.0, age), resuming=resuming)
         return True
 
     # --- what keeps the mirror in step
 
     def _changed(self, message: bytes) -> None:
-        version_text, generation, payload = message.split(b":", 2)
+        version_text, generation, number, payload = message.split(b":", 3)
         version = int(version_text)
         if version <= self._version:
             return  # it was in the snapshot
@@ -191,28 +235,28 @@ class RedisClusterState:
             raise OutOfStep(f"version {version} follows {self._version}")
         self._version = version
         change = _decoder.decode(payload)
-        node_id = change.record.id if isinstance(change, _Put) else change.node
+        node_id = change.beat.id if isinstance(change, _Put) else change.node
         counted = self._book.generation(node_id)
-        self._apply(change, self._end())
+        self._apply(change, self._end(), int(number))
         if version >= self._ahead.get(node_id, 0):  # else it tells of a time before our own latest reservation
             self._ahead.pop(node_id, None)
             counted = int(generation)
         self._book.set_generation(node_id, counted)
         self._wake()
 
-    def _apply(self, change: _Put | _Held | _Freed, end: float) -> None:
+    def _apply(self, change: _Put | _Held | _Freed, end: float, number: int) -> None:
         match change:
-            case _Put(record):
-                self._put(record, self._aged())
+            case _Put(beat, facts, changes):
+                self._put(News(beat, facts, changes), self._aged())
             case _Held(node, request, demand):
-                self._book.hold(node, request, demand, end)
+                self._book.hold(node, request, demand, end, number)
             case _Freed(node, request):
                 self._book.drop(node, request)
 
-    def _hold_ahead(self, held: _Held, version: int, generation: int) -> None:
+    def _hold_ahead(self, held: _Held, version: int, generation: int, number: int) -> None:
         """A place of our own, before its message comes; answers to reservations may come in another order."""
         counted, latest = self._book.generation(held.node), self._ahead.get(held.node, 0)
-        self._apply(held, self._end())
+        self._apply(held, self._end(), number)
         if version > latest:
             self._ahead[held.node] = version
             counted = generation
@@ -221,27 +265,32 @@ class RedisClusterState:
     def _end(self) -> float:
         return self._clock() + self._reservation_seconds
 
-    def _put(self, record: NodeRecord, heard: float) -> None:
-        """Redis has taken it in, so there is room for it once those are forgotten that Redis has forgotten."""
-        if self._book.known(record.id) is None and len(self._book.ids()) >= self._book.max_nodes:
+    def _put(self, news: News, heard: float) -> None:
+        """Redis has taken them in, so there is room once those are forgotten that Redis has forgotten. Raises
+        OutOfStep."""
+        if self._book.lacks(news):
+            raise OutOfStep(f"of node {news.beat.id} something was missed")
+        if self._book.known(news.beat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
             self._book.remove(min(self._book.ids(), key=self._book.heard))
-        self._book.put(record, heard)
+        self._book.put(news, heard)
 
     async def _resume(self) -> None:
         """Everything anew from Redis; what Redis lost and we still know, it gets back. Raises RedisAway."""
         key = self._link.key
-        begins = [key("node", ""), key("ends", ""), key("demands", "")]
+        begins = [key("node", ""), key("ends", ""), key("demands", ""), key("residents", "")]
         version, *nodes = await self._link.catch_up_run("snapshot", [key("nodes"), key("version")], begins)
         there = set()
-        for payload, age, generation, held in nodes:
-            record = _decoder.decode(payload).record
-            there.add(record.id)
-            self._put(record, self._aged() - age / 1000)
-            self._book.drop_all(record.id)
-            for left, place in zip(held[::2], held[1::2], strict=True):
+        for beat_bytes, facts, at, age, generation, held, residents in nodes:
+            beat = _beats.decode(beat_bytes)
+            there.add(beat.id)
+            changes = Changes(WHOLE, at, [_residents.decode(resident) for resident in residents])
+            self._put(News(beat, _facts.decode(facts), changes), self._aged() - age / 1000)
+            self._book.drop_all(beat.id)
+            for left, stored in zip(held[::2], held[1::2], strict=True):
+                number, place = stored.split(b":", 1)
                 seconds = min(left / 1000, self._reservation_seconds)
-                self._apply(_decoder.decode(place), self._clock() + seconds)
-            self._book.set_generation(record.id, generation)
+                self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
+            self._book.set_generation(beat.id, generation)
         self._version = self._beaten = version
         self._ahead.clear()
         self._wake()
@@ -269,9 +318,3 @@ class RedisClusterState:
             if version <= self._version and not told.done():
                 told.set_result(None)
         self._waiting = [entry for entry in self._waiting if not entry[1].done()]
-
-    def _publish_here(self, record: NodeRecord) -> bool:
-        if not self._book.is_newer(record):
-            return False
-        self._book.put(record, self._aged())
-        return True

@@ -1,10 +1,10 @@
-"""Which nodes hold an adapter: the records' residents, turned round."""
+"""Which nodes hold an adapter: the nodes' residents, turned round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.messages import Resident
+from cluster.messages import ABSENT_TIER, Resident
 
 DEVICE, HOST, DISK, ABSENT = range(4)
 TIERS = {"device": DEVICE, "host": HOST, "disk": DISK}
@@ -20,8 +20,7 @@ class ResidentIndex:
     def __init__(self, rows: int) -> None:
         self._tiers: dict[str, dict[int, int]] = {}
         self._users: dict[str, set[int]] = {}
-        self._held: list[dict[str, int]] = [{} for _ in range(rows)]
-        self._used: list[set[str]] = [set() for _ in range(rows)]
+        self._rows: list[dict[str, Resident]] = [{} for _ in range(rows)]
 
     def tiers(self, digest: str) -> dict[int, int]:
         """Row -> DEVICE, HOST or DISK. Not to be changed."""
@@ -31,20 +30,37 @@ class ResidentIndex:
         """Rows where requests hold a lease on it. Not to be changed."""
         return self._users.get(digest, _NOBODY)
 
+    def residents(self, row: int) -> Mapping[str, Resident]:
+        """Of the row's node, by digest. Changes with the node's news."""
+        return self._rows[row]
+
     def put(self, row: int, residents: Sequence[Resident]) -> None:
         """All that the row's node holds now."""
-        before, after = self._held[row], {e.digest: TIERS[e.tier] for e in residents if e.tier in TIERS}
-        for digest in before.keys() - after.keys():
-            del self._tiers[digest][row]
+        after = {resident.digest for resident in residents}
+        gone = [Resident(digest, ABSENT_TIER, 0, 0) for digest in self._rows[row] if digest not in after]
+        self.change(row, (*gone, *residents))
+
+    def change(self, row: int, residents: Iterable[Resident]) -> None:
+        """What became of some of the node's adapters."""
+        rows = self._rows[row]
+        for resident in residents:
+            digest, is_gone = resident.digest, resident.tier == ABSENT_TIER
+            if is_gone:
+                rows.pop(digest, None)
+            else:
+                rows[digest] = resident
+            self._place(row, digest, TIERS.get(resident.tier, ABSENT), not is_gone and resident.in_use > 0)
+
+    def _place(self, row: int, digest: str, tier: int, used: bool) -> None:
+        if tier != ABSENT:
+            self._tiers.setdefault(digest, {})[row] = tier
+        elif digest in self._tiers:
+            self._tiers[digest].pop(row, None)
             if not self._tiers[digest]:
                 del self._tiers[digest]
-        for digest, tier in after.items() - before.items():
-            self._tiers.setdefault(digest, {})[row] = tier
-        used = {entry.digest for entry in residents if entry.in_use > 0}
-        for digest in self._used[row] - used:
+        if used:
+            self._users.setdefault(digest, set()).add(row)
+        elif digest in self._users:
             self._users[digest].discard(row)
             if not self._users[digest]:
                 del self._users[digest]
-        for digest in used - self._used[row]:
-            self._users.setdefault(digest, set()).add(row)
-        self._held[row], self._used[row] = after, used

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol
 
-from cluster.messages import RECORD_EXPIRY, NodeRecord, check_version
+from cluster.messages import RECORD_EXPIRY, News, Resident, check_version
 from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView, TooManyNodes
 from cluster.node_table import Demand, NodeTable
 
@@ -25,11 +26,19 @@ RESERVATION_SECONDS = 5.0
 MAX_NODES = 1024
 
 
+Taken = Literal["taken", "older", "gap"]
+"""What became of news: they are older than what is known; or they build on what is not, and all is to be told."""
+
+
 class ClusterState(Protocol):
     """Shared by everything that places requests; methods are async because a shared state lives elsewhere."""
 
-    async def publish(self, record: NodeRecord) -> bool:
-        """Take a record in; False when it is older than what is known. Raises VersionMismatch, TooManyNodes."""
+    async def publish(self, news: News) -> Taken:
+        """Take in what a node tells. Raises VersionMismatch, TooManyNodes."""
+        ...
+
+    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
+        """What this process of the node holds, by digest; None when it is not known. Not to be changed."""
         ...
 
     async def table(self) -> NodeTable:
@@ -40,9 +49,10 @@ class ClusterState(Protocol):
         """Every node whose record has not expired, in the order of their ids."""
         ...
 
-    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
-        """Take a place on a live node. False when it is full or gone, or when its generation is no longer `seen` (None:
-        whatever it is); the table then shows why. At most one round trip."""
+    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
+        """Take a place on a live node: its number, by which the node says that the request came (0: it ends by itself).
+        None when the node is full or gone, or when its generation is no longer `seen` (None: whatever it is); the table
+        then shows why. At most one round trip."""
         ...
 
     async def release(self, node_id: str, request_id: str) -> None:
@@ -75,16 +85,18 @@ class MemoryClusterState:
     ) -> None:
         self._clock = clock
         self._reservation_seconds = reservation_seconds
+        self._next_place = time.time_ns() // 1000
+        """Counted from the clock, so that numbers of a gateway before do not come again."""
         self._book = NodeBook(expiry=expiry, max_nodes=max_nodes, forget_seconds=forget_seconds)
 
-    async def publish(self, record: NodeRecord) -> bool:
-        check_version(record.v)
+    async def publish(self, news: News) -> Taken:
+        check_version(news.beat.v)
         now = self._clock()
         self._book.forget(now)
-        if not self._book.is_newer(record):
-            return False
-        self._book.put(record, now)
-        return True
+        return take_in(self._book, news, now)
+
+    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
+        return self._book.residents(node_id, epoch)
 
     async def table(self) -> NodeTable:
         now = self._clock()
@@ -94,8 +106,12 @@ class MemoryClusterState:
         now = self._clock()
         return self._book.views(now, now)
 
-    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
-        return reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, self._end())
+    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
+        number = self._next_place
+        if not reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, self._end(), number):
+            return None
+        self._next_place += 1
+        return number
 
     async def release(self, node_id: str, request_id: str) -> None:
         self._book.drop(node_id, request_id)
@@ -107,8 +123,25 @@ class MemoryClusterState:
         return self._clock() + self._reservation_seconds
 
 
+def take_in(book: NodeBook, news: News, heard: float) -> Taken:
+    """As ClusterState.publish, into this process's own book. Raises TooManyNodes."""
+    if not book.is_newer(news.beat):
+        return "older"
+    if book.lacks(news):
+        return "gap"
+    book.put(news, heard)
+    return "taken"
+
+
 def reserve_in(
-    book: NodeBook, table: NodeTable, node_id: str, request_id: str, demand: Demand, seen: int | None, end: float
+    book: NodeBook,
+    table: NodeTable,
+    node_id: str,
+    request_id: str,
+    demand: Demand,
+    seen: int | None,
+    end: float,
+    number: int = 0,
 ) -> bool:
     """A place as ClusterState.reserve takes one, in this process's own book. `table` is the book's, as it is now."""
     row = table.row(node_id)
@@ -119,5 +152,5 @@ def reserve_in(
         or seen not in (None, int(table.generation[row]))
     ):
         return False
-    book.hold(node_id, request_id, demand, end)
+    book.hold(node_id, request_id, demand, end, number)
     return True

@@ -232,7 +232,7 @@ class Generation:
     async def _attempt(
         self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]
     ) -> AsyncGenerator[Token | Done, None]:
-        request = msgspec.structs.replace(self._asked, timeout=left, ttft=self._ttft_left())
+        request = msgspec.structs.replace(self._asked, timeout=left, ttft=self._ttft_left(), place=placed.number)
         self.node = placed.node_id
         if not self.resumed:
             self.sent_at, self.started_at, self.forecast = time.monotonic(), None, placed.forecast

@@ -17,6 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from cluster.messages import ColdStart, NodeRecord
+from cluster.node_book import NodeView
 from gateway.attainment import PROMISES, Attained, Kept, Promise
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
@@ -162,9 +163,7 @@ class Metrics:
     def change_open(self, by: int) -> None:
         self._open.inc(by)
 
-    def render(
-        self, nodes: Iterable[NodeRecord], attained: Iterable[Attained] = (), stale: float | None = None
-    ) -> bytes:
+    def render(self, nodes: Iterable[NodeView], attained: Iterable[Attained] = (), stale: float | None = None) -> bytes:
         """Prometheus text format, of all workers, of the nodes as they are known now, and of what this process knows of
         promises; `stale`: since how many seconds it knows no better."""
         asked = CollectorRegistry()
@@ -188,8 +187,9 @@ class _Again(Collector):
 
 
 class _Nodes(Collector):
-    def __init__(self, nodes: list[NodeRecord], stale: float) -> None:
-        self._nodes, self._stale = nodes, stale
+    def __init__(self, views: list[NodeView], stale: float) -> None:
+        self._views, self._stale = views, stale
+        self._nodes = [view.record for view in views]
 
     def collect(self) -> Iterator[Metric]:
         told = "Since when the worker that answers has been without Redis"
@@ -224,14 +224,14 @@ class _Nodes(Collector):
     def _residency(self) -> Iterator[Metric]:
         adapters = GaugeMetricFamily("garnish_resident_adapters", "Adapters by tier", labels=("node", "tier"))
         size = GaugeMetricFamily("garnish_resident_bytes", "Bytes of adapters by tier", labels=("node", "tier"))
-        for node in self._nodes:
+        for view in self._views:
             count, total = Tally[str](), Tally[str]()
-            for resident in node.residents:
+            for resident in view.residents.values():
                 count[resident.tier] += 1
                 total[resident.tier] += resident.bytes
             for tier in sorted(count):
-                adapters.add_metric((node.id, tier), count[tier])
-                size.add_metric((node.id, tier), total[tier])
+                adapters.add_metric((view.record.id, tier), count[tier])
+                size.add_metric((view.record.id, tier), total[tier])
         yield adapters
         yield size
 

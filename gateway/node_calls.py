@@ -8,7 +8,8 @@ import aiohttp
 import msgspec
 
 from cluster.errors import STATUS, ServiceError
-from cluster.messages import NodeRecord
+from cluster.messages import News, NodeRecord
+from cluster.old_record import OldRecord, decode_news
 from cluster.secret import authorization
 
 T = TypeVar("T")
@@ -46,6 +47,14 @@ class NodeCalls:
             return status, msgspec.msgpack.decode(body, type=kind)
         except msgspec.DecodeError as error:
             raise _failed(node, f"said something that is no answer ({error})") from error
+
+    async def ask_news(self, node: NodeRecord) -> News | OldRecord:
+        """All that the node has to tell. Raises as `ask`."""
+        _, body = await self._call(node, "GET", "/record", b"")
+        try:
+            return decode_news(body)
+        except msgspec.DecodeError as error:
+            raise _failed(node, f"said something that is no record ({error})") from error
 
     async def order(self, node: NodeRecord, path: str) -> None:
         """POST without a body or an answer. Raises as `ask`."""

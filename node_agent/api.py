@@ -67,7 +67,7 @@ def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str)
         return JSONResponse({"status": "ok"})
 
     async def record(_request: Request) -> Response:
-        return Response(msgspec.msgpack.encode(desk.record()), media_type="application/msgpack")
+        return Response(msgspec.msgpack.encode(desk.all_news()), media_type="application/msgpack")
 
     async def drain(_request: Request) -> Response:
         desk.set_draining(True)

@@ -13,7 +13,8 @@ import msgspec
 
 from cluster.crowd import Crowd, room_for_others
 from cluster.errors import ServiceError
-from cluster.messages import NEWEST_VERSION, GenerateRequest, NodeRecord, StrictRoom
+from cluster.messages import NEWEST_VERSION, GenerateRequest, News, NodeRecord, Resident, StrictRoom, rank_sums, whole
+from cluster.received import Received
 from node_agent.api_questions import Questions
 from node_agent.api_reply import RETRY_AFTER, RequestEvent
 from node_agent.api_request import Limits, check_request
@@ -34,16 +35,18 @@ from node_agent.ipc import (
     Stats,
     Submit,
 )
+from node_agent.residency_log import ResidencyLog
 
 EVENT_LIMIT = 4096
 """Events of one request that may wait for a gateway that reads slowly; beyond it the request is cancelled."""
 BACKSTOP = 5.0
 """Seconds after a request's deadline, which the engine keeps, when this process stops waiting for the engine."""
-ACKNOWLEDGED_LIMIT = 4096
 SILENT_S = 2.0
 """An engine whose heartbeat is overdue for so long gets no new requests."""
 FAILED_S = 5.0
 """Then those that it has fail, as if it had ended."""
+
+_NONE: list[Resident] = []
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +118,8 @@ class Desk:
         self._seq = 0
         self._in_flight: dict[str, InFlight] = {}
         self._crowd = Crowd()
-        self._acknowledged: deque[str] = deque(maxlen=ACKNOWLEDGED_LIMIT)
+        self._received = Received()
+        self._log = ResidencyLog()
         self._stats: Stats | None = None
         self._error = "the engine is starting"
         self._stands_still = ""
@@ -125,8 +129,6 @@ class Desk:
         self.ready: Ready | None = None
         self.draining = False
         self.url = ""
-        self.changed = asyncio.Event()
-        """Set whenever a new record would tell something new."""
 
     def attach(self, link: EngineLink) -> None:
         self._link = link
@@ -135,8 +137,7 @@ class Desk:
 
     def submit(self, request: GenerateRequest) -> InFlight:
         """Give a request to the engine. Raises ServiceError when it can't be taken: now, here or at all."""
-        self._acknowledged.append(request.id)
-        self.changed.set()
+        self._received = self._received.with_one(request.place)
         self._check(request)
         command = Submit(
             id=request.id,
@@ -223,7 +224,6 @@ class Desk:
                 self._crowd.leave(entry.tenant)
         if entry.timer is not None:
             entry.timer.cancel()
-        self.changed.set()
 
     # -- what the engine says (EngineListener) --------------------------------------------------------------------
 
@@ -231,7 +231,6 @@ class Desk:
         self.ready = ready
         self._error = self._stands_still = ""
         clear_exit(self._run_dir)
-        self.changed.set()
 
     def engine_events(self, events: list[EngineEvent]) -> None:
         for event in events:
@@ -245,7 +244,6 @@ class Desk:
     def engine_gone(self, reason: str) -> None:
         self.ready, self._stats, self._error, self._stands_still = None, None, reason, ""
         self._fail_all()
-        self.changed.set()
 
     def engine_silent(self, seconds: float) -> None:
         """For so long its heartbeat is overdue; 0: it beats. One that goes on later finds what failed cancelled."""
@@ -254,7 +252,6 @@ class Desk:
         stands_still = f"the engine has stood still for {seconds:.0f} s" if seconds >= SILENT_S else ""
         if bool(stands_still) != bool(self._stands_still):
             log.warning("engine stands still" if stands_still else "engine goes on again")
-            self.changed.set()
         self._stands_still = stands_still
         if seconds >= FAILED_S:
             for entry in self._in_flight.values():
@@ -268,12 +265,9 @@ class Desk:
         self._questions.engine_gone()
 
     def _note(self, stats: Stats) -> None:
-        before, self._stats = self._stats, stats
+        self._stats = stats
         for entry in self._in_flight.values():
             entry.pictured = entry.admitted  # what was told before a picture is in it
-        # Contexts grow with every token; they are told with the next record, but are no reason for one.
-        if before is None or (before.residents, before.batch_ranks) != (stats.residents, stats.batch_ranks):
-            self.changed.set()
 
     def _deliver(self, event: RequestEvent) -> None:
         entry = self._in_flight.get(event.id)
@@ -282,7 +276,6 @@ class Desk:
         if isinstance(event, Admitted):
             entry.admitted = True
             self._crowd.leave(entry.tenant)
-            self.changed.set()
         if not entry.put(event):
             self.cancel(entry)
             entry.end(Ended("cancelled", f"the reader was slower than {EVENT_LIMIT} events"))
@@ -292,7 +285,6 @@ class Desk:
     def set_draining(self, draining: bool) -> None:
         """While draining, new requests are refused and running ones go on."""
         self.draining = draining
-        self.changed.set()
 
     # -- what the node tells --------------------------------------------------------------------------------------
 
@@ -332,10 +324,8 @@ class Desk:
             kv_blocks=ready.kv_blocks if ready else 0,
             block_tokens=ready.block_tokens if ready else self._config.engine.block_tokens,
             max_rows=ready.max_rows if ready else 0,
-            batch_ranks=stats.batch_ranks if stats else [],
-            batch_contexts=stats.batch_contexts if stats else [],
-            batch_slots=stats.batch_slots if stats else [],
-            queued_ranks=[entry.rank for entry in waiting],
+            contexts=sum(stats.batch_contexts) if stats else 0,
+            **rank_sums(stats.running_ranks() if stats else [], [entry.rank for entry in waiting]),
             prompt_tokens_left=sum(entry.prompt_tokens for entry in waiting)
             + (stats.prompt_tokens_left if stats else 0),
             loading_bytes=stats.loading_bytes if stats else 0,
@@ -346,10 +336,9 @@ class Desk:
             adapter_bytes=ready.adapter_bytes if ready else 0,
             largest_adapter=ready.largest_adapter if ready else 0,
             adapter_itemsize=ready.adapter_itemsize if ready else 0,
-            residents=stats.residents if stats else [],
             tightest_tpot=stats.tightest_tpot if stats else None,
             strict=self._strict_room(waiting),
-            acknowledged=list(self._acknowledged),
+            received=self._received,
             device=ready.device if ready else "",
             error=self.error,
             pool=self._config.pool,
@@ -365,8 +354,11 @@ class Desk:
         queued = sum(entry.slo_class == "strict" for entry in self._waiting())
         return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
-    def forget_acknowledged(self, ids: list[str]) -> None:
-        """The gateway has been told of these, the oldest ones."""
-        told = set(ids)
-        while self._acknowledged and self._acknowledged[0] in told:
-            self._acknowledged.popleft()
+    def news(self, known: int) -> News:
+        """What the gateway is to be told. `known`: number of the last change that it has taken in, or WHOLE."""
+        return self._log.news(self.record(), self._stats.residents if self._stats else _NONE, known)
+
+    def all_news(self) -> News:
+        """As `news`, for somebody else, who knows nothing."""
+        record = self.record()
+        return whole(record, self._stats.residents if self._stats else _NONE, self._log.at)

@@ -157,6 +157,11 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     strict: StrictRoom | None = None
     """Of `prompt_tokens` those of running requests alone; `queued` is not told."""
 
+    def running_ranks(self) -> list[tuple[int | None, int]]:
+        """Of each running request its adapter's slot, None for the base alone, and rank."""
+        slots = [slot if slot >= 0 else None for slot in self.batch_slots]
+        return list(zip(slots, self.batch_ranks, strict=True))
+
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
     """To one question. `error_type` is one of cluster.errors.STATUS, or empty."""

@@ -1,19 +1,18 @@
-"""Tells the gateway how this node is: at every interval and soon after a change."""
+"""Tells the gateway how this node is, at every interval: sums, and what changed since it was last told."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import aiohttp
 import msgspec
 
-from cluster.messages import RECORD_INTERVAL
+from cluster.messages import RECORD_INTERVAL, WHOLE
 from cluster.secret import authorization
 from node_agent.api_desk import Desk
 
-MIN_GAP = 0.02
-"""Seconds between two records, however much changes."""
 POST_SECONDS = 1.0
 """A gateway that takes longer counts as away; the record would be old by then."""
 
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Posts the desk's record to one gateway until it is cancelled. A gateway that is away is tried again for ever."""
+    """Posts the desk's news to one gateway until it is cancelled. A gateway that is away is tried again for ever."""
 
     def __init__(self, desk: Desk, gateway_url: str, secret: str, interval: float = RECORD_INTERVAL) -> None:
         self._desk = desk
@@ -29,32 +28,31 @@ class Publisher:
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
         self._interval = interval
         self._heard: bool | None = None
+        self._known = WHOLE
 
     async def run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=POST_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session:
             while True:
-                self._desk.changed.clear()
+                due = time.monotonic() + self._interval
                 await self._post(session)
-                await asyncio.sleep(MIN_GAP)
-                try:
-                    async with asyncio.timeout(self._interval - MIN_GAP):
-                        await self._desk.changed.wait()
-                except TimeoutError:
-                    continue  # nothing changed: the regular record is due
+                await asyncio.sleep(max(due - time.monotonic(), self._interval / 4))
 
     async def _post(self, session: aiohttp.ClientSession) -> None:
-        record = self._desk.record()
+        news, problem = self._desk.news(self._known), None
         try:
-            async with session.post(self._url, data=msgspec.msgpack.encode(record)) as response:
-                problem = None if response.status == 204 else f"the gateway answered {response.status}"
+            async with session.post(self._url, data=msgspec.msgpack.encode(news)) as response:
+                if response.status == 204:
+                    self._known = news.changes.at
+                elif response.status == 200:  # Wanted: it has lost what these build on, or never had it
+                    self._known = WHOLE
+                else:
+                    problem = f"the gateway answered {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"
-        if problem is None:
-            self._desk.forget_acknowledged(record.acknowledged)
-        self._note(problem)
+        self._heard_of(problem)
 
-    def _note(self, problem: str | None) -> None:
+    def _heard_of(self, problem: str | None) -> None:
         """Logs when it changes whether the gateway hears us, not at every attempt."""
         heard = problem is None
         if heard != self._heard:

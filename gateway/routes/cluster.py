@@ -7,20 +7,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ServiceError
-from cluster.messages import NodeRecord, VersionMismatch
-from cluster.record_check import BadRecord, check_record
+from cluster.messages import News, VersionMismatch, Wanted, check_version
+from cluster.old_record import OldRecord, decode_news, news_of_old
+from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
-from cluster.state import TooManyNodes
+from cluster.state import Taken, TooManyNodes
 from gateway.bodies import read_body
 from gateway.params import known_only
 from gateway.routing import ExactRoute
-from gateway.services import services_of
+from gateway.services import Services, services_of
 
 RECORD_LIMIT = 4 << 20
 """Bytes of a record: some 20,000 resident adapters."""
 RECORD_SECONDS = 5.0
-
-_decoder = msgspec.msgpack.Decoder(NodeRecord)
 
 
 async def record(request: Request) -> Response:
@@ -30,18 +29,34 @@ async def record(request: Request) -> Response:
     known_only(request)
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
-        told = _decoder.decode(body)
-        if not services.record_rates.allows(told.id):
-            raise ServiceError("rate_limited", f"node {told.id[:60]} sends too many records", retry_after=1.0)
-        check_record(told, request.client.host if request.client else "", services.config.node_hosts)
-        await services.cluster.publish(told)
+        told = decode_news(body)
+        node = told.id if isinstance(told, OldRecord) else told.beat.id
+        if not services.record_rates.allows(node):
+            raise ServiceError("rate_limited", f"node {node[:60]} sends too many records", retry_after=1.0)
+        taken = await take_news(services, told, request.client.host if request.client else "")
     except msgspec.DecodeError as error:
         raise ServiceError("invalid_request", f"not a node record: {error}") from error
     except (VersionMismatch, BadRecord) as error:
         raise ServiceError("invalid_request", str(error)) from error
     except TooManyNodes as error:
         raise ServiceError("overloaded", str(error)) from error
+    if taken == "gap":
+        return Response(msgspec.msgpack.encode(Wanted()), media_type="application/msgpack")
     return Response(status_code=204)
+
+
+async def take_news(services: Services, told: News | OldRecord, peer: str) -> Taken:
+    """`peer`: where they came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
+    cluster, hosts = services.cluster, services.config.node_hosts
+    if isinstance(told, News):
+        check_news(told, peer, hosts)
+        return await cluster.publish(told)
+    check_version(told.v)
+    news = news_of_old(told, cluster.residents(told.id, told.epoch))
+    check_news(news, peer, hosts)
+    if await cluster.publish(news) == "gap":
+        return await cluster.publish(news_of_old(told, None))
+    return "taken"
 
 
 routes = [ExactRoute("/cluster/record", record, methods=["POST"])]

@@ -173,10 +173,10 @@ def _called(services: Services, tenant: str, record: FunctionRecord) -> list[Ver
 
 def _residency(called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> list[schema.Residency]:
     return [
-        schema.Residency(version=entry.version, node=node.record.id, tier=node.tiers[entry.digest])
+        schema.Residency(version=entry.version, node=node.record.id, tier=node.residents[entry.digest].tier)
         for node in nodes
         for entry in called
-        if entry.digest in node.tiers
+        if entry.digest in node.residents
     ]
 
 

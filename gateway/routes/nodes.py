@@ -12,13 +12,14 @@ from adapters.artifact import artifact_key
 from adapters.errors import NotFound
 from cluster.errors import ServiceError
 from cluster.messages import Adapter, NodeRecord
-from cluster.record_check import BadRecord, check_record
+from cluster.record_check import BadRecord
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.state import NodeView
 from gateway import node_schema, schema
 from gateway.bodies import decode_json, read_body, require_json
 from gateway.params import known_only
 from gateway.responses import json_response
+from gateway.routes.cluster import take_news
 from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 
@@ -66,12 +67,11 @@ async def _set_draining(request: Request, path: str) -> Response:
     services = await _admin(request)
     node = await _node(services, request)
     await services.node_calls.order(node, path)
-    _, record = await services.node_calls.ask(node, "/record", NodeRecord)
+    told = await services.node_calls.ask_news(node)
     try:
-        check_record(record, urlsplit(node.url).hostname or "", services.config.node_hosts)
+        await take_news(services, told, urlsplit(node.url).hostname or "")
     except BadRecord as error:
         raise ServiceError("node_failed", f"node {node.id} says something that can't be: {error}") from error
-    await services.cluster.publish(record)
     for view in await services.cluster.nodes():
         if view.record.id == node.id:
             return json_response(_item(services, view))
@@ -122,8 +122,12 @@ async def _named(services: Services, request: Request, ref: node_schema.AdapterR
 
 def _item(services: Services, node: NodeView) -> schema.NodeItem:
     record = node.record
+    strict = msgspec.structs.asdict(record.strict) if record.strict is not None else None
+    residents = [msgspec.structs.asdict(resident) for resident in node.residents.values()]
+    told = {**msgspec.to_builtins(record), "strict": strict, "residents": residents}
+    del told["received"]
     return schema.NodeItem(
-        record=msgspec.to_builtins(record),
+        record=told,
         reserved=node.reserved,
         age=round(node.age, 3),
         circuit=services.breakers.circuit(record.id, record.epoch),

@@ -35,6 +35,8 @@ class Placed(msgspec.Struct, frozen=True):
     """The node's."""
     work: float | None = None
     """As gateway.scheduling.work reckons it."""
+    number: int = 0
+    """The place's; the node says by it that the request came."""
 
 
 class Trace(msgspec.Struct):
@@ -84,9 +86,10 @@ async def place(
         # refusal; and the last attempt takes the place if there is one.
         looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
         seen = int(nodes.generation[row]) if looks_again else None
-        if await state.reserve(record.id, request.id, demand, seen):
+        number = await state.reserve(record.id, request.id, demand, seen)
+        if number is not None:
             forecast, needs = _forecast(scores, nodes, row), work(nodes, row, request)
-            return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs)
+            return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs, number)
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
 
 

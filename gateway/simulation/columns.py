@@ -12,7 +12,7 @@ from math import inf
 
 import msgspec
 
-from cluster.messages import NodeRecord, Resident
+from cluster.messages import NodeRecord, Resident, rank_sums
 from cluster.node_load import NodeLoad
 from cluster.node_table import ABSENT, DEVICE, HOST, NodeTable
 from cluster.performance_model import PerformanceModel
@@ -24,14 +24,8 @@ TIER_NAMES = {DEVICE: "device", HOST: "host"}
 
 
 def record_of(node: SimulatedNode, now: float, seq: int) -> NodeRecord:
-    """What the node would tell now. It acknowledges what `acknowledged` holds, and does not forget it."""
-    memory = node.loads.memory
-    residents = [
-        Resident(digest, TIER_NAMES.get(memory.tier(digest), "absent"), 0, memory.leases(digest))
-        for digest in sorted({*memory.device, *memory.host})
-    ]
-    profile, running = node.profile, node.running
-    slots = {digest: slot for slot, digest in enumerate(node.running_mix.adapters)}
+    """What the node would tell now."""
+    profile = node.profile
     return NodeRecord(
         id=f"node-{node.index:04}",
         epoch="1",
@@ -41,26 +35,30 @@ def record_of(node: SimulatedNode, now: float, seq: int) -> NodeRecord:
         base=BASE,
         base_id=BASE,
         max_context=profile.max_context,
-        running=len(running),
+        running=len(node.running),
         queued=len(node.queue),
         queue_limit=profile.queue_limit,
         kv_blocks_free=node.kv_free // profile.block_tokens,
         kv_blocks=profile.kv_tokens // profile.block_tokens,
         block_tokens=profile.block_tokens,
         max_rows=profile.max_rows,
-        batch_ranks=[job.rank for job in running],
-        batch_contexts=[node.context(job, now) for job in running],
-        batch_slots=[-1 if job.digest is None else slots[job.digest] for job in running],
-        queued_ranks=[job.rank for job in node.queue],
+        contexts=sum(node.context(job, now) for job in node.running),
+        **rank_sums([(job.digest, job.rank) for job in node.running], [job.rank for job in node.queue]),
         prompt_tokens_left=node.prompt_left(),
         tightest_tpot=node.tightest_tpot(),
         loading_bytes=node.loads.loading_bytes,
         performance=as_served(profile.performance, BASE),
         adapter_bytes_free=node.loads.memory.free if profile.adapter_memory is not None else 0,
         adapter_bytes=profile.adapter_memory or 0,
-        residents=residents,
-        acknowledged=list(node.acknowledged),
     )
+
+
+def residents_of(node: SimulatedNode) -> list[Resident]:
+    memory = node.loads.memory
+    return [
+        Resident(digest, TIER_NAMES.get(memory.tier(digest), "loading"), 0, memory.leases(digest))
+        for digest in sorted({*memory.device, *memory.host})
+    ]
 
 
 @cache
@@ -110,20 +108,9 @@ class _Index(ResidentIndex):
         found = super().tiers(digest)
         return {**self.everywhere, **found} if self.everywhere else found
 
-    def change(self, row: int, digest: str, tier: int, used: bool) -> None:
+    def tell(self, row: int, digest: str, tier: int, used: bool) -> None:
         """Of one adapter, what `put` would say of it."""
-        if tier not in (ABSENT, self.everywhere.get(row)):
-            self._tiers.setdefault(digest, {})[row] = tier
-        elif digest in self._tiers:
-            self._tiers[digest].pop(row, None)
-            if not self._tiers[digest]:
-                del self._tiers[digest]
-        if used:
-            self._users.setdefault(digest, set()).add(row)
-        elif digest in self._users:
-            self._users[digest].discard(row)
-            if not self._users[digest]:
-                del self._users[digest]
+        self._place(row, digest, ABSENT if tier == self.everywhere.get(row) else tier, used)
 
 
 class SimulatedTable(NodeTable):
@@ -131,9 +118,8 @@ class SimulatedTable(NodeTable):
         super().__init__(len(nodes))
         self._residents: _Index = _Index(nodes)
         for node in nodes:
-            row = self.put(record_of(node, 0.0, 0), 0.0)
+            row = self.put(record_of(node, 0.0, 0), 0.0, residents=residents_of(node))
             assert row == node.index
-            node.changed = False
 
     def tell(self, node: SimulatedNode, now: float) -> None:
         """The node's record comes in."""
@@ -145,8 +131,7 @@ class SimulatedTable(NodeTable):
         node.acknowledged.clear()
         memory = node.loads.memory
         for digest in memory.changed:
-            self._residents.change(row, digest, memory.tier(digest), memory.leases(digest) > 0)
+            self._residents.tell(row, digest, memory.tier(digest), memory.leases(digest) > 0)
         memory.changed.clear()
-        node.changed = False
         self.heard[row] = now
         self._refresh(row)

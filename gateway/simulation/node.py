@@ -44,7 +44,6 @@ class SimulatedNode:
         self.kv_free = profile.kv_tokens
         self.acknowledged: list[str] = []
         """ids of requests that came since the last record"""
-        self.changed = False
         """since the last record"""
         self.next_time = inf
         self.busy = 0.0
@@ -82,13 +81,11 @@ class SimulatedNode:
         self.queued_tokens += job.left
         self._promise(job, 1)
         self.acknowledged.append(str(job.number))
-        self.changed = True
         self._interrupt(now)
         self._set_next()
 
     def wake(self, now: float) -> None:
         moved = self.loads.advance(now)
-        self.changed = self.changed or moved
         if self.iteration_end <= now:
             self._end_iteration(self.iteration_end)
         if self.iteration_end == inf:
@@ -109,7 +106,6 @@ class SimulatedNode:
         self.queued_mix.remove(job.digest, job.rank)
         self.queued_tokens -= job.left
         self._promise(job, -1)
-        self.changed = True
         job.moves += 1
         arrived(job, now)
 
@@ -258,7 +254,6 @@ class SimulatedNode:
             job.admitted = job.admitted or now
             self.running[job] = None
             self.prefilling.append(job)
-            self.changed = True
 
     def _finish(self, job: Job, now: float) -> None:
         self.queue.charge_tokens(job, job.output)
@@ -276,7 +271,6 @@ class SimulatedNode:
         self.kv_free += job.kv
         self._promise(job, -1)
         self.loads.release(job)
-        self.changed = True
         self.leaving.pop(job, None)
 
     def _let_go(self, now: float) -> None:

@@ -1,7 +1,7 @@
 """The event loop: requests arrive, the gateway places each, nodes compute, and their records come in as in production.
 
-A record comes at every RECORD_INTERVAL and on change, no sooner than MIN_GAP after the one before, so a placement sees
-nodes as old as a real gateway does. Equal input and seed give equal results: nothing depends on a clock or on hashes.
+A record comes at every RECORD_INTERVAL, whatever happens, so a placement sees nodes as old as a real gateway does.
+Equal input and seed give equal results: nothing depends on a clock or on hashes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from gateway.simulation.job import Job
 from gateway.simulation.node import Arrived, SimulatedNode
 from gateway.simulation.profile import NodeProfile
 
-MIN_GAP = 0.02
-"""Seconds between two records of a node, as `node_agent/publisher.py` has it."""
 WAKE, RECORD, REBALANCE = range(3)
 NOBODY: frozenset[str] = frozenset()
 MakePolicy = Callable[[Callable[[], float]], Policy]
@@ -69,7 +67,6 @@ class Simulator:
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = 0
         self._woken = [inf] * nodes
-        self._last_record = [-inf] * nodes
         self._record_due = [inf] * nodes
         if isinstance(self.policy, SeesNodes):
             self.policy.attach(self.nodes, jobs)
@@ -118,20 +115,13 @@ class Simulator:
             self._push(time + self.policy.period, REBALANCE, 0)
 
     def _touched(self, node: SimulatedNode) -> None:
-        """Its next event, and its next record, may have another time now."""
+        """Its next event may have another time now."""
         index, time = node.index, node.next_time
         if time != self._woken[index] and time != inf:
             self._woken[index] = time
             self._push(time, WAKE, index)
-        if node.changed:
-            due = self._last_record[index] + MIN_GAP
-            if due <= self.now:
-                self._record(node)
-            elif due < self._record_due[index]:
-                self._record_at(index, due)
 
     def _record(self, node: SimulatedNode) -> None:
-        self._last_record[node.index] = self.now
         self.table.tell(node, self.now)
         self._record_at(node.index, self.now + RECORD_INTERVAL)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import Clock, World, record, until
+from worlds import Clock, World, news, until
 
 from benchmarks.redis_server import RedisServer, redis_server
 from cluster.limits import Bucket, Call, LimitState, MemoryLimits, Owner, Rates, Refusal
@@ -230,7 +230,7 @@ def test_places_are_counted_again_in_a_redis_that_was_emptied(tmp_path: Any) -> 
         with redis_server(tmp_path) as server:
             world, asked = World(server), call(owners={"acme": 4})
             async with world.worker() as (_, state), two_workers(world) as ((link, one), (_, two)):
-                await state.publish(record())
+                await state.publish(news())
                 for limits in (one, one, two):
                     assert await limits.take(asked) is None
                 server.empty()

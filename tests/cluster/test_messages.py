@@ -7,17 +7,24 @@ from hypothesis import strategies as st
 
 from cluster.frames import Frames
 from cluster.messages import (
+    ABSENT_TIER,
     PROTOCOL_VERSION,
+    RECORD_VERSION,
+    WHOLE,
     Adapter,
+    Beat,
+    Changes,
     ColdStart,
     Done,
     Event,
     Failed,
     GenerateRequest,
+    News,
     NodeRecord,
     Resident,
     Sampling,
     Started,
+    StrictRoom,
     Timing,
     Token,
     TokenLogprob,
@@ -26,7 +33,11 @@ from cluster.messages import (
     check_version,
     decode_event,
     encode_event,
+    record_from,
+    whole,
 )
+from cluster.old_record import OldRecord, decode_news, news_of_old
+from cluster.received import WINDOW, Received
 
 SECONDS = st.floats(0, 1e6)
 COLD = st.builds(ColdStart, st.text(), st.text(), SECONDS, SECONDS)
@@ -91,10 +102,65 @@ def test_requests_and_records_come_back() -> None:
         kv_blocks_free=4,
         kv_blocks=5,
         block_tokens=6,
-        residents=[Resident(digest="d", tier="host", bytes=1, in_use=2)],
-        acknowledged=["i"],
     )
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=NodeRecord) == record
+    news = whole(record, [Resident(digest="d", tier="host", bytes=1, in_use=2)], 7)
+    told = decode_news(msgspec.msgpack.encode(news))
+    assert told == news and isinstance(told, News) and told.facts is not None
+    assert record_from(told.beat, told.facts) == record
+
+
+def test_news_are_small_however_much_a_node_does() -> None:
+    most = (1 << 53) - 1
+    room = StrictRoom(*[most] * 6, 0.123456)
+    received = Received(most, b"\xff" * 32)
+    beat = Beat(
+        id="node-eu-west-1-0123456789abcdef.example", epoch="0123456789abcdef", seq=most, state="draining",
+        running=10_000, queued=10_000, kv_blocks_free=most, contexts=most, max_rank=512, request_ranks=most,
+        adapter_ranks=most, prompt_tokens_left=most, tightest_tpot=0.0123, strict=room, loading_bytes=most,
+        adapter_bytes_free=most, forecast_ratio=1.0123, measuring=0.123, received=received,
+    )  # fmt: skip
+    assert len(msgspec.msgpack.encode(News(beat, None, Changes(most, most)))) <= 400
+
+
+OLD = {
+    "id": "n", "epoch": "e", "seq": 4, "url": "http://h:1", "state": "ready", "base": "b", "base_id": "base",
+    "max_context": 10, "running": 3, "queued": 1, "queue_limit": 3, "kv_blocks_free": 4, "kv_blocks": 5,
+    "block_tokens": 6, "batch_ranks": [8, 8, 16], "batch_contexts": [5, 6, 7], "batch_slots": [2, 2, -1],
+    "queued_ranks": [32], "strict": {"rows": 2, "tightest_tpot": 0.5}, "acknowledged": ["r1"], "accepts": 3, "v": 1,
+    "residents": [{"digest": "x", "tier": "host", "bytes": 7, "in_use": 1}], "a_later_field": 1,
+}  # fmt: skip
+
+
+def test_a_record_of_the_release_before_says_the_same() -> None:
+    old = decode_news(msgspec.msgpack.encode(OLD))
+    assert isinstance(old, OldRecord)
+    news = news_of_old(old, None)
+    beat, facts = news.beat, news.facts
+    assert (beat.contexts, beat.max_rank, beat.request_ranks, beat.adapter_ranks) == (18, 32, 64, 40)
+    assert (beat.strict, beat.v) == (StrictRoom(rows=2, tightest_tpot=0.5), RECORD_VERSION)
+    assert facts is not None and (facts.url, facts.accepts, facts.queue_limit) == ("http://h:1", 3, 3)
+    held = Resident("x", "host", 7, 1)
+    assert news.changes == Changes(WHOLE, 4, [held], ["r1"])
+    assert news_of_old(old, {"x": held}).changes == Changes(0, 4, [], ["r1"])
+    gone = Resident("y", ABSENT_TIER, 0, 0)
+    known = {"x": Resident("x", "disk", 7, 0), "y": Resident("y", "host", 1, 0)}
+    assert news_of_old(old, known).changes == Changes(0, 4, [held, gone], ["r1"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=400), st.integers(1, 1 << 50))
+def test_which_places_became_requests(steps: list[tuple[int, int]], first: int) -> None:
+    """Requests come nearly in the order of their numbers; some never come."""
+    received, came, number = Received(), set(), first
+    for forth, back in steps:
+        number += forth
+        one = max(first, number - back)
+        received = received.with_one(one)
+        came.add(one)
+    for one in range(max(first, received.last - WINDOW + 1), received.last + 5):
+        assert received.has(one) == (one in came)
+    assert len(received.came) <= WINDOW // 8
+    assert received.last <= WINDOW or received.has(received.last - WINDOW), "what is older has come, or never will"
+    assert not received.has(0)
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:

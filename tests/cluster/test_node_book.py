@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.messages import NodeRecord
+from cluster.messages import NodeRecord, whole
 from cluster.node_book import NodeBook
 
 EXPIRY = 2.0
@@ -28,7 +28,7 @@ def test_who_is_alive_after_a_drawn_history(steps: list[tuple[str, str, int]]) -
         now += quarters / 4
         if step == "put":
             heard[name] = now - (quarters % 3) / 2
-            book.put(msgspec.structs.replace(RECORD, id=name, seq=seq), heard[name])
+            book.put(whole(msgspec.structs.replace(RECORD, id=name, seq=seq)), heard[name])
         elif step == "remove" and name in heard:
             book.remove(name)
             del heard[name]

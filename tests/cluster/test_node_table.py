@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.messages import NodeRecord, Resident, StrictRoom
+from cluster.messages import Resident, StrictRoom
 from cluster.node_table import ASSUMED, DEVICE, HOST, MOST, RANK_TERMS, TIERS, Demand, NodeTable
+from tests.told import OldRecord, tell
 
-RECORD = NodeRecord(
+RECORD = OldRecord(
     id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,
     running=0, queued=0, queue_limit=2, kv_blocks_free=10, kv_blocks=10, block_tokens=16,
 )  # fmt: skip
@@ -72,7 +73,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_columns_say_what_records_and_reservations_say(steps: list[tuple]) -> None:
     table = NodeTable(3)
-    records: dict[str, NodeRecord] = {}
+    records: dict[str, OldRecord] = {}
     places: dict[str, dict[str, Demand]] = {}
     for step in steps:
         if step[0] == "put":
@@ -83,7 +84,7 @@ def test_columns_say_what_records_and_reservations_say(steps: list[tuple]) -> No
             held = places.setdefault(record.id, {})
             for request in record.acknowledged:
                 held.pop(request, None)
-            table.put(record)
+            tell(table, record)
         elif step[1] in records:
             row = table.row(step[1])
             assert row is not None
@@ -118,14 +119,14 @@ SERVED = st.tuples(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(SERVED, max_size=25))
-def test_who_serves_a_base_after_a_drawn_history(steps: list[tuple[str, NodeRecord]]) -> None:
+def test_who_serves_a_base_after_a_drawn_history(steps: list[tuple[str, OldRecord]]) -> None:
     """Asked after every step: what is remembered from one time to the next must not outlive a change."""
     table = NodeTable(3)
-    alive: dict[str, NodeRecord] = {}
+    alive: dict[str, OldRecord] = {}
     for step, record in steps:
         row = table.row(record.id)
         if step == "put":
-            table.put(record)
+            tell(table, record)
             alive[record.id] = record
         elif row is not None:
             alive.pop(record.id, None)
@@ -138,7 +139,7 @@ def test_who_serves_a_base_after_a_drawn_history(steps: list[tuple[str, NodeReco
             assert (found.shortest, found.longest) == (min(contexts), max(contexts))
 
 
-def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str, dict[str, Demand]]) -> None:
+def _compare(table: NodeTable, records: dict[str, OldRecord], places: dict[str, dict[str, Demand]]) -> None:
     assert {table.ids[row] for row in table.rows()} == set(records)
     assert int(table.live.sum()) == len(records) == len(table)
     for name, record in records.items():
@@ -177,7 +178,7 @@ def _compare(table: NodeTable, records: dict[str, NodeRecord], places: dict[str,
     assert all((table.base_number(base) > 0) == any(r.base == base for r in records.values()) for base in "bc")
 
 
-def _compare_strict(table: NodeTable, row: int, record: NodeRecord, held: list[Demand]) -> None:
+def _compare_strict(table: NodeTable, row: int, record: OldRecord, held: list[Demand]) -> None:
     found = [float(getattr(table, name)[row]) for name in ("strict_ahead", "strict_rows", "strict_kv_room")]
     room = record.strict
     if room is None:
@@ -196,7 +197,7 @@ def _compare_strict(table: NodeTable, row: int, record: NodeRecord, held: list[D
 
 def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> None:
     table = NodeTable(1)
-    row = table.put(RECORD)
+    row = tell(table, RECORD)
     assert not table.modelled[row]
     assert 0 < table.decode_base[row] < np.inf
     assert DEVICE < HOST
@@ -205,11 +206,11 @@ def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> N
 def test_no_count_is_negative_or_too_large_to_reckon_with() -> None:
     table = NodeTable(1)
     odd = {"running": -5, "queued": 1 << 70, "batch_contexts": [1 << 70], "batch_ranks": [-3], "loading_bytes": -1}
-    row = table.put(msgspec.structs.replace(RECORD, tightest_tpot=math.nan, **odd))
+    row = tell(table, msgspec.structs.replace(RECORD, tightest_tpot=math.nan, **odd))
     assert (table.running[row], table.queued[row], table.contexts[row]) == (0, MOST, MOST)
     assert (table.max_rank[row], table.request_ranks[row], table.loading_bytes[row]) == (0, 0, 0)
     assert table.tightest_tpot[row] == math.inf
-    table.put(msgspec.structs.replace(RECORD, tightest_tpot=-1.0))
+    tell(table, msgspec.structs.replace(RECORD, tightest_tpot=-1.0))
     table.reserve(row, "p", Demand(tpot=0.05))
     assert table.tightest_tpot[row] == 0.05
 
@@ -218,11 +219,11 @@ def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pyte
     table = NodeTable(1)
     odd = msgspec.structs.replace(ASSUMED, decode=msgspec.structs.replace(ASSUMED.decode, per_row=math.nan))
     for _ in range(3):
-        row = table.put(msgspec.structs.replace(RECORD, performance=odd))
+        row = tell(table, msgspec.structs.replace(RECORD, performance=odd))
     assert table.model_problem(row) == "decode.per_row is nan, not between 0 and 1e+06"
     assert (table.modelled[row], table.decode_per_row[row]) == (False, ASSUMED.decode.per_row)
     assert caplog.text.count("the performance model of node a is not used: decode.per_row") == 1
-    table.put(msgspec.structs.replace(RECORD, performance=msgspec.structs.replace(ASSUMED, exposed_share=0.5)))
+    tell(table, msgspec.structs.replace(RECORD, performance=msgspec.structs.replace(ASSUMED, exposed_share=0.5)))
     assert (table.model_problem(row), table.modelled[row], table.exposed_share[row]) == (None, True, 0.5)
     table.remove("a")
     assert table.model_problem(row) is None
@@ -231,9 +232,9 @@ def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pyte
 def test_a_model_of_another_base_is_not_used() -> None:
     table = NodeTable(1)
     own = msgspec.structs.replace(ASSUMED, key=msgspec.structs.replace(ASSUMED.key, base="b"))
-    row = table.put(msgspec.structs.replace(RECORD, performance=own, base=""))
+    row = tell(table, msgspec.structs.replace(RECORD, performance=own, base=""))
     assert table.model_problem(row) is None, "its base is not known yet"
-    table.put(msgspec.structs.replace(RECORD, performance=own, base="c"))
+    tell(table, msgspec.structs.replace(RECORD, performance=own, base="c"))
     assert table.model_problem(row) == "key.base is b, and the node serves c"
-    table.put(msgspec.structs.replace(RECORD, performance=own))
+    tell(table, msgspec.structs.replace(RECORD, performance=own))
     assert (table.model_problem(row), bool(table.modelled[row])) == (None, True)

@@ -5,22 +5,37 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import Clock, record
+from worlds import Clock, news
 
-from cluster.messages import StrictRoom
-from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, check_record
+from cluster.messages import Changes, News, StrictRoom
+from cluster.received import Received
+from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, check_news
 
 
-def test_a_right_record_is_believed() -> None:
-    check_record(record(batch_slots=[-1, 0], tightest_tpot=0.1), "127.0.0.1", ())
-    check_record(record(base="", state="warming"), "127.0.0.1", ())
+def told(**changed: Any) -> News:
+    """Fields of Beat, Facts and Changes."""
+    first = news()
+    assert first.facts is not None
+
+    def part(known: Any) -> Any:
+        fields = {name: value for name, value in changed.items() if name in known.__struct_fields__}
+        return msgspec.structs.replace(known, **fields)
+
+    return News(part(first.beat), part(first.facts), part(first.changes))
+
+
+def test_what_is_right_is_believed() -> None:
+    check_news(told(tightest_tpot=0.1), "127.0.0.1", ())
+    check_news(told(base="", state="warming"), "127.0.0.1", ())
+    check_news(News(told().beat, None, Changes(3, 3)), "10.0.0.9", ())
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "why"),
     [
         ({"id": ""}, "id"),
         ({"id": "a b"}, "id"),
@@ -29,17 +44,22 @@ def test_a_right_record_is_believed() -> None:
         ({"state": "asleep"}, "state"),
         ({"running": -1}, "running"),
         ({"queue_limit": 1 << 60}, "queue_limit"),
-        ({"batch_ranks": [8, -8]}, "batch_ranks"),
-        ({"batch_slots": [-2]}, "batch_slots"),
+        ({"request_ranks": -8}, "request_ranks"),
         ({"strict": StrictRoom(rows=-1)}, "strict.rows"),
         ({"strict": StrictRoom(tightest_tpot=math.nan)}, "strict.tightest_tpot"),
         ({"tightest_tpot": math.nan}, "tightest_tpot"),
         ({"tightest_tpot": 0.0}, "tightest_tpot"),
+        ({"pool": "Not A Pool"}, "pool"),
+        ({"received": Received(-1)}, "received.last"),
+        ({"received": Received(1, b"x" * 33)}, "received"),
+        ({"since": -2}, "changes"),
+        ({"since": 5, "at": 4}, "changes"),
+        ({"at": 1 << 60}, "changes"),
     ],
 )
-def test_what_can_not_be(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(BadRecord, match=f"^{told}"):
-        check_record(record(**changed), "127.0.0.1", ())
+def test_what_can_not_be(changed: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRecord, match=f"^{why}"):
+        check_news(told(**changed), "127.0.0.1", ())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +72,7 @@ def test_what_can_not_be(changed: dict[str, Any], told: str) -> None:
     ],
 )
 def test_urls_of_the_sender(url: str, peer: str, allowed: tuple[str, ...]) -> None:
-    check_record(record(url=url), peer, allowed)
+    check_news(told(url=url), peer, allowed)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +94,7 @@ def test_urls_of_the_sender(url: str, peer: str, allowed: tuple[str, ...]) -> No
 )
 def test_urls_of_others(url: str) -> None:
     with pytest.raises(BadRecord, match=r"^url"):
-        check_record(record(url=url), "10.0.0.7", ("nodes.example",))
+        check_news(told(url=url), "10.0.0.7", ("nodes.example",))
 
 
 def test_a_flood_of_what_are_no_ids_takes_no_memory() -> None:

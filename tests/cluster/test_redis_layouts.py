@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from worlds import World, record
+from worlds import World, news
 
 from benchmarks.redis_server import RedisServer
 from cluster import redis_link
@@ -29,12 +29,12 @@ def test_layouts_keep_apart_and_leave_only_a_counter(
 
     async def main() -> None:
         async with older.worker() as (old_link, old), newer.worker() as (new_link, new):
-            await old.publish(record(queue_limit=3))
+            await old.publish(news(queue_limit=3))
             assert await old.reserve("a", "r1", Demand(rank=4), None)
             await RedisLeases(old_link).take("leader", "old", 60.0)
             await RedisLimits(old_link, 1).take(CALL)
             assert await new.nodes() == []
-            await new.publish(record(id="b"))
+            await new.publish(news(id="b"))
             assert [node.record.id for node in await old.nodes()] == ["a"]
             assert (await RedisLeases(new_link).look("leader")).holder == ""
             assert (old_link.workers, new_link.workers) == (1, 1)

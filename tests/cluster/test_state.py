@@ -7,44 +7,61 @@ import math
 from contextlib import AsyncExitStack
 from functools import partial
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from worlds import World, record, until
+from worlds import World, news, until
 
 from benchmarks.redis_server import RedisServer
-from cluster.messages import Resident, VersionMismatch
+from cluster.messages import Changes, News, Resident, VersionMismatch
 from cluster.node_table import Demand
+from cluster.received import Received
 from cluster.state import PAST_EPOCHS, RESERVATION_SECONDS, ClusterState, TooManyNodes
 
 
 def test_newer_records_win(world: World) -> None:
     async def main(state: ClusterState) -> None:
-        assert await state.publish(record(seq=5, running=5))
-        assert not await state.publish(record(seq=4, running=4))
-        assert not await state.publish(record(seq=5, running=9))
+        assert await state.publish(news(seq=5, running=5)) == "taken"
+        assert await state.publish(news(seq=4, running=4)) == "older"
+        assert await state.publish(news(seq=5, running=9)) == "older"
         assert [node.record.running for node in await state.nodes()] == [5]
-        assert await state.publish(record(epoch="2", seq=1, running=1))
-        assert not await state.publish(record(epoch="1", seq=99))  # late, from the process before
+        assert await state.publish(news(epoch="2", seq=1, running=1)) == "taken"
+        assert await state.publish(news(epoch="1", seq=99)) == "older"  # late, from the process before
         assert [node.record.running for node in await state.nodes()] == [1]
 
     world.run(main)
 
 
-def test_residents_are_indexed_once_per_record(world: World) -> None:
+def test_residents_change_by_numbers(world: World) -> None:
     def resident(digest: str, tier: str) -> Resident:
         return Resident(digest=digest, tier=tier, bytes=1, in_use=0)
 
+    def change(seq: int, since: int, at: int, *residents: Resident) -> News:
+        told = news(seq=seq)
+        return News(told.beat, None, Changes(since, at, list(residents)))
+
     async def main(state: ClusterState) -> None:
-        assert await state.publish(record(seq=1, residents=[resident("x", "host"), resident("y", "device")]))
-        first, again = (await state.nodes())[0], (await state.nodes())[0]
-        assert first.tiers == {"x": "host", "y": "device"}
-        assert again.tiers is first.tiers  # however many requests look at it
-        assert not await state.publish(record(seq=1, residents=[]))
-        assert (await state.nodes())[0].tiers is first.tiers
-        assert await state.publish(record(seq=2, residents=[resident("y", "host")]))
-        assert (await state.nodes())[0].tiers == {"y": "host"}
+        async def tiers() -> dict[str, str]:
+            return {digest: found.tier for digest, found in (await state.nodes())[0].residents.items()}
+
+        first = news(seq=1, residents=[resident("x", "host"), resident("y", "device")])
+        assert await state.publish(change(1, 0, 0)) == "gap", "nothing is known yet"
+        assert await state.publish(first) == "taken"
+        assert await tiers() == {"x": "host", "y": "device"}
+        assert await state.publish(change(2, 2, 3, resident("z", "host"))) == "gap", "change 2 is not known"
+        assert await state.publish(change(2, 1, 3, resident("x", "absent"), resident("z", "host"))) == "taken"
+        assert await tiers() == {"y": "device", "z": "host"}
+        assert await state.publish(change(3, 1, 3, resident("x", "absent"), resident("z", "host"))) == "taken"
+        assert await tiers() == {"y": "device", "z": "host"}, "what is known may come again"
+        assert await state.publish(change(3, 1, 4, resident("v", "host"))) == "older"
+        assert await state.publish(change(4, 3, 3)) == "taken"
+        assert await tiers() == {"y": "device", "z": "host"}
+        restarted = msgspec.structs.replace(change(1, 3, 3), beat=news(epoch="2").beat)
+        assert await state.publish(restarted) == "gap", "another process counts anew"
+        assert await state.publish(news(epoch="2", residents=[resident("y", "disk")])) == "taken"
+        assert await tiers() == {"y": "disk"}
 
     world.run(main)
 
@@ -52,24 +69,24 @@ def test_residents_are_indexed_once_per_record(world: World) -> None:
 def test_remembered_epochs_are_bounded(world: World) -> None:
     async def main(state: ClusterState) -> None:
         for epoch in range(PAST_EPOCHS + 3):
-            assert await state.publish(record(epoch=f"e{epoch}"))
-        assert not await state.publish(record(epoch=f"e{PAST_EPOCHS + 1}"))
-        assert await state.publish(record(epoch="e0"))
+            assert await state.publish(news(epoch=f"e{epoch}")) == "taken"
+        assert await state.publish(news(epoch=f"e{PAST_EPOCHS + 1}")) == "older"
+        assert await state.publish(news(epoch="e0")) == "taken"
 
     world.run(main)
 
 
 def test_an_old_record_does_not_keep_a_node_alive(world: World) -> None:
     async def main(state: ClusterState) -> None:
-        await state.publish(record(seq=5))
+        await state.publish(news(seq=5))
         await world.wait(3.0)
-        await state.publish(record(seq=4))
+        await state.publish(news(seq=4))
         await world.wait(1.0)
         assert await state.nodes() == []
         assert not await state.reserve("a", "r", Demand(), None)
         assert await state.silence("a", "1") >= 4.0
         assert await state.silence("a", "2") == await state.silence("z", "1") == math.inf
-        await state.publish(record(seq=6))
+        await state.publish(news(seq=6))
         assert [node.age < 4.0 for node in await state.nodes()] == [True]
 
     world.run(main, expiry=4.0)
@@ -77,13 +94,13 @@ def test_an_old_record_does_not_keep_a_node_alive(world: World) -> None:
 
 def test_reservations_count_and_end(world: World) -> None:
     async def main(state: ClusterState) -> None:
-        await state.publish(record())
+        await state.publish(news())
         assert await state.reserve("a", "r1", Demand(), None)
         assert await state.reserve("a", "r2", Demand(), None)
         assert not await state.reserve("a", "r3", Demand(), None)  # the queue's limit is 2
         await state.release("a", "r1")
         assert await state.reserve("a", "r3", Demand(), None)
-        await state.publish(record(seq=2, acknowledged=["r2", "unknown"]))
+        await state.publish(news(seq=2, acknowledged=["r2", "unknown"]))
         assert [node.reserved for node in await state.nodes()] == [1]
         await state.release("z", "r3")
         await state.release("a", "r3")
@@ -95,7 +112,7 @@ def test_reservations_count_and_end(world: World) -> None:
 
 def test_reservations_end_by_themselves(world: World) -> None:
     async def main(state: ClusterState) -> None:
-        await state.publish(record(queue_limit=1))
+        await state.publish(news(queue_limit=1))
         assert await state.reserve("a", "r1", Demand(rank=8), None)
         await world.wait(0.5)
 
@@ -111,7 +128,7 @@ def test_reservations_end_by_themselves(world: World) -> None:
 
 def test_a_place_is_taken_only_by_who_has_seen_the_ones_before(world: World) -> None:
     async def main(state: ClusterState) -> None:
-        await state.publish(record(queue_limit=9))
+        await state.publish(news(queue_limit=9))
         table = await state.table()
         row = table.row("a")
         assert row is not None
@@ -121,7 +138,7 @@ def test_a_place_is_taken_only_by_who_has_seen_the_ones_before(world: World) -> 
         table = await state.table()
         assert (table.max_rank[row], table.prompt_tokens[row], table.tightest_tpot[row]) == (8, 5, 0.5)
         assert table.reservations(row) == {"r1": Demand(rank=8, prompt_tokens=5, max_tokens=7, tpot=0.5)}
-        await state.publish(record(seq=2, queue_limit=9))
+        await state.publish(news(seq=2, queue_limit=9))
         assert await state.reserve("a", "r2", Demand(), int(table.generation[row]))
 
     world.run(main)
@@ -129,9 +146,9 @@ def test_a_place_is_taken_only_by_who_has_seen_the_ones_before(world: World) -> 
 
 def test_a_new_process_has_no_reservations(world: World) -> None:
     async def main(state: ClusterState) -> None:
-        await state.publish(record())
+        await state.publish(news())
         await state.reserve("a", "r1", Demand(), None)
-        await state.publish(record(epoch="2"))
+        await state.publish(news(epoch="2"))
         assert [node.reserved for node in await state.nodes()] == [0]
         assert await state.reserve("a", "r2", Demand(), None)
         assert await state.reserve("a", "r3", Demand(), None)
@@ -142,11 +159,11 @@ def test_a_new_process_has_no_reservations(world: World) -> None:
 def test_nodes_are_bounded_and_forgotten(world: World) -> None:
     async def main(state: ClusterState) -> None:
         for node_id in "abc":
-            await state.publish(record(id=node_id))
+            await state.publish(news(id=node_id))
         with pytest.raises(TooManyNodes):
-            await state.publish(record(id="d"))
+            await state.publish(news(id="d"))
         await world.wait(5.0)
-        assert await state.publish(record(id="d"))
+        assert await state.publish(news(id="d")) == "taken"
         assert [node.record.id for node in await state.nodes()] == ["d"]
 
     world.run(main, max_nodes=3, forget_seconds=5.0)
@@ -154,8 +171,9 @@ def test_nodes_are_bounded_and_forgotten(world: World) -> None:
 
 def test_other_protocol_versions_are_refused(world: World) -> None:
     async def main(state: ClusterState) -> None:
+        newer = msgspec.structs.replace(news(), beat=msgspec.structs.replace(news().beat, v=99))
         with pytest.raises(VersionMismatch):
-            await state.publish(record(v=99))
+            await state.publish(newer)
 
     world.run(main)
 
@@ -163,8 +181,11 @@ def test_other_protocol_versions_are_refused(world: World) -> None:
 class Reservations(RuleBasedStateMachine):
     """One live node, reserved by two states that share it, against a plain list of (request, end)."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, by_name: bool) -> None:
         super().__init__()
+        self.by_name = by_name
+        self.numbers: dict[str, int] = {}
+        self.received = Received()
         self.world = world
         self.runner = asyncio.Runner()
         self.open: dict[str, float] = {}
@@ -189,16 +210,27 @@ class Reservations(RuleBasedStateMachine):
     def publish(self, acknowledged: list[str], queued: int, by: int) -> None:
         self.seq += 1
         self.queued = queued
-        sent = record(seq=self.seq, queued=queued, queue_limit=4, acknowledged=acknowledged)
-        assert self.runner.run(self.states[by].publish(sent))
-        self.open = {name: end for name, end in self.open.items() if name not in acknowledged}
+        for name in acknowledged:  # those of a node that knows no numbers are told by name
+            self.received = self.received.with_one(self.numbers.get(name, 0))
+        names = acknowledged if self.by_name else []
+        sent = news(seq=self.seq, queued=queued, queue_limit=4, acknowledged=names)
+        sent = msgspec.structs.replace(sent, beat=msgspec.structs.replace(sent.beat, received=self.received))
+        assert self.runner.run(self.states[by].publish(sent)) == "taken"
+        self.open = {
+            name: end
+            for name, end in self.open.items()
+            if name not in names and not self.received.has(self.numbers[name])
+        }
 
     @rule(request=st.sampled_from("abcdef"), by=st.integers(0, 1))
     def reserve(self, request: str, by: int) -> None:
         live = {name: end for name, end in self.open.items() if end > self.world.clock.now}
         free = self.queued + len(live) < 4
-        assert self.runner.run(self.states[by].reserve("a", request, Demand(), None)) is free
-        if free:
+        number = self.runner.run(self.states[by].reserve("a", request, Demand(), None))
+        assert (number is not None) is free
+        if number is not None:
+            assert number > max(self.numbers.values(), default=0)
+            self.numbers[request] = number
             self.open[request] = self.world.clock.now + RESERVATION_SECONDS
 
     @rule(request=st.sampled_from("abcdef"), by=st.integers(0, 1))
@@ -225,14 +257,17 @@ class Reservations(RuleBasedStateMachine):
         return [node.reserved for node in await state.nodes()] == [live]
 
 
-def test_drawn_reservations_in_memory() -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+def test_drawn_reservations_in_memory(by_name: bool) -> None:
     run_state_machine_as_test(
-        lambda: Reservations(World(None)), settings=settings(max_examples=40, stateful_step_count=20, deadline=None)
+        lambda: Reservations(World(None), by_name=by_name),
+        settings=settings(max_examples=40, stateful_step_count=20, deadline=None),
     )
 
 
-def test_drawn_reservations_in_redis(shared_redis: RedisServer) -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+def test_drawn_reservations_in_redis(shared_redis: RedisServer, by_name: bool) -> None:
     run_state_machine_as_test(
-        lambda: Reservations(World(shared_redis)),
+        lambda: Reservations(World(shared_redis), by_name=by_name),
         settings=settings(max_examples=10, stateful_step_count=15, deadline=None),
     )

@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 
 from benchmarks.redis_server import RedisServer
-from cluster.messages import NodeRecord
+from cluster.messages import News
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
+from tests.told import OldRecord, news_of
 
 PATIENCE = 20.0
-RECORD = NodeRecord(
+RECORD = OldRecord(
     id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,
     running=0, queued=0, queue_limit=2, kv_blocks_free=10, kv_blocks=10, block_tokens=16,
 )  # fmt: skip
@@ -28,8 +29,13 @@ RECORD = NodeRecord(
 _prefixes = count()
 
 
-def record(**changed: Any) -> NodeRecord:
+def record(**changed: Any) -> OldRecord:
     return msgspec.structs.replace(RECORD, **changed)
+
+
+def news(**changed: Any) -> News:
+    """All that there is to tell of a node."""
+    return news_of(record(**changed))
 
 
 class Clock:

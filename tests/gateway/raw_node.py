@@ -12,7 +12,7 @@ import aiohttp
 import uvloop
 
 from cluster.errors import ServiceError
-from cluster.messages import Event, GenerateRequest, NodeRecord, Sampling
+from cluster.messages import Event, GenerateRequest, News, NodeRecord, Sampling, whole
 from cluster.state import ClusterState, MemoryClusterState
 from gateway.breaker import Breakers
 from gateway.node_client import NodeClient
@@ -88,12 +88,12 @@ async def recorded(*nodes: tuple[str, str]) -> MemoryClusterState:
     """A state in which these nodes (id, epoch) have sent one record, now."""
     state = MemoryClusterState(time.monotonic)
     for node_id, epoch in nodes:
-        assert await state.publish(record(node_id, epoch))
+        assert await state.publish(record(node_id, epoch)) == "taken"
     return state
 
 
-def record(node_id: str, epoch: str, seq: int = 1) -> NodeRecord:
-    return NodeRecord(
+def record(node_id: str, epoch: str, seq: int = 1) -> News:
+    found = NodeRecord(
         id=node_id,
         epoch=epoch,
         seq=seq,
@@ -109,6 +109,7 @@ def record(node_id: str, epoch: str, seq: int = 1) -> NodeRecord:
         kv_blocks=100,
         block_tokens=16,
     )
+    return whole(found)
 
 
 async def ask(

@@ -34,7 +34,9 @@ from cluster.messages import (
     TokenLogprob,
     TopLogprob,
     encode_event,
+    whole,
 )
+from cluster.received import Received
 from cluster.secret import authorization, is_authorized
 
 Script = Callable[["StubNode", GenerateRequest], AsyncIterator[Event | bytes]]
@@ -58,7 +60,7 @@ class StubNode:
     disconnected: threading.Event = field(default_factory=threading.Event)
     began: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
-    acknowledged: list[str] = field(default_factory=list)
+    places: Received = field(default_factory=Received)
 
     def app(self) -> Starlette:
         return Starlette(routes=[Route("/generate", self.generate, methods=["POST"])])
@@ -68,7 +70,7 @@ class StubNode:
             return Response(status_code=401)
         asked = msgspec.msgpack.decode(await request.body(), type=GenerateRequest)
         self.received.append(asked)
-        self.acknowledged.append(asked.id)
+        self.places = self.places.with_one(asked.place)
         return _Stream(self, asked)
 
     def record(self, state: str = "ready", **changed: object) -> NodeRecord:
@@ -88,19 +90,21 @@ class StubNode:
             kv_blocks_free=100,
             kv_blocks=100,
             block_tokens=16,
-            residents=[Resident(digest="0" * 64, tier="host", bytes=1, in_use=0)],
-            acknowledged=list(self.acknowledged),
+            received=self.places,
             accepts=NEWEST_VERSION,
         )
         if state == "warming":  # as a node whose engine has not said yet what it has
-            unknown = {"base": "", "max_context": 0, "kv_blocks": 0, "kv_blocks_free": 0, "residents": []}
+            unknown = {"base": "", "max_context": 0, "kv_blocks": 0, "kv_blocks_free": 0}
             record = msgspec.structs.replace(record, **unknown)
         return msgspec.structs.replace(record, **changed)
 
-    def publish(self, gateway_url: str, state: str = "ready", **changed: object) -> httpx.Response:
+    def publish(
+        self, gateway_url: str, state: str = "ready", residents: list[Resident] | None = None, **changed: object
+    ) -> httpx.Response:
+        held = [Resident(digest="0" * 64, tier="host", bytes=1, in_use=0)] if residents is None else residents
         return httpx.post(
             f"{gateway_url}/cluster/record",
-            content=msgspec.msgpack.encode(self.record(state, **changed)),
+            content=msgspec.msgpack.encode(whole(self.record(state, **changed), held)),
             headers=authorization(self.secret),
             timeout=60,
         )

@@ -40,7 +40,7 @@ def test_every_name_of_a_call_explains_it(gateway: Running, pirate: dict[str, An
     client = gateway.client()
     digest = client.post("/deploy/pirate", files=pirate).json()["digest"]
     (node,) = gateway.nodes
-    node.publish(gateway.url, performance=performance(gateway), running=1, batch_ranks=[8],
+    node.publish(gateway.url, performance=performance(gateway), running=1, max_rank=8, request_ranks=8, adapter_ranks=8,
                  residents=[Resident(digest, "host", 1, 0)])  # fmt: skip
     reply = client.post("/invoke/pirate", json=CALL, headers={"x-request-id": "mine.1"})
     made = reply.json()["id"]

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.messages import NodeRecord, Resident
+from cluster.node_book import NodeView
 from gateway.metrics import MAX_LABELS, Metrics
 
 WORKER = """
@@ -40,11 +40,12 @@ def samples(text: bytes) -> Samples:
     return {(item.name, frozenset(item.labels.items())): item.value for family in families for item in family.samples}
 
 
-def node(name: str, state: str, *residents: Resident) -> NodeRecord:
-    return NodeRecord(
+def node(name: str, state: str, *residents: Resident, **fields: float) -> NodeView:
+    record = NodeRecord(
         id=name, epoch="1", seq=1, url="", state=state, base="b", base_id="b", max_context=8, running=3, queued=1,
-        queue_limit=8, kv_blocks_free=5, kv_blocks=9, block_tokens=16, residents=list(residents),
+        queue_limit=8, kv_blocks_free=5, kv_blocks=9, block_tokens=16, **fields,
     )  # fmt: skip
+    return NodeView(record, 0, 0.0, {resident.digest: resident for resident in residents})
 
 
 def test_labels_are_bounded() -> None:
@@ -68,7 +69,7 @@ def test_nodes_as_they_are_now() -> None:
     assert found["garnish_resident_bytes", frozenset({("node", "n1"), ("tier", "host")})] == 5
     assert found["garnish_node_kv_blocks_free", frozenset({("node", "n3")})] == 5
     assert not any(name == "garnish_node_forecast_ratio" for name, _ in found), "nothing is known of it yet"
-    known = samples(metrics.render([replace(node("n1", "ready"), forecast_ratio=1.25)]))
+    known = samples(metrics.render([node("n1", "ready", forecast_ratio=1.25)]))
     assert known["garnish_node_forecast_ratio", frozenset({("node", "n1")})] == 1.25
     again = samples(metrics.render([]))
     assert not any(name.startswith("garnish_node") for name, _ in again), "a node that is gone is gone"

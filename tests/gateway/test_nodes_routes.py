@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from stub_node import StubNode, echo, hang_after_first, stub_node
 
+from cluster.messages import whole
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.secret import is_authorized
 from garnish.credentials import FILE_NAME, Credentials, write_credentials
@@ -58,7 +59,7 @@ class OperatedNode(StubNode):
         if path in self.answers:
             return Response(self.answers[path][1], self.answers[path][0])
         if path == "/record":
-            return Response(msgspec.msgpack.encode(self.record(self.state)))
+            return Response(msgspec.msgpack.encode(whole(self.record(self.state))))
         self.state = "draining" if path == "/drain" else "ready"
         return Response(status_code=204)
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_gateway import Running, upload
 
 from adapters.local_store import LocalStore
-from cluster.messages import Resident
+from cluster.messages import Resident, whole
 from cluster.secret import authorization
 from gateway import schema
 from gateway.app import ROUTES
@@ -48,7 +48,7 @@ def test_ready_only_with_a_ready_node(start: Callable[..., Running]) -> None:
 
 
 def test_records_need_the_secret(gateway: Running) -> None:
-    body = msgspec.msgpack.encode(gateway.nodes[0].record())
+    body = msgspec.msgpack.encode(whole(gateway.nodes[0].record()))
     for headers in ({}, authorization("x" * 43), authorization(gateway.keys["admin"])):
         reply = httpx.post(f"{gateway.url}/cluster/record", content=body, headers=headers, timeout=60)
         assert (reply.status_code, reply.json()["error"]["type"]) == (401, "unauthenticated")

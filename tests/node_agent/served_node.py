@@ -15,7 +15,18 @@ from aiohttp import web
 
 from cluster.frames import Frames
 from cluster.http_protocol import BoundedHttp
-from cluster.messages import Event, GenerateRequest, NodeRecord, Sampling, decode_event
+from cluster.messages import (
+    WHOLE,
+    Event,
+    Facts,
+    GenerateRequest,
+    News,
+    NodeRecord,
+    Resident,
+    Sampling,
+    decode_event,
+    record_from,
+)
 from cluster.secret import authorization, create_secret
 from node_agent.api import create_app, listen, url_of
 from node_agent.api_desk import Desk
@@ -29,16 +40,24 @@ SECONDS = 200.0
 
 
 class Gateway:
-    """Receives records, as the gateway does; `status` is what it answers."""
+    """Receives news, as the gateway does; `status` is what it answers."""
 
     def __init__(self) -> None:
         self.status = 204
+        self.news: list[News] = []
+        """All that were answered by 204."""
         self.records: asyncio.Queue[NodeRecord] = asyncio.Queue()
+        self._facts: Facts | None = None
         self.authorizations: set[str | None] = set()
 
     async def receive(self, request: web.Request) -> web.Response:
         self.authorizations.add(request.headers.get("authorization"))
-        self.records.put_nowait(msgspec.msgpack.decode(await request.read(), type=NodeRecord))
+        told = msgspec.msgpack.decode(await request.read(), type=News)
+        self._facts = told.facts or self._facts
+        assert self._facts is not None, "facts come first"
+        self.records.put_nowait(record_from(told.beat, self._facts))
+        if self.status == 204:
+            self.news.append(told)
         return web.Response(status=self.status)
 
     async def record_where(self, condition: Callable[[NodeRecord], bool]) -> NodeRecord:
@@ -58,6 +77,8 @@ class Node:
         self.desk = desk
         self.gateway = gateway
         self.engines: list[ScriptedEngine] = []
+        self.residents: list[Resident] = []
+        """As `record` was told last."""
         self.session = aiohttp.ClientSession(headers=authorization(secret))
 
     async def engine(self, ready: Ready = READY) -> ScriptedEngine:
@@ -70,7 +91,10 @@ class Node:
     async def record(self) -> NodeRecord:
         async with self.session.get(self.url + "/record") as response:
             assert response.status == 200
-            return msgspec.msgpack.decode(await response.read(), type=NodeRecord)
+            told = msgspec.msgpack.decode(await response.read(), type=News)
+            assert told.facts is not None and told.changes.since == WHOLE
+            self.residents = told.changes.residents
+            return record_from(told.beat, told.facts)
 
     async def record_where(self, condition: Callable[[NodeRecord], bool]) -> NodeRecord:
         """The first record from now on for which the condition holds."""

@@ -168,13 +168,18 @@ def test_the_record_tells_what_is_so(tmp_path: Path, stories_dir: Path) -> None:
                 await engine.hear_submit()
                 await engine.hear_submit()
                 await engine.say(
-                    admitted("a"), stats(running=1, queued=1, batch_ranks=[8], batch_contexts=[5], residents=[resident])
+                    admitted("a"),
+                    stats(
+                        running=1, queued=1, batch_ranks=[8], batch_contexts=[5], batch_slots=[0], residents=[resident]
+                    ),
                 )
                 record = await node.record_where(lambda r: r.running == 1)
                 assert (record.queued, record.queue_limit, record.state, record.error) == (1, 7, "ready", "")
                 assert (record.base, record.max_context) == (READY.base, READY.max_context)
                 assert (record.kv_blocks_free, record.kv_blocks, record.block_tokens) == (60, 64, 16)
-                assert (record.batch_ranks, record.batch_contexts, record.residents) == ([8], [5], [resident])
+                assert (record.max_rank, record.contexts) == (8, 5)
+                await node.record()
+                assert node.residents == [resident]
                 assert record.epoch == cold.epoch
                 assert record.seq > cold.seq
                 await engine.say(finished("a"), finished("b"))

@@ -83,7 +83,7 @@ def test_callers_in_a_crowd_get_what_they_get_alone(tmp_path: Path, stories_dir:
                 assert isinstance(events[-1], Done)
                 assert events[-1].completion_tokens == len(ids)
             await node.record_where(
-                lambda r: (r.running, r.queued, r.kv_blocks_free) == (0, 0, rest.kv_blocks_free) and not r.batch_ranks
+                lambda r: (r.running, r.queued, r.kv_blocks_free) == (0, 0, rest.kv_blocks_free) and not r.contexts
             )
 
     run_scenario(scenario())

@@ -20,8 +20,8 @@ MODEL = PerformanceModel(
 )
 
 
-def waiting(record: NodeRecord) -> tuple[list[int], int]:
-    return record.queued_ranks, record.prompt_tokens_left
+def ranks(record: NodeRecord) -> tuple[int, int, int]:
+    return record.max_rank, record.request_ranks, record.adapter_ranks
 
 
 def test_a_request_counts_once_from_its_receipt_to_its_end(tmp_path: Path, stories_dir: Path) -> None:
@@ -31,20 +31,20 @@ def test_a_request_counts_once_from_its_receipt_to_its_end(tmp_path: Path, stori
         async with served_node(tmp_path, stories_dir) as node:
             engine = await node.engine()
             idle = await node.record()
-            assert (idle.max_rows, waiting(idle), idle.batch_slots) == (READY.max_rows, ([], 0), [])
+            assert (idle.max_rows, ranks(idle), idle.prompt_tokens_left) == (READY.max_rows, (0, 0, 0), 0)
             with_adapter = request_of("a", token_ids=[1, 2, 3], adapter=ADAPTER)
             async with node.generate(with_adapter) as first, node.generate(request_of("b")) as second:
                 await engine.hear_submit()
                 await engine.hear_submit()
                 record = await node.record()
                 assert (record.queued, record.running) == (2, 0)
-                assert (sorted(record.queued_ranks), record.prompt_tokens_left) == ([0, 8], 4)
+                assert (ranks(record), record.prompt_tokens_left) == ((8, 8, 8), 4)
 
                 await engine.say(admitted("a"))
                 await first.next()
                 record = await node.record()
-                assert (record.queued, record.running, record.batch_ranks) == (1, 1, [])
-                assert (sorted(record.queued_ranks), record.prompt_tokens_left) == ([0, 8], 4)
+                assert (record.queued, record.running, record.contexts) == (1, 1, 0)
+                assert (ranks(record), record.prompt_tokens_left) == ((8, 8, 8), 4)
 
                 batch = {"batch_ranks": [8], "batch_contexts": [2], "batch_slots": [5]}
                 told = stats(
@@ -52,16 +52,33 @@ def test_a_request_counts_once_from_its_receipt_to_its_end(tmp_path: Path, stori
                     **batch,
                 )  # fmt: skip
                 await engine.say(told)
-                record = await node.record_where(lambda record: record.batch_ranks == [8])
-                assert waiting(record) == ([0], 2)
-                assert (record.batch_contexts, record.batch_slots, record.loading_bytes) == ([2], [5], 7)
+                record = await node.record_where(lambda record: record.contexts == 2)
+                assert (ranks(record), record.prompt_tokens_left, record.loading_bytes) == ((8, 8, 8), 2, 7)
                 assert (record.performance, record.forecast_ratio) == (MODEL, 1.25)
 
                 await engine.say(finished("a"), finished("b"), stats())
                 await first.rest()
                 await second.rest()
-            record = await node.record_where(lambda record: not record.batch_ranks)
-            assert waiting(record) == ([], 0)
+            record = await node.record_where(lambda record: not record.contexts)
+            assert (ranks(record), record.prompt_tokens_left) == ((0, 0, 0), 0)
+
+    run_scenario(scenario())
+
+
+def test_an_adapter_of_several_rows_counts_once(tmp_path: Path, stories_dir: Path) -> None:
+    """The base alone has no adapter that rows could share."""
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            batch = {
+                "batch_ranks": [8, 8, 16, 0, 0],
+                "batch_contexts": [2, 3, 4, 5, 6],
+                "batch_slots": [5, 5, 1, -1, -1],
+            }
+            await engine.say(stats(running=5, **batch))
+            record = await node.record_where(lambda record: record.contexts == 20)
+            assert ranks(record) == (16, 32, 24)
 
     run_scenario(scenario())
 
@@ -74,7 +91,7 @@ def test_nothing_is_known_of_an_engine_that_is_gone(tmp_path: Path, stories_dir:
             await node.record_where(lambda record: record.performance == MODEL)
             await engine.close()
             record = await node.record_where(lambda record: record.state == "warming")
-            assert (record.performance, record.max_rows, record.batch_slots) == (None, 0, [])
+            assert (record.performance, record.max_rows, ranks(record)) == (None, 0, (0, 0, 0))
 
     run_scenario(scenario())
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from cluster.messages import NodeRecord
+from cluster.messages import ABSENT_TIER, WHOLE, Changes, News, Resident
 from cluster.secret import authorization
-from node_agent.api_desk import ACKNOWLEDGED_LIMIT, Desk
+from node_agent.api_desk import Desk
 from node_agent.api_request import Limits
 from node_agent.config import NodeConfig
 from node_agent.publisher import Publisher
-from tests.node_agent.scripted_engine import admitted, finished
+from tests.node_agent.scripted_engine import admitted, finished, stats
 from tests.node_agent.served_node import Gateway, gateway_server, node_config, request_of, run_scenario, served_node
 
 LIMITS = Limits(vocab_size=512, max_position_embeddings=512)
@@ -33,41 +33,58 @@ def test_records_come_by_themselves_with_the_secret(tmp_path: Path, stories_dir:
     run_scenario(scenario())
 
 
-def test_a_request_is_acknowledged_until_the_gateway_took_it_in(tmp_path: Path, stories_dir: Path) -> None:
+def test_a_request_is_received_by_its_number(tmp_path: Path, stories_dir: Path) -> None:
+    """Whatever becomes of it: the place is not free for others for longer than the record takes."""
+
     async def scenario() -> None:
         async with served_node(tmp_path, stories_dir) as node:
             engine = await node.engine()
-            node.gateway.status = 503
-            async with node.generate(request_of("a")) as stream:
+            async with node.generate(request_of("a", place=1000)) as stream:
                 await engine.hear_submit()
-                for _ in range(2):
-                    await node.gateway.record_where(lambda r: r.acknowledged == ["a"])
-                node.gateway.status = 204
-                await node.gateway.record_where(lambda r: r.acknowledged == ["a"])
-                await node.gateway.record_where(lambda r: r.acknowledged == [])
+                await node.gateway.record_where(lambda r: r.received.has(1000))
                 await engine.say(admitted("a"), finished("a"))
                 await stream.rest()
-            async with node.generate(request_of("refused", base="another")) as stream:
-                await stream.rest()
-            await node.gateway.record_where(lambda r: r.acknowledged == ["refused"])
-            async with node.generate(request_of("unfit", max_tokens=0)) as stream:
-                await stream.rest()
-            await node.gateway.record_where(lambda r: r.acknowledged == ["unfit"])
+            for place, changed in ((1002, {"base": "another"}), (1001, {"max_tokens": 0})):
+                async with node.generate(request_of(f"r{place}", place=place, **changed)) as stream:
+                    await stream.rest()
+                await node.gateway.record_where(lambda r, place=place: r.received.has(place))
+            assert not (await node.record()).received.has(1003)
 
     run_scenario(scenario())
 
 
-def test_acknowledgements_are_bounded(tmp_path: Path, stories_dir: Path) -> None:
+def held(*digests: str) -> list[Resident]:
+    return [Resident(digest, "host", 1, 0) for digest in digests]
+
+
+def test_what_changed_is_told_until_the_gateway_took_it_in(tmp_path: Path, stories_dir: Path) -> None:
     async def scenario() -> None:
-        desk = Desk(node_config(tmp_path, stories_dir, "http://127.0.0.1:1"), LIMITS)
-        names = [f"r{index}" for index in range(ACKNOWLEDGED_LIMIT + 10)]
-        for name in names:
-            with pytest.raises(Exception, match="not ready"):
-                desk.submit(request_of(name))
-        told = desk.record().acknowledged
-        assert told == names[10:]
-        desk.forget_acknowledged(told[:5])
-        assert desk.record().acknowledged == names[15:]
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            gateway = node.gateway
+            await engine.say(stats(residents=held("x", "y"), kv_blocks_free=3))
+            await gateway.record_where(lambda r: r.kv_blocks_free == 3)
+            gateway.status = 503
+            await engine.say(stats(residents=held("y", "z"), kv_blocks_free=4))
+            await gateway.record_where(lambda r: r.kv_blocks_free == 4)
+            await engine.say(stats(residents=held("y"), kv_blocks_free=5))
+            await gateway.record_where(lambda r: r.kv_blocks_free == 5)
+            gateway.news.clear()
+            gateway.status = 204
+            await gateway.record_where(lambda r: bool(gateway.news))
+            told = gateway.news[0]
+            assert told.facts is None and told.changes.since >= 0
+            gone = {digest: Resident(digest, ABSENT_TIER, 0, 0) for digest in ("x", "z")}
+            assert {resident.digest: resident for resident in told.changes.residents} == gone
+            await gateway.record_where(lambda r: len(gateway.news) > 1)
+            assert gateway.news[1].changes == Changes(told.changes.at, told.changes.at)
+            gateway.status = 200  # it has lost all
+            await gateway.record_where(lambda r: True)
+            gateway.news.clear()
+            gateway.status = 204
+            await gateway.record_where(lambda r: bool(gateway.news))
+            assert gateway.news[0].changes == Changes(WHOLE, told.changes.at, held("y"))
+            assert gateway.news[0].facts is not None
 
     run_scenario(scenario())
 
@@ -101,29 +118,31 @@ def test_a_gateway_that_is_away_is_tried_until_it_is_back(
 
 
 class WatchedDesk(Desk):
-    """Says when a record is made."""
+    """Says when news are made."""
 
     def __init__(self, config: NodeConfig) -> None:
         super().__init__(config, LIMITS)
-        self.made: asyncio.Queue[NodeRecord] = asyncio.Queue()
+        self.made: asyncio.Queue[News] = asyncio.Queue()
 
-    def record(self) -> NodeRecord:
-        record = super().record()
-        self.made.put_nowait(record)
-        return record
+    def news(self, known: int) -> News:
+        news = super().news(known)
+        self.made.put_nowait(news)
+        return news
 
 
-def test_a_change_is_told_at_once(tmp_path: Path, stories_dir: Path) -> None:
-    """The publisher is started with an interval that never ends by itself."""
+def test_news_come_at_their_interval_whatever_happens(tmp_path: Path, stories_dir: Path) -> None:
     gateway = Gateway()
 
     async def scenario() -> None:
         desk = Desk(node_config(tmp_path, stories_dir, "unused"), LIMITS)
         async with gateway_server(gateway) as url:
-            publishing = asyncio.create_task(Publisher(desk, url, "secret", interval=3600.0).run())
-            assert (await gateway.records.get()).state == "warming"
-            desk.set_draining(True)
-            assert (await gateway.records.get()).state == "draining"
+            publishing = asyncio.create_task(Publisher(desk, url, "secret", interval=1.0).run())
+            begin = asyncio.get_running_loop().time()
+            for index in range(3):
+                for _ in range(50):
+                    desk.set_draining(not desk.draining)
+                await gateway.records.get()
+                assert asyncio.get_running_loop().time() - begin >= 0.99 * index
             publishing.cancel()
             await asyncio.wait({publishing})
 

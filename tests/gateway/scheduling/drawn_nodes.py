@@ -7,10 +7,11 @@ import msgspec
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, RECORD
 
-from cluster.messages import NodeRecord, Resident, StrictRoom
+from cluster.messages import Resident, StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import DecodeModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest
+from tests.told import OldRecord
 
 RANKS = st.integers(0, 512)
 SMALL = st.floats(0, 1e-2)
@@ -55,7 +56,7 @@ ROOMS = st.builds(
 
 
 @st.composite
-def nodes(draw: st.DrawFn) -> NodeRecord:
+def nodes(draw: st.DrawFn) -> OldRecord:
     running, waiting = draw(st.lists(RANKS, max_size=5)), draw(st.lists(RANKS, max_size=3))
     tier = draw(st.sampled_from([None, "device", "host", "disk"]))
     used = draw(st.booleans())

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_world import table_of
 
-from cluster.messages import NodeRecord
 from cluster.node_table import ASSUMED, Demand
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.rank_aware import OTHERS, RankAware
 from gateway.scheduling.request import PlacementRequest
+from tests.told import OldRecord
 
 
 def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
@@ -24,7 +24,7 @@ def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
     return sum(ranks) if model.decode.rank_term == "request_ranks" else distinct
 
 
-def reference(record: NodeRecord, demands: list[Demand], request: PlacementRequest) -> tuple[float, float]:
+def reference(record: OldRecord, demands: list[Demand], request: PlacementRequest) -> tuple[float, float]:
     """(total, how near the nearest promise is to being broken, as a ratio)."""
     model, answer = record.performance or ASSUMED, request.expected_tokens or max(1.0, request.max_tokens / 2)
     ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in demands)]
@@ -69,7 +69,7 @@ def reference(record: NodeRecord, demands: list[Demand], request: PlacementReque
 
 
 def _queue(
-    record: NodeRecord,
+    record: OldRecord,
     demands: list[Demand],
     request: PlacementRequest,
     model: PerformanceModel,
@@ -100,7 +100,7 @@ def _queue(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=3)), min_size=1, max_size=5), REQUESTS, st.data())
 def test_every_total_is_the_formulas(
-    drawn: list[tuple[NodeRecord, list[Demand]]], request: PlacementRequest, data: st.DataObject
+    drawn: list[tuple[OldRecord, list[Demand]]], request: PlacementRequest, data: st.DataObject
 ) -> None:
     records = [msgspec.structs.replace(record, id=str(index)) for index, (record, _) in enumerate(drawn)]
     table = table_of(*records)

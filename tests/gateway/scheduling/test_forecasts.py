@@ -12,19 +12,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, ask, chosen, node, table_of
 
-from cluster.messages import NodeRecord, Resident, StrictRoom
+from cluster.messages import Resident, StrictRoom
 from cluster.node_table import ASSUMED, Demand, NodeTable
 from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.spreading import ASSUMED_ROWS, FILL, WINDOW
+from tests.told import OldRecord, tell
 
 CROWDS = st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=2)), min_size=2, max_size=5)
 COLUMNS = [name for name in Terms.__struct_fields__[1:] if name not in ("ttft_limit", "answer", "inverse")]
 
 
-def put(table: NodeTable, record: NodeRecord, demands: list[Demand]) -> int:
-    row = table.put(record)
+def put(table: NodeTable, record: OldRecord, demands: list[Demand]) -> int:
+    row = tell(table, record)
     for index, demand in enumerate(demands):
         table.reserve(row, str(index), demand)
     return row
@@ -40,8 +41,8 @@ def forecast(table: NodeTable, rows: np.ndarray, request: PlacementRequest) -> t
 @settings(max_examples=80, deadline=None)
 @given(CROWDS, st.lists(nodes(), max_size=5), REQUESTS, st.data())
 def test_a_forecast_is_of_its_node_alone(
-    drawn: list[tuple[NodeRecord, list[Demand]]],
-    before: list[NodeRecord],
+    drawn: list[tuple[OldRecord, list[Demand]]],
+    before: list[OldRecord],
     request: PlacementRequest,
     data: st.DataObject,
 ) -> None:
@@ -72,7 +73,7 @@ def test_a_forecast_is_of_its_node_alone(
 @settings(max_examples=100, deadline=None)
 @given(nodes(), st.lists(DEMANDS, max_size=2), REQUESTS, st.sampled_from([0.5, 0.9999, 1.0001, 2.0]))
 def test_what_is_attainable_is_what_the_node_would_do_if_it_had_nothing_to_do(
-    record: NodeRecord, demands: list[Demand], request: PlacementRequest, share: float
+    record: OldRecord, demands: list[Demand], request: PlacementRequest, share: float
 ) -> None:
     """Promises a little below and above what it would do then."""
     idle = table_of(
@@ -115,7 +116,7 @@ def test_an_adapter_in_use_adds_no_rank_where_distinct_ones_count() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(nodes(), min_size=2, max_size=4), REQUESTS, st.data())
 def test_another_copy_is_charged_where_a_home_could_serve(
-    records: list[NodeRecord], request: PlacementRequest, data: st.DataObject
+    records: list[OldRecord], request: PlacementRequest, data: st.DataObject
 ) -> None:
     """Of one load from host memory, behind what is on the link, for everybody who is there."""
     request = msgspec.structs.replace(request, digest="d", slo_class="standard")
@@ -147,7 +148,7 @@ def test_another_copy_is_charged_where_a_home_could_serve(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(nodes(), min_size=1, max_size=4), REQUESTS, st.data())
 def test_a_refused_request_is_told_when_the_first_node_could_keep_its_promise(
-    records: list[NodeRecord], request: PlacementRequest, data: st.DataObject
+    records: list[OldRecord], request: PlacementRequest, data: st.DataObject
 ) -> None:
     request = msgspec.structs.replace(
         request, slo_class="strict", ttft=data.draw(st.floats(0.01, 3)), tpot=data.draw(st.none() | st.floats(0.01, 1))

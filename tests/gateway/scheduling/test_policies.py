@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 
-from cluster.messages import NodeRecord
 from cluster.node_table import Demand
 from garnish import service_file
 from gateway.config import GatewayConfig
 from gateway.scheduling.policy import POLICIES, PolicySettings, UnknownPolicy, make_policy
 from gateway.scheduling.toppings import PENALTY, Toppings
+from tests.told import OldRecord
 
 RANDOM_NODES = st.lists(
     st.builds(
@@ -51,9 +51,7 @@ def test_the_service_file_knows_the_same_ones() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(RANDOM_NODES, st.sampled_from(sorted(POLICIES)), st.data())
-def test_each_chooses_a_candidate_and_changes_nothing(
-    records: list[NodeRecord], name: str, data: st.DataObject
-) -> None:
+def test_each_chooses_a_candidate_and_changes_nothing(records: list[OldRecord], name: str, data: st.DataObject) -> None:
     table = table_of(*(msgspec.structs.replace(record, id=str(index)) for index, record in enumerate(records)))
     rows = sorted(data.draw(st.sets(st.integers(0, len(records) - 1), min_size=1)))
     before = {column: values.copy() for column, values in table._data.items()}
@@ -66,7 +64,7 @@ def test_each_chooses_a_candidate_and_changes_nothing(
 
 @settings(max_examples=200, deadline=None)
 @given(RANDOM_NODES, st.none() | st.floats(0.02, 0.2))
-def test_toppings_is_algorithm_1(records: list[NodeRecord], slo: float | None) -> None:
+def test_toppings_is_algorithm_1(records: list[OldRecord], slo: float | None) -> None:
     records = [msgspec.structs.replace(record, id=str(index)) for index, record in enumerate(records)]
     request, policy = ask(tpot=slo, typical_tokens=50.0), Toppings()
     totals = []

@@ -13,6 +13,7 @@ from cluster.performance_model import Transfer
 from gateway.scheduling.policy import make_policy
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.toppings import Toppings
+from tests.told import tell
 
 
 def test_an_idle_node_without_the_adapter_loses_to_one_that_has_it_and_one_request() -> None:
@@ -124,7 +125,7 @@ def test_a_model_that_is_none_is_not_used(model: object) -> None:
     assert nodes.model_problem(0) is not None
     assert not nodes.modelled[0]
     assert nodes.decode_base[0] == nodes.decode_base[1]
-    nodes.put(node("odd"))
+    tell(nodes, node("odd"))
     assert (nodes.model_problem(0), bool(nodes.modelled[0])) == (None, True)
 
 
@@ -268,11 +269,11 @@ def test_an_adapter_is_at_home_elsewhere_only_while_home_can_not_serve() -> None
     nodes = table_of(home, other)
     assert chosen(policy, nodes, ask(id="1")) == "home"
     late = node("home", *[8] * 32, tier="device", prompt_tokens_left=100_000)
-    nodes.put(late)
+    tell(nodes, late)
     assert chosen(policy, nodes, ask(id="2", ttft=1.0)) == "other"
     assert policy.last is not None and policy.last.spreading is None
     nodes.remove("other")
-    nodes.put(home)
+    tell(nodes, home)
     assert chosen(policy, nodes, ask(id="3")) == "home"
 
 

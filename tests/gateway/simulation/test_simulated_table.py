@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from simulated import CACHED, PROFILE
 from test_simulated_node import JOBS, jobs_of
 
+from cluster.messages import RECORD_INTERVAL
 from cluster.node_table import COLUMNS, Demand, NodeTable
 from gateway.scheduling.baselines import MostIdle
-from gateway.simulation.columns import SimulatedTable, record_of
+from gateway.simulation.columns import SimulatedTable, record_of, residents_of
 from gateway.simulation.node import SimulatedNode
 from gateway.simulation.profile import NodeProfile, load_profile, profile_names
 from gateway.simulation.simulator import Simulator
@@ -25,7 +26,7 @@ class Checked(SimulatedTable):
         self.checks = 0
         super().__init__(nodes)
         for node in nodes:
-            self._whole.put(record_of(node, 0.0, 0), 0.0)
+            self._whole.put(record_of(node, 0.0, 0), 0.0, residents=residents_of(node))
 
     def reserve(self, row: int, request_id: str, demand: Demand) -> None:
         super().reserve(row, request_id, demand)
@@ -34,7 +35,8 @@ class Checked(SimulatedTable):
 
     def tell(self, node: SimulatedNode, now: float) -> None:
         self._seq += 1
-        self._whole.put(record_of(node, now, self._seq), now)
+        record, acknowledged = record_of(node, now, self._seq), list(node.acknowledged)
+        self._whole.put(record, now, residents=residents_of(node), acknowledged=acknowledged)
         super().tell(node, now)
         self._compare()
 
@@ -58,7 +60,7 @@ def test_short_and_whole_records_say_the_same(profile: NodeProfile, drawn: list)
     simulator.run()
     assert checked.checks > len(jobs)
     left = {int(name) for row in range(2) for name in checked.reservations(row)}
-    late = {found.number for found in jobs if found.at > simulator.now - 0.021}
+    late = {found.number for found in jobs if found.at > simulator.now - RECORD_INTERVAL - 0.001}
     assert left <= late, "every reservation is acknowledged with the next record"
 
 

@@ -1,0 +1,112 @@
+"""Records of protocol version 1, which nodes of the release before tell: lists in place of sums, and all residents.
+
+They become News where they come in, and nothing behind that knows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from cluster.messages import (
+    ABSENT_TIER,
+    RECORD_VERSION,
+    WHOLE,
+    Changes,
+    News,
+    NodeRecord,
+    Resident,
+    StrictRoom,
+    beat_of,
+    facts_of,
+    rank_sums,
+)
+from cluster.performance_model import PerformanceModel
+
+
+class OldResident(Resident, frozen=True, array_like=False):
+    pass
+
+
+class OldStrictRoom(StrictRoom, frozen=True, array_like=False, omit_defaults=True):
+    pass
+
+
+class OldRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Fields that NodeRecord has, too, are described there."""
+
+    id: str
+    epoch: str
+    seq: int
+    url: str
+    state: str
+    base: str
+    base_id: str
+    max_context: int
+    running: int
+    queued: int
+    queue_limit: int
+    kv_blocks_free: int
+    kv_blocks: int
+    block_tokens: int
+    max_rows: int = 0
+    batch_ranks: list[int] = []
+    batch_contexts: list[int] = []
+    batch_slots: list[int] = []
+    """Of each running request, a number that names its adapter on this node; -1 for the base alone."""
+    queued_ranks: list[int] = []
+    """Of each waiting request, the rank of its adapter."""
+    prompt_tokens_left: int = 0
+    tightest_tpot: float | None = None
+    strict: OldStrictRoom | None = None
+    loading_bytes: int = 0
+    performance: PerformanceModel | None = None
+    forecast_ratio: float | None = None
+    measuring: float | None = None
+    adapter_bytes_free: int = 0
+    adapter_bytes: int = 0
+    largest_adapter: int = 0
+    adapter_itemsize: int = 0
+    residents: list[OldResident] = []
+    acknowledged: list[str] = []
+    """Ids of requests received since the record before; ends their reservations."""
+    device: str = ""
+    error: str = ""
+    pool: str = ""
+    accepts: int = 1
+    v: int = 1
+
+
+SHARED = [name for name in OldRecord.__struct_fields__ if name in NodeRecord.__struct_fields__ and name != "v"]
+
+
+_decoder, _old_decoder = msgspec.msgpack.Decoder(News), msgspec.msgpack.Decoder(OldRecord)
+
+
+def decode_news(body: bytes) -> News | OldRecord:
+    """Raises msgspec.DecodeError."""
+    is_map = body[:1] in (b"\xde", b"\xdf") or 0x80 <= int.from_bytes(body[:1]) <= 0x8F  # News is an array
+    return (_old_decoder if is_map else _decoder).decode(body)
+
+
+def record_of_old(old: OldRecord) -> NodeRecord:
+    fields = {name: getattr(old, name) for name in SHARED}
+    if old.strict is not None:
+        fields["strict"] = StrictRoom(**msgspec.structs.asdict(old.strict))
+    ranks = old.batch_ranks
+    slots = [None if slot < 0 else slot for slot in old.batch_slots] + [None] * (len(ranks) - len(old.batch_slots))
+    sums = rank_sums(list(zip(slots, ranks, strict=False)), old.queued_ranks)
+    return NodeRecord(**fields, **sums, contexts=sum(old.batch_contexts), v=RECORD_VERSION)
+
+
+def news_of_old(old: OldRecord, known: Mapping[str, Resident] | None) -> News:
+    """`known`: what the receiver knows of this epoch's residents, so that only the differences go on from here. None:
+    nothing."""
+    record = record_of_old(old)
+    residents = {r.digest: Resident(r.digest, r.tier, r.bytes, r.in_use) for r in old.residents}
+    changed = [resident for resident in residents.values() if known is None or known.get(resident.digest) != resident]
+    gone = [digest for digest in known or () if digest not in residents]
+    changed += [Resident(digest, ABSENT_TIER, 0, 0) for digest in gone]
+    since = WHOLE if known is None else 0
+    return News(beat_of(record), facts_of(record), Changes(since, old.seq, changed, old.acknowledged))

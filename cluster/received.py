@@ -1,0 +1,37 @@
+"""Which of the places that were given away on a node have become requests there.
+
+Places are numbered in the order in which they are given away. A node says the last number that it has seen, and for the
+WINDOW before it which ones came; what is older has come, or never will.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+WINDOW = 256
+_MASK = (1 << WINDOW) - 1
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True):
+    last: int = 0
+    came: bytes = b""
+    """A big-endian number: its bit i says whether `last` - i came."""
+
+    def has(self, number: int) -> bool:
+        """Whether the place of this number is held no longer; one without a number (0) ends by itself."""
+        age = self.last - number
+        return number > 0 and (age >= WINDOW or (age >= 0 and bool(int.from_bytes(self.came) >> age & 1)))
+
+    def with_one(self, number: int) -> Received:
+        """After the request with this number came."""
+        age, came = self.last - number, int.from_bytes(self.came)
+        if number <= 0:
+            return self
+        if not 0 <= age < WINDOW:  # far ahead, or of a gateway that counts anew
+            came = came << -age & _MASK if -WINDOW < age < 0 else 0
+            return Received(number, _bytes(came | 1))
+        return Received(self.last, _bytes(came | 1 << age))
+
+
+def _bytes(came: int) -> bytes:
+    return came.to_bytes((came.bit_length() + 7) // 8)

@@ -1,0 +1,51 @@
+"""Numbers what becomes of a node's residents and facts, so that the gateway is told of changes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.messages import ABSENT_TIER, WHOLE, Changes, Facts, News, NodeRecord, Resident, beat_of, facts_of
+
+
+class ResidencyLog:
+    """Each change has a number; of an adapter that changed several times the last change counts."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        """Number of the last change."""
+        self._facts: Facts | None = None
+        self._facts_at = 0
+        self._told: Sequence[Resident] = ()
+        self._residents: dict[str, Resident] = {}
+        self._changed: dict[str, int] = {}
+        """By digest, in the order of the numbers. Adapters that are gone stay until the gateway knows."""
+
+    def news(self, record: NodeRecord, residents: Sequence[Resident], known: int) -> News:
+        """What the gateway has to be told now. `known`: number of the last change that it has taken in, or WHOLE."""
+        self._note(facts_of(record), residents)
+        if known == WHOLE:
+            return News(beat_of(record), self._facts, Changes(WHOLE, self.at, list(residents)))
+        self._forget(known)
+        changed = [
+            self._residents.get(digest, Resident(digest, ABSENT_TIER, 0, 0))
+            for digest, at in self._changed.items()
+            if at > known
+        ]
+        return News(beat_of(record), self._facts if self._facts_at > known else None, Changes(known, self.at, changed))
+
+    def _note(self, facts: Facts, residents: Sequence[Resident]) -> None:
+        number = self.at + 1
+        if facts != self._facts:
+            self._facts, self._facts_at, self.at = facts, number, number
+        if residents is self._told:  # the engine has sent no other picture since
+            return
+        now = {resident.digest: resident for resident in residents}
+        changed = [digest for digest, resident in now.items() if self._residents.get(digest) != resident]
+        for digest in [*changed, *(self._residents.keys() - now.keys())]:
+            self._changed.pop(digest, None)
+            self._changed[digest] = self.at = number
+        self._told, self._residents = residents, now
+
+    def _forget(self, known: int) -> None:
+        while self._changed and (oldest := next(iter(self._changed.items())))[1] <= known:
+            del self._changed[oldest[0]]

@@ -1,0 +1,132 @@
+"""What gateway workers know of a node's residents, over drawn histories: posts are lost before or behind the gateway,
+come late, go to any worker; Redis is emptied; processes start anew. In the end every worker knows what is there."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import World, record, until
+
+from benchmarks.redis_server import RedisServer
+from cluster.messages import WHOLE, News, NodeRecord, Resident
+from cluster.old_record import record_of_old
+from cluster.state import ClusterState
+from node_agent.residency_log import ResidencyLog
+
+RESIDENTS = st.dictionaries(
+    st.sampled_from("uvwxyz"), st.tuples(st.sampled_from(["device", "host", "disk"]), st.integers(0, 2)), max_size=5
+)
+STEPS = st.lists(
+    st.tuples(st.just("hold"), RESIDENTS)
+    | st.tuples(st.just("pool"), st.sampled_from(["", "a", "b"]))
+    | st.tuples(st.sampled_from(["post", "post", "lost", "unheard", "late"]), st.integers(0, 1))
+    | st.tuples(st.sampled_from(["empty", "restart"]), st.just(0)),
+    max_size=25,
+)
+
+
+class Node:
+    """As node_agent.publisher posts."""
+
+    def __init__(self) -> None:
+        self.epoch = self.seq = 0
+        self.pool = ""
+        self.residents: list[Resident] = []
+        self.start()
+
+    def start(self) -> None:
+        self.epoch += 1
+        self.log, self.known = ResidencyLog(), WHOLE
+
+    def record(self) -> NodeRecord:
+        self.seq += 1
+        return record_of_old(record(epoch=str(self.epoch), seq=self.seq, pool=self.pool))
+
+    def news(self) -> News:
+        return msgspec.convert(
+            msgspec.to_builtins(self.log.news(self.record(), self.residents, self.known)), News, strict=False
+        )
+
+    def answered(self, news: News, taken: str) -> None:
+        self.known = WHOLE if taken == "gap" else news.changes.at
+
+
+async def play(world: World, steps: list[tuple[str, object]]) -> None:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(world.open())
+        second = await stack.enter_async_context(world.open()) if world.server is not None else first
+        states, node, late = (first, second), Node(), list[News]()
+        for what, with_what in steps:
+            if what == "hold":
+                assert isinstance(with_what, dict)
+                node.residents = [Resident(digest, tier, 1, used) for digest, (tier, used) in with_what.items()]
+            elif what == "pool":
+                node.pool = str(with_what)
+            elif what == "restart":
+                node.start()
+            elif what == "empty" and world.server is not None:
+                world.server.client.flushdb()
+            elif isinstance(with_what, int):
+                news = node.news()
+                if what == "late":
+                    late.append(news)
+                if what in ("post", "unheard"):
+                    taken = await states[with_what].publish(news)
+                    if what == "post":
+                        node.answered(news, taken)
+                if what == "post" and late:
+                    await states[1 - with_what].publish(late.pop())
+        await converge(list(states), node)
+
+
+async def converge(states: list[ClusterState], node: Node) -> None:
+    async def agree() -> bool:
+        news = node.news()
+        node.answered(news, await states[node.seq % len(states)].publish(news))
+        wanted = {resident.digest: resident for resident in node.residents}
+        found = [view for state in states for view in await state.nodes() if view.record.epoch == str(node.epoch)]
+        return len(found) == len(states) and all(
+            dict(view.residents) == wanted and view.record.pool == node.pool for view in found
+        )
+
+    await until(agree)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_in_memory(steps: list[tuple[str, object]]) -> None:
+    asyncio.run(play(World(None), steps))
+
+
+def test_in_redis(shared_redis: RedisServer) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(STEPS)
+    def played(steps: list[tuple[str, object]]) -> None:
+        asyncio.run(play(World(shared_redis), steps))
+
+    played()
+
+
+@pytest.mark.parametrize("count", [5000])
+def test_a_worker_that_comes_late_hears_of_all(shared_redis: RedisServer, count: int) -> None:
+    async def main() -> None:
+        world, node = World(shared_redis), Node()
+        node.residents = [Resident(f"{number:064x}", "host", 7, 0) for number in range(count)]
+        async with world.worker() as (_, one):
+            assert await one.publish(node.news()) == "taken"
+            node.known = node.log.at
+            node.residents = node.residents[1:]
+            told = node.news()
+            assert len(told.changes.residents) == 1
+            assert await one.publish(told) == "taken"
+            async with world.worker() as (_, two):
+                found = (await two.nodes())[0].residents
+                assert dict(found) == {resident.digest: resident for resident in node.residents}
+                assert two._book.news("a").changes.at == node.log.at
+
+    asyncio.run(main())
