@@ -27,7 +27,8 @@ def other_base_problem(
     projection, found = next(iter(widths.items()))
     return field_problem(
         "base_model_name_or_path",
-        f"trained for another base model, for no module has the widths of {base.id}",
+        f"trained for another base model, for no module has the widths of {base.id}; "
+        "deploy it to a service with its own base_model",
         f"{base.widths[projection][0]} to {base.widths[projection][1]}",
         f"{adapter.config.get('base_model_name_or_path')}, {found[0]} to {found[1]}",
     )

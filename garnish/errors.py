@@ -50,12 +50,21 @@ class GarnishError(FrontDoorError):
         self.request_id, self.status, self.retry_after = request_id, status, retry_after
 
     def report(self) -> str:
-        """The message and, on lines of their own, what is wrong in detail."""
+        """The message and, on lines of their own, what is wrong in detail; in one line where that is one problem."""
+        if len(self.details) == 1 and str(self).endswith(_problem(self.details[0])):
+            return str(self) + _expected(self.details[0])
         shown = [f"\n  {_detail(entry)}" for entry in self.details[:MAX_DETAILS]]
         left = len(self.details) - len(shown)
         return str(self) + "".join(shown) + (f"\n  and {left} more" if left else "")
 
 
 def _detail(entry: dict[str, Any]) -> str:
-    expected = f" (expected {entry['expected']}, found {entry.get('found')})" if entry.get("expected") else ""
-    return f"{entry.get('tensor') or entry.get('check')}: {entry.get('problem')}{expected}"
+    return _problem(entry) + _expected(entry)
+
+
+def _problem(entry: dict[str, Any]) -> str:
+    return f"{entry.get('tensor') or entry.get('check')}: {entry.get('problem')}"
+
+
+def _expected(entry: dict[str, Any]) -> str:
+    return f" (expected {entry['expected']}, found {entry.get('found')})" if entry.get("expected") else ""

@@ -55,12 +55,22 @@ def _waiting(seconds: float) -> httpx.Timeout:
 
 
 def base_headers(connection: Connection) -> dict[str, str]:
+    """Raises GarnishError for a key or tenant that no header can carry, such as a key that was copied with its `…`."""
+    if not _can_be_sent(connection.key):
+        problem = "no key has the characters of this one: copy it whole"
+        raise GarnishError("unauthenticated", f"{problem} ({_key_used(connection)})")
+    if not _can_be_sent(connection.tenant or ""):
+        raise GarnishError("not_found", f"there is no tenant {connection.tenant!r}")
     headers = {"user-agent": "garnish-client"}
     if connection.key:
         headers["authorization"] = f"Bearer {connection.key}"
     if connection.tenant is not None:
         headers["x-garnish-tenant"] = connection.tenant
     return headers
+
+
+def _can_be_sent(text: str) -> bool:
+    return text.isascii() and text.isprintable()
 
 
 def _is_prompt(prompt: Prompt) -> bool:

@@ -182,7 +182,9 @@ def check_secret(file: Path) -> None:
     try:
         read_secret(file)
     except SecretError as error:
-        raise StartError(f"{error}; copy the gateway's, and name it with --secret-file") from None
+        raise StartError(
+            f"{error}; copy the gateway's (in its state directory), and name it with --secret-file"
+        ) from None
 
 
 def _deployments(service: ServiceFile, folders: dict[str, Path], credentials: Credentials) -> Iterator[Deployment]:

@@ -62,6 +62,7 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
             _stop(children[:1], GATEWAY_GRACE, signals)
             _stop(children[1:], node_grace(prepared), signals)
             screen.end_progress()
+    screen.note("stopped")
     return 0
 
 

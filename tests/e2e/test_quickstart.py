@@ -1,10 +1,11 @@
-"""What docs/quickstart.md has a new user paste: trained, deployed, tried on some calls, rolled back."""
+"""What docs/quickstart.md and README.md have a new user paste: trained, deployed, called, rolled back."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "quickstart.md"
 HEADING = "## Train one, try it on a few calls, go back"
 BLOCK = re.compile(r"^```sh\n(.*?)^```\n(?:```\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SAME_EVERYWHERE = re.compile(r"^(?:teas: (?:version|deleted)|teas:prod ->)")
 """Lines of the page's output that depend neither on the machine nor on the time."""
 
@@ -31,10 +33,11 @@ def test_the_page_has_the_commands() -> None:
         assert expected in commands
 
 
-@pytest.mark.slow
-def test_its_commands_do_what_it_says(tmp_path: Path, smollm_dir: Path) -> None:
-    """In a folder that looks like a clone. The blocks share a shell, as they do for a reader."""
+@pytest.fixture
+def service(tmp_path: Path, smollm_dir: Path) -> Iterator[Service]:
+    """The demo's, in a folder that looks like a clone."""
     (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / ".garnish").symlink_to("state")
     for name in ("examples", "models", "serverless.yml"):
         (tmp_path / name).symlink_to(ROOT / name)
     service = Service(tmp_path, free_port())
@@ -42,14 +45,32 @@ def test_its_commands_do_what_it_says(tmp_path: Path, smollm_dir: Path) -> None:
         process = service.spawn()
         assert process.stdout is not None
         assert any(line.startswith("ready") for line in process.stdout), (tmp_path / "err.txt").read_text()
-        script = "".join(commands for commands, _ in blocks()).replace("127.0.0.1:8080", f"127.0.0.1:{service.port}")
-        script = script.replace(".garnish/credentials.toml", "state/credentials.toml")
-        script = re.sub(r"^(\.venv/bin/garnish .*?)( *#.*)?$", r"\1 --state state", script, flags=re.MULTILINE)
-        done = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=280
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        shown = [line for _, output in blocks() for line in output.splitlines() if SAME_EVERYWHERE.match(line)]
-        assert [line for line in done.stdout.splitlines() if SAME_EVERYWHERE.match(line)] == shown
+        yield service
     finally:
         service.stop()
+
+
+def pasted(service: Service, *command: str) -> str:
+    """What a command prints. Its last argument is a script of the pages."""
+    command = (*command[:-1], command[-1].replace("127.0.0.1:8080", f"127.0.0.1:{service.port}"))
+    done = subprocess.run(command, cwd=service.folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_its_commands_do_what_it_says(service: Service) -> None:
+    """The blocks share a shell, as they do for a reader."""
+    output = pasted(service, "bash", "-e", "-o", "pipefail", "-c", "".join(commands for commands, _ in blocks()))
+    shown = [line for _, output in blocks() for line in output.splitlines() if SAME_EVERYWHERE.match(line)]
+    assert [line for line in output.splitlines() if SAME_EVERYWHERE.match(line)] == shown
+
+
+@pytest.mark.slow
+def test_python_of_both_pages_runs(service: Service) -> None:
+    """Each block by itself; the adapter that it deploys is one of the demo's."""
+    scripts = [script for page in (ROOT / "README.md", PAGE) for script in PYTHON.findall(page.read_text())]
+    assert len(scripts) == 3
+    for script in scripts:
+        adapter = "examples/adapters/SmolLM2-135M-Instruct/json"
+        assert pasted(service, sys.executable, "-c", script.replace("path/to/adapter", adapter)).strip()

@@ -160,5 +160,6 @@ def test_stop_leaves_no_process(
         service.process.send_signal(number)
         assert {"event: done", "event: error"} & set(lines)
     assert service.stop(number) == 0
+    assert (service.folder / "err.txt").read_text().endswith("\nstopping\nstopped\n")
     assert eventually(lambda: gone(processes)), processes
     assert can_listen(service.port)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from garnish.connection import Connection
 from garnish.errors import GarnishError
-from garnish.protocol import EventReader, error_of, invoke_call, parse
+from garnish.protocol import EventReader, base_headers, error_of, invoke_call, parse
 from gateway.schema import FunctionList, TokenEvent
 
 DONE = {
@@ -80,6 +80,14 @@ def test_a_refused_key_is_named() -> None:
     assert "none is known for http://here:1: set GARNISH_API_KEY" in without
 
 
+@pytest.mark.parametrize("key", ["gsk_demo_…", "gsk\nx", "ключ"])
+def test_a_key_that_no_header_can_carry_is_named(key: str) -> None:
+    with pytest.raises(GarnishError, match=r"copy it whole .the one that was sent: GARNISH_API_KEY"):
+        base_headers(Connection("http://here:1", key, key_from="GARNISH_API_KEY"))
+    with pytest.raises(GarnishError, match="there is no tenant"):
+        base_headers(Connection("http://here:1", "key", key))
+
+
 def test_error_replies() -> None:
     error = error_of(answer(429, json=ERROR, headers={"retry-after": "3"}), HERE)
     assert (error.status, error.type, error.retry_after, str(error)) == (429, "overloaded", 3.0, "overloaded: full")
@@ -87,6 +95,12 @@ def test_error_replies() -> None:
     assert str(foreign).startswith("internal: http://here:1 answered 502, but not as a Garnish service does")
     with pytest.raises(GarnishError, match="not understood"):
         parse(answer(200, text="{"), FunctionList, HERE)
+
+
+def test_report_tells_one_problem_once() -> None:
+    details = [{"check": "rank", "problem": "too large", "expected": "1 to 128", "found": "256"}]
+    error = GarnishError("validation_failed", "the adapter is refused: rank: too large", details=details)
+    assert error.report() == f"{error} (expected 1 to 128, found 256)"
 
 
 def test_report_lists_the_details() -> None:
