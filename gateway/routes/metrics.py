@@ -16,7 +16,7 @@ async def metrics(request: Request) -> Response:
     await services.callers.admin(request)
     known_only(request)
     records = [node.record for node in await services.cluster.nodes()]
-    text = services.metrics.render(records, services.attainment.all(), services.cluster.stale)
+    text = services.metrics.render(records, await services.windows.attained(), services.cluster.stale)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
