@@ -44,7 +44,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """Seconds before a lost link is tried again."""
 STALE_SECONDS = 300.0
 """For so long after Redis went away nodes that were alive then count as alive, unless they fail."""
-SCRIPTS = ("publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount", "lease")
+SCRIPTS = (
+    "publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount", "lease", "count", "sums", "loads",
+)  # fmt: skip
 PLACES = ("reserve", "release")
 """Scripts that wait for no others: they have a connection of their own, which keeps their order, too."""
 LAYOUT = 2

@@ -1,12 +1,11 @@
-"""How many of a tenant's calls kept its SLO, over sliding windows, on this gateway worker and those that tell it."""
+"""How many of a tenant's calls kept its SLO, over sliding windows, on this gateway worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Literal
 
-from gateway.sliding_sums import SlidingSums
+from gateway.sliding_sums import SlidingSums, Sums
 
 WINDOWS = (60, 600, 3600)
 """Seconds."""
@@ -19,31 +18,21 @@ Promise = Literal["ttft", "tpot", "all"]
 PROMISES: tuple[Promise, ...] = ("ttft", "tpot", "all")
 
 
-@dataclass
-class Kept:
-    """Of the calls that ended in `seconds`: of how many something was promised, and of how many of these it held."""
+class Kept(Sums):
+    """Of the calls that ended in some time: to how many something was promised, and how many of these got it."""
 
-    seconds: int = SLICE
     calls: int = 0
-    promised: dict[Promise, int] = field(default_factory=dict)
-    held: dict[Promise, int] = field(default_factory=dict)
+    ttft: int = 0
+    tpot: int = 0
+    all: int = 0
+    held_ttft: int = 0
+    held_tpot: int = 0
+    held_all: int = 0
 
     def share(self, promise: Promise) -> float | None:
         """None where nothing was promised."""
-        promised = self.promised.get(promise, 0)
-        return self.held.get(promise, 0) / promised if promised else None
-
-    def note(self, outcome: dict[Promise, bool]) -> None:
-        self.calls += 1
-        for promise, held in outcome.items():
-            self.promised[promise] = self.promised.get(promise, 0) + 1
-            self.held[promise] = self.held.get(promise, 0) + held
-
-    def add(self, other: Kept) -> None:
-        self.calls += other.calls
-        for mine, theirs in ((self.promised, other.promised), (self.held, other.held)):
-            for promise, count in theirs.items():
-                mine[promise] = mine.get(promise, 0) + count
+        promised: int = getattr(self, promise)
+        return float(getattr(self, f"held_{promise}") / promised) if promised else None
 
 
 def judge(
@@ -63,32 +52,15 @@ def judge(
     return outcome
 
 
-Attained = tuple[str, list[Kept]]
-"""A tenant, and what was kept of its promises in each window."""
-
-
-class Attainment(SlidingSums[str, Kept]):
-    """By tenant. `clock` is monotonic seconds."""
+class Attainment(SlidingSums[Kept]):
+    """By tenant, for each of WINDOWS. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock, Kept, seconds=SLICE, slices=WINDOWS[-1] // SLICE, most=MAX_TENANTS)
+        windows = tuple(seconds // SLICE for seconds in WINDOWS)
+        super().__init__(clock, "attainment", Kept, seconds=SLICE, windows=windows, most=MAX_TENANTS)
 
     def note(self, tenant: str, outcome: dict[Promise, bool]) -> None:
         """One call of the tenant has ended. Nothing is kept of a tenant to which nothing is promised."""
         if outcome:
-            kept = Kept()
-            kept.note(outcome)
-            self.add(tenant, kept)
-
-    def of(self, tenant: str) -> list[Kept]:
-        """One per window."""
-        sums = [Kept(seconds) for seconds in WINDOWS]
-        for age, kept in self.within(tenant):
-            for window in sums:
-                if age < window.seconds // SLICE:
-                    window.add(kept)
-        return sums
-
-    def all(self) -> Iterator[Attained]:
-        """Of each tenant that is known."""
-        return ((tenant, self.of(tenant)) for tenant in self.known())
+            held = {f"held_{promise}": int(kept) for promise, kept in outcome.items()}
+            self.add(tenant, Kept(calls=1, **dict.fromkeys(outcome, 1), **held))

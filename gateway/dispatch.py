@@ -370,7 +370,7 @@ class Generation:
         if self.ttft is not None:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft
             shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)
-        shared.last_hour.add((tenant, self.function), counts)
+        shared.last_hour.note(tenant, self.function, counts)
 
 
 def _too_old(nodes: NodeTable, request: GenerateRequest) -> frozenset[str]:

@@ -1,19 +1,17 @@
-"""What a function did in the last hour, by the minute, on this gateway worker and on those that tell it."""
+"""What a function did in the last hour, by the minute, on this gateway worker."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
-from gateway.sliding_sums import SlidingSums
+from gateway.sliding_sums import SlidingSums, Sums
 
 MINUTES = 60
 MAX_FUNCTIONS = 2000
 """Functions that are counted at once; the one that was called least recently is forgotten."""
 
 
-class Counts(msgspec.Struct):
+class Counts(Sums):
     """Sums over some time."""
 
     invocations: int = 0
@@ -23,19 +21,20 @@ class Counts(msgspec.Struct):
     first_tokens: int = 0
     ttft_seconds: float = 0.0
 
-    def add(self, other: Counts) -> None:
-        for field in self.__struct_fields__:
-            setattr(self, field, getattr(self, field) + getattr(other, field))
 
-
-class LastHour(SlidingSums[tuple[str, str], Counts]):
+class LastHour(SlidingSums[Counts]):
     """By tenant and function. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock, Counts, seconds=60, slices=MINUTES, most=MAX_FUNCTIONS)
+        super().__init__(clock, "hour", Counts, seconds=60, windows=(MINUTES,), most=MAX_FUNCTIONS)
+
+    def note(self, tenant: str, function: str, counts: Counts) -> None:
+        self.add(name_of(tenant, function), counts)
 
     def sums(self, tenant: str, function: str) -> Counts:
-        sums = Counts()
-        for _, counts in self.within((tenant, function)):
-            sums.add(counts)
-        return sums
+        return self.of(name_of(tenant, function))[0]
+
+
+def name_of(tenant: str, function: str) -> str:
+    """Neither name has a slash."""
+    return f"{tenant}/{function}"

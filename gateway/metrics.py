@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from cluster.messages import ColdStart, NodeRecord
 from cluster.node_book import NodeView
-from gateway.attainment import PROMISES, Attained, Kept, Promise
+from gateway.attainment import PROMISES, WINDOWS, Kept, Promise
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -163,16 +163,18 @@ class Metrics:
     def change_open(self, by: int) -> None:
         self._open.inc(by)
 
-    def render(self, nodes: Iterable[NodeView], attained: Iterable[Attained] = (), stale: float | None = None) -> bytes:
-        """Prometheus text format, of all workers, of the nodes as they are known now, and of what this process knows of
-        promises; `stale`: since how many seconds it knows no better."""
+    def render(
+        self, nodes: Iterable[NodeView], attained: Mapping[str, list[Kept]] | None = None, stale: float | None = None
+    ) -> bytes:
+        """Prometheus text format, of all workers, of the nodes as they are known now, and of what was kept of promises
+        by tenant and window; `stale`: since how many seconds it knows no better."""
         asked = CollectorRegistry()
         if MULTIPROCESS in os.environ:
             MultiProcessCollector(asked)  # type: ignore[no-untyped-call]
         else:
             asked.register(_Again(self.registry))
         asked.register(_Nodes(list(nodes), stale or 0.0))
-        asked.register(_Promises(list(attained), self._tenant))
+        asked.register(_Promises(attained or {}, self._tenant))
         return generate_latest(asked)
 
 
@@ -237,14 +239,14 @@ class _Nodes(Collector):
 
 
 class _Promises(Collector):
-    def __init__(self, attained: list[Attained], label: Callable[[str], str]) -> None:
+    def __init__(self, attained: Mapping[str, list[Kept]], label: Callable[[str], str]) -> None:
         self._attained, self._label = attained, label
 
     def collect(self) -> Iterator[Metric]:
         sums: dict[tuple[str, int], Kept] = {}
-        for tenant, windows in self._attained:
-            for kept in windows:
-                sums.setdefault((self._label(tenant), kept.seconds), Kept(kept.seconds)).add(kept)
+        for tenant, windows in self._attained.items():
+            for seconds, kept in zip(WINDOWS, windows, strict=True):
+                sums.setdefault((self._label(tenant), seconds), Kept()).add(kept)
         family = GaugeMetricFamily(
             "garnish_slo_attainment",
             "Share of calls that got what was promised",

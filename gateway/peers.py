@@ -16,17 +16,14 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from cluster.redis_link import RedisAway, RedisLink
-from gateway.attainment import Kept
-from gateway.last_hour import Counts
-from gateway.pool_loads import PoolLoad
 
 CHANNEL = "peers"
 MAX_WAITING = 10_000
 """Messages; the oldest is forgotten."""
 MAX_TOGETHER = 200
 """Messages that are sent as one."""
-TICK = 1.0
-"""Seconds between two tellings of what was counted."""
+LINK_SECONDS = 1.0
+"""Longest wait for Redis, after which it is tried all the same."""
 ANSWER_SECONDS = 0.5
 """Longest wait for the others' answer to a question."""
 
@@ -61,26 +58,6 @@ class Called(msgspec.Struct, frozen=True, array_like=True, tag="called"):
     digest: str
 
 
-class Counted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
-    tenant: str
-    function: str
-    counts: Counts
-
-
-class Promised(msgspec.Struct, frozen=True, array_like=True, tag="promised"):
-    """What was kept of the promises to the tenant."""
-
-    tenant: str
-    kept: Kept
-
-
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
-    """What a worker sees of the pools' loads."""
-
-    worker: str
-    loads: list[PoolLoad]
-
-
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     """How was this call placed? `tenant`: whose it must be; None: anybody's."""
 
@@ -95,7 +72,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
     """JSON of gateway.explain_schema.ExplainReply."""
 
 
-Message = Changed | TenantChanged | Revoked | Called | Counted | Promised | Loaded | Asked | Answered
+Message = Changed | TenantChanged | Revoked | Called | Asked | Answered
 
 
 class _Letter(msgspec.Struct, frozen=True, array_like=True):
@@ -111,8 +88,6 @@ class Peers:
         self._waiting: deque[Message] = deque(maxlen=MAX_WAITING)
         self._some = asyncio.Event()
         self.on_message: Callable[[Message], None] = _ignore
-        self.collect: Callable[[], list[Message]] = list
-        """What was counted since it was last asked."""
         self._asked: dict[str, asyncio.Future[bytes]] = {}
         self._decoder = msgspec.msgpack.Decoder(_Letter)
         if link is not None:
@@ -142,19 +117,12 @@ class Peers:
         if self._link is None:
             yield
             return
-        tasks = [asyncio.create_task(work) for work in (self._send(self._link), self._tick())]
+        task = asyncio.create_task(self._send(self._link))
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK)
-            for message in self.collect():
-                self.tell(message)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _send(self, link: RedisLink) -> None:
         while True:
@@ -163,7 +131,7 @@ class Peers:
             while self._waiting:
                 letter = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOGETHER))]
                 while not await self._sent(link, letter):
-                    await link.wait_until_up(TICK)
+                    await link.wait_until_up(LINK_SECONDS)
 
     async def _sent(self, link: RedisLink, letter: list[Message]) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""What calls ask of the node pools, as this gateway worker sees it and as the others tell.
+"""What calls ask of the node pools, as this gateway worker sees it.
 
 Counts are of requests to nodes (a call has one per choice). Those that no node could take, held or refused, belong to
 no pool: they are kept under None.
@@ -6,7 +6,6 @@ no pool: they are kept under None.
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -14,8 +13,6 @@ import msgspec
 
 WINDOW = 10
 """Seconds over which arrivals and kept promises are counted, in slices of one second."""
-TOLD_SECONDS = 5.0
-"""What another worker told is believed for so long."""
 
 
 class PoolLoad(msgspec.Struct, array_like=True):
@@ -122,8 +119,6 @@ class PoolLoads:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self._pools: dict[str | None, _Pool] = {}
-        self._told: dict[str, tuple[float, list[PoolLoad]]] = {}
-        self.worker = secrets.token_hex(4)
 
     def stay(self, since: float) -> Stay:
         """A request that came at `since`."""
@@ -139,19 +134,6 @@ class PoolLoads:
         summed = [self._summed(name, pool, now) for name, pool in self._pools.items()]
         self._pools = {name: pool for name, pool in self._pools.items() if pool.open or pool.slices}
         return summed
-
-    def heard(self, worker: str, loads: list[PoolLoad]) -> None:
-        """Another worker has told what it sees."""
-        self._told[worker] = self.clock(), loads
-
-    def everywhere(self) -> tuple[dict[str | None, PoolLoad], int]:
-        """By pool, over all workers that were heard of lately; and how many these are, this one included."""
-        oldest = self.clock() - TOLD_SECONDS
-        self._told = {worker: told for worker, told in self._told.items() if told[0] > oldest}
-        sums: dict[str | None, PoolLoad] = {}
-        for loads in (self.here(), *(loads for _, loads in self._told.values())):
-            add_up(sums, loads)
-        return sums, 1 + len(self._told)
 
     def entry(self, pool: str | None) -> _Pool:
         found = self._pools.get(pool)
@@ -172,6 +154,9 @@ class PoolLoads:
         return summed
 
 
-def add_up(sums: dict[str | None, PoolLoad], loads: Iterable[PoolLoad]) -> None:
+def add_up(loads: Iterable[PoolLoad]) -> dict[str | None, PoolLoad]:
+    """By pool."""
+    sums: dict[str | None, PoolLoad] = {}
     for load in loads:
         sums.setdefault(load.pool, PoolLoad(load.pool)).add(load)
+    return sums

@@ -52,19 +52,7 @@ from gateway.name_watch import NameWatch
 from gateway.node_calls import NodeCalls
 from gateway.node_client import NodeClient
 from gateway.node_watch import NodeWatches
-from gateway.peers import (
-    Answered,
-    Asked,
-    Called,
-    Changed,
-    Counted,
-    Loaded,
-    Message,
-    Peers,
-    Promised,
-    Revoked,
-    TenantChanged,
-)
+from gateway.peers import Answered, Asked, Called, Changed, Message, Peers, Revoked, TenantChanged
 from gateway.placing import Placer
 from gateway.pool_loads import PoolLoads
 from gateway.running import Running
@@ -74,6 +62,7 @@ from gateway.suggestions import Suggestions
 from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
+from gateway.windows import Windows
 
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
@@ -100,7 +89,7 @@ class Services:
     suggestions: Suggestions
     cluster: ClusterState
     leases: Leases
-    loads: PoolLoads
+    windows: Windows
     hold: Hold
     peers: Peers
     record_rates: RecordRates
@@ -110,8 +99,6 @@ class Services:
     node_calls: NodeCalls
     running: Running
     metrics: Metrics
-    last_hour: LastHour
-    attainment: Attainment
     called: CalledDigests
     explanations: MemoryExplanations
     deploys: DeploySlots
@@ -165,30 +152,10 @@ class Services:
                 self._end_calls(tenant, function, why, number)
             case Called(tenant, digest):
                 self.called.note(tenant, digest)
-            case Counted(tenant, function, counts):
-                self.last_hour.add_told((tenant, function), counts)
-            case Promised(tenant, kept):
-                self.attainment.add_told(tenant, kept)
-            case Loaded(worker, loads):
-                self.loads.heard(worker, loads)
             case Asked(number, call, whose):
                 found = self.explanations.find_here(call, whose)
                 if found is not None:
                     self.peers.tell(Answered(number, msgspec.json.encode(reply_of(found))))
-
-    def counted(self) -> list[Message]:
-        """What the other workers have not been told of the last hour and of promises kept, and what they should know of
-        the pools' loads."""
-        untold = self.last_hour.take_untold()
-        counted = [Counted(tenant, function, counts) for (tenant, function), counts in untold.items()]
-        promised = [Promised(tenant, kept) for tenant, kept in self.attainment.take_untold().items()]
-        return [*counted, *promised, Loaded(self.loads.worker, self.loads.here())]
-
-    def join_peers(self) -> None:
-        """From now on tell the other workers what this one counts and changes, and hear of theirs."""
-        self.peers.on_message, self.peers.collect = self.heard, self.counted
-        self.last_hour.share()
-        self.attainment.share()
 
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)
@@ -241,10 +208,10 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             opened = _Opened(base, inspector, store, secret, usage, session, shared)
             services = _make_services(config, metrics, opened)
             services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
-            if config.redis is not None:
-                services.join_peers()
+            services.peers.on_message = services.heard
             await services.callers.learn_tenants()
-            async with services.name_watch.running(), _leader(config, metrics, store, shared).running():
+            leader = _leader(config, metrics, store, shared)
+            async with services.name_watch.running(), services.windows.running(), leader.running():
                 yield services
 
 
@@ -281,7 +248,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,
-        loads=dispatcher.loads,
+        windows=Windows(shared.link, dispatcher.last_hour, dispatcher.attainment, dispatcher.loads),
         hold=dispatcher.hold,
         peers=shared.peers,
         record_rates=RecordRates(monotonic),
@@ -291,8 +258,6 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         node_calls=NodeCalls(opened.session, opened.secret, connect=config.connect_seconds),
         running=dispatcher.running,
         metrics=metrics,
-        last_hour=dispatcher.last_hour,
-        attainment=dispatcher.attainment,
         called=dispatcher.called,
         explanations=explanations,
         deploys=_deploy_slots(config),

@@ -31,6 +31,7 @@ class Shared:
     limits: LimitState
     leases: Leases
     peers: Peers
+    link: RedisLink | None
     workers: Callable[[], int]
     """Of all gateways of the cluster, this one included; as last known while Redis is away."""
 
@@ -39,7 +40,7 @@ class Shared:
 async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Shared]:
     if config.redis is None:
         cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
-        yield Shared(cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None), lambda: 1)
+        yield Shared(cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None), None, lambda: 1)
         return
     worker = f"{os.getpid()}-{secrets.token_hex(4)}"
     link = RedisLink(config.redis, prefix_of(secret), worker, monotonic)
@@ -48,6 +49,7 @@ async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Share
         RedisLimits(link, config.workers),
         RedisLeases(link),
         Peers(link),
+        link,
         lambda: max(config.workers, link.workers),
     )
     async with link.running(), shared.peers.running():

@@ -1,66 +1,90 @@
-"""Sums by key over a sliding window, in slices of time: of what this gateway worker counts and what the others tell."""
+"""Sums by name over sliding windows, in slices of time: of what this gateway worker counts."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from typing import Generic, Protocol, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
 
 
-class Summed(Protocol):
-    def add(self, other: Self) -> None: ...
+class Sums(msgspec.Struct):
+    """Numbers that add up. Redis holds them in the order of the fields: another one is another layout."""
+
+    def add(self, other: Self) -> None:
+        for field in self.__struct_fields__:
+            setattr(self, field, getattr(self, field) + getattr(other, field))
 
 
-Key = TypeVar("Key", bound=Hashable)
-Sum = TypeVar("Sum", bound=Summed)
+Sum = TypeVar("Sum", bound=Sums)
 
 
-class SlidingSums(Generic[Key, Sum]):
+class SlidingSums(Generic[Sum]):
     def __init__(
-        self, clock: Callable[[], float], empty: Callable[[], Sum], *, seconds: int, slices: int, most: int
+        self, clock: Callable[[], float], kind: str, empty: type[Sum], seconds: int, windows: tuple[int, ...], most: int
     ) -> None:
-        """The window is the last `slices` slices of `seconds`; `empty` is the sum of nothing. Of more than `most` keys
-        the one that was counted least recently is forgotten. `clock` is monotonic seconds."""
-        self._clock, self._empty = clock, empty
-        self._seconds, self._window, self._most = seconds, slices, most
-        self._slices: OrderedDict[Key, dict[int, Sum]] = OrderedDict()
-        self._untold: dict[Key, Sum] | None = None
+        """`windows`: how many of the last slices of `seconds` each has, ascending. `empty` is the sum of nothing. Of
+        more than `most` names the one that was counted least recently is forgotten. `clock` is monotonic seconds."""
+        self.kind, self.empty, self.seconds, self.windows, self.most = kind, empty, seconds, windows, most
+        self._clock = clock
+        self._slices: OrderedDict[str, dict[int, Sum]] = OrderedDict()
+        self._untold: dict[int, dict[str, Sum]] | None = None
 
-    def share(self) -> None:
-        """From now on keep what `add` counts for `take_untold`."""
+    def tell_all(self) -> None:
+        """From now on keep for `take_untold` what `add` counts, and what it has counted so far."""
         self._untold = {}
+        for name, slices in self._slices.items():
+            for at, counts in slices.items():
+                self._untold.setdefault(at, {})[name] = msgspec.structs.replace(counts)
 
-    def take_untold(self) -> dict[Key, Sum]:
-        """What `add` has counted since this was last asked."""
-        told, self._untold = self._untold or {}, {}
-        return told
+    def take_untold(self, most: int) -> list[tuple[str, int, Sum]]:
+        """Up to so many sums (name, slice) of what was counted since they were last taken."""
+        taken: list[tuple[str, int, Sum]] = []
+        while self._untold and len(taken) < most:
+            at, sums = next(iter(self._untold.items()))
+            while sums and len(taken) < most:
+                name, counts = sums.popitem()
+                taken.append((name, at, counts))
+            if not sums:
+                del self._untold[at]
+        return taken
 
-    def add(self, key: Key, counts: Sum) -> None:
-        if self._untold is not None and (len(self._untold) < self._most or key in self._untold):
-            self._untold.setdefault(key, self._empty()).add(counts)
-        self.add_told(key, counts)
-
-    def add_told(self, key: Key, counts: Sum) -> None:
-        """What another worker has counted in the last second."""
-        now = self._now()
-        slices = self._slices.setdefault(key, {})
-        self._slices.move_to_end(key)
-        if now not in slices:
-            for old in [at for at in slices if at <= now - self._window]:
-                del slices[old]
-        slices.setdefault(now, self._empty()).add(counts)
-        if len(self._slices) > self._most:
+    def add(self, name: str, counts: Sum) -> None:
+        slices, now = self._slices.setdefault(name, {}), self._now()
+        self._slices.move_to_end(name)
+        self._forget(slices, now)
+        slices.setdefault(now, self.empty()).add(counts)
+        if len(self._slices) > self.most:
             self._slices.popitem(last=False)
+        if self._untold is not None:
+            self._forget(self._untold, now)
+            untold = self._untold.setdefault(now, {})
+            if len(untold) < self.most or name in untold:
+                untold.setdefault(name, self.empty()).add(counts)
 
-    def within(self, key: Key) -> Iterator[tuple[int, Sum]]:
-        """The key's slices within the window: (age in slices, sum)."""
-        now = self._now()
-        for at, counts in self._slices.get(key, {}).items():
-            if at > now - self._window:
-                yield now - at, counts
+    def of(self, name: str) -> list[Sum]:
+        """One per window."""
+        sums, now = [self.empty() for _ in self.windows], self._now()
+        for at, counts in self._slices.get(name, {}).items():
+            for window, total in zip(self.windows, sums, strict=True):
+                if at > now - window:
+                    total.add(counts)
+        return sums
 
-    def known(self) -> list[Key]:
-        return list(self._slices)
+    def all(self) -> dict[str, list[Sum]]:
+        """Of each name that is known."""
+        return {name: self.of(name) for name in self._slices}
+
+    def age(self, at: int) -> float:
+        """Seconds since the slice ended."""
+        return max(0.0, self._clock() - (at + 1) * self.seconds)
+
+    def _forget(self, slices: dict[int, Any], now: int) -> None:
+        """What the windows have left behind, when a slice begins."""
+        if now not in slices:
+            for old in [at for at in slices if at <= now - self.windows[-1]]:
+                del slices[old]
 
     def _now(self) -> int:
-        return int(self._clock() // self._seconds)
+        return int(self._clock() // self.seconds)

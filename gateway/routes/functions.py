@@ -72,7 +72,7 @@ async def patch_function(request: Request) -> Response:
 
 
 async def _function_reply(services: Services, tenant: str, record: FunctionRecord) -> Response:
-    sums = services.last_hour.sums(tenant, record.name)
+    sums = await services.windows.last_hour(tenant, record.name)
     reply = schema.FunctionReply(
         name=record.name,
         created=record.created,

@@ -15,7 +15,8 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     await services.callers.admin(request)
     known_only(request)
-    text = services.metrics.render(await services.cluster.nodes(), services.attainment.all(), services.cluster.stale)
+    nodes = await services.cluster.nodes()
+    text = services.metrics.render(nodes, await services.windows.attained(), services.cluster.stale)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 

@@ -27,7 +27,7 @@ RETRY_AFTER = 1.0
 
 async def pools(request: Request) -> Response:
     services = await _admin(request)
-    loads, workers = services.loads.everywhere()
+    loads, workers = await services.windows.loads()
     nodes = await services.cluster.table()
     counted = Counter(nodes.record(row).pool for row in nodes.rows() if nodes.live[row])
     ready = Counter(nodes.record(row).pool for row in nodes.rows() if nodes.live[row] and nodes.ready[row])

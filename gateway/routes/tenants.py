@@ -10,6 +10,7 @@ from adapters.names import NAME_RULE, is_name
 from adapters.tenant_removal import delete_tenant
 from adapters.tenants import Limits, Tenant
 from gateway import admin_schema as schema
+from gateway.attainment import WINDOWS
 from gateway.bodies import decode_json, read_body, require_json
 from gateway.params import known_only
 from gateway.responses import json_response
@@ -29,7 +30,7 @@ async def tenant(request: Request) -> Response:
         return await _put(services, request, name)
     if request.method == "DELETE":
         return await _delete(services, name)
-    return json_response(_reply(services, await services.threads.read(services.tenants.get, name)))
+    return json_response(await _reply(services, await services.threads.read(services.tenants.get, name)))
 
 
 async def _put(services: Services, request: Request, name: str) -> Response:
@@ -43,7 +44,7 @@ async def _put(services: Services, request: Request, name: str) -> Response:
         )
     finally:
         services.tenant_changed(name)
-    return json_response(_reply(services, made), 201 if created else 200)
+    return json_response(await _reply(services, made), 201 if created else 200)
 
 
 async def _delete(services: Services, name: str) -> Response:
@@ -76,12 +77,13 @@ async def revoke_key(request: Request) -> Response:
     return Response(status_code=204)
 
 
-def _reply(services: Services, tenant: Tenant) -> schema.TenantReply:
+async def _reply(services: Services, tenant: Tenant) -> schema.TenantReply:
     keys = [schema.KeyItem(key.key_id, key.created, key.revoked) for key in tenant.keys]
     promised = tenant.slo.ttft_ms or tenant.slo.tpot_ms
+    attained = await services.windows.attainment(tenant.id) if promised else []
     windows = [
-        schema.Attainment(each.seconds, each.calls, each.share("ttft"), each.share("tpot"), each.share("all"))
-        for each in (services.attainment.of(tenant.id) if promised else ())
+        schema.Attainment(seconds, kept.calls, kept.share("ttft"), kept.share("tpot"), kept.share("all"))
+        for seconds, kept in zip(WINDOWS, attained, strict=False)
     ]
     return schema.TenantReply(tenant.id, tenant.slo, tenant.limits, tenant.weight, tenant.declared, keys, windows)
 

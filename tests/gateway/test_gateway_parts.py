@@ -28,9 +28,9 @@ def test_labels_are_capped() -> None:
 def test_last_hour_forgets_minutes() -> None:
     now = 0.0
     hour = LastHour(lambda: now)
-    hour.add(("t", "f"), Counts(invocations=1))
+    hour.note("t", "f", Counts(invocations=1))
     now = 59 * 60.0
-    hour.add(("t", "f"), Counts(invocations=2))
+    hour.note("t", "f", Counts(invocations=2))
     assert hour.sums("t", "f").invocations == 3
     now = 60 * 60.0
     assert hour.sums("t", "f").invocations == 2

@@ -143,6 +143,26 @@ def _attained(client: httpx.Client) -> tuple[int, float | None]:
     return window["calls"], window["all"]
 
 
+def test_what_a_killed_worker_counted_stays_but_for_its_last_second(pair: Pair, pirate: dict[str, Any]) -> None:
+    first, second = pair.workers
+
+    def called(client: httpx.Client) -> int:
+        return int(client.get("/functions/f").json()["last_hour"]["invocations"])
+
+    with ExitStack() as stack, publishing(pair.node, pair.url):
+        one, two = [stack.enter_context(pair.client(worker)) for worker in (first, second)]
+        pair.wait_until_known(one, two)
+        assert one.post("/deploy/f", files=pirate).status_code == 201
+        assert one.post("/invoke/f", json=CALL).status_code == 200
+        assert called(one) == 1, "at once where it was counted"
+        assert two.post("/invoke/f", json=CALL).status_code == 200
+        pair.until(lambda: called(two) == 2)
+        os.kill(first, signal.SIGKILL)
+        pair.until(lambda: len(pair.workers) == 2 and first not in pair.workers)
+        fresh = stack.enter_context(pair.client(next(pid for pid in pair.workers if pid != second)))
+        assert (called(two), called(fresh)) == (2, 2)
+
+
 def test_an_autoscaler_sees_the_load_of_both_workers(pair: Pair) -> None:
     pair.node.script = hang_after_first
     with ExitStack() as stack:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.pool_loads import TOLD_SECONDS, WINDOW, PoolLoad, PoolLoads, Stay
+from gateway.pool_loads import WINDOW, PoolLoad, PoolLoads, Stay, add_up
 
 POOLS = ("a", "b", None)
 
@@ -19,7 +19,7 @@ class Clock:
 
 
 def of(loads: PoolLoads) -> dict[str | None, PoolLoad]:
-    return loads.everywhere()[0]
+    return add_up(loads.here())
 
 
 def test_a_request_counts_until_its_end() -> None:
@@ -49,19 +49,13 @@ def test_a_request_counts_until_its_end() -> None:
     assert of(loads) == {}, "nothing is kept of pools without calls"
 
 
-def test_what_others_told_counts_for_a_while() -> None:
+def test_loads_of_workers_add_up() -> None:
     clock = Clock()
     loads, other = PoolLoads(clock), PoolLoads(clock)
     loads.stay(100.0).wait("a", 1.0)
     other.stay(98.0).wait("a", 2.0)
-    loads.heard(other.worker, other.here())
-    loads.heard(other.worker, other.here())
-    found, workers = loads.everywhere()
-    assert workers == 2
-    assert (found["a"].open, found["a"].queue_wait, found["a"].arrived, found["a"].backlog) == (2, 2.0, 3.0, 3.0)
-    clock.now += TOLD_SECONDS
-    found, workers = loads.everywhere()
-    assert (found["a"].open, workers) == (1, 1)
+    found = add_up([*loads.here(), *other.here()])["a"]
+    assert (found.open, found.queue_wait, found.arrived, found.backlog) == (2, 2.0, 3.0, 3.0)
 
 
 @given(

@@ -16,37 +16,44 @@ STEPS = st.lists(st.tuples(st.floats(0, 900), st.sampled_from("fgh"), st.integer
 
 @given(steps=STEPS)
 def test_a_window_holds_what_was_counted_in_it(steps: list[tuple[float, str, int, bool]]) -> None:
-    now, untold = 0.0, dict[str, int]()
-    hours, ended = LastHour(lambda: now), deque[tuple[int, str, int]]()
-    hours.share()
-    for pause, function, tokens, told in steps:
+    """And what is taken to be told is told once, unless the window has left it behind."""
+    now = 0.0
+    hours, ended, told = LastHour(lambda: now), deque[tuple[int, str, int]](), dict[tuple[str, int], int]()
+    hours.tell_all()
+
+    def tell(most: int) -> None:
+        for name, at, counts in hours.take_untold(most):
+            told[name, at] = told.get((name, at), 0) + counts.completion_tokens
+
+    for pause, function, tokens, tells in steps:
         now += pause
-        counts = Counts(invocations=1, completion_tokens=tokens)
-        if told:
-            hours.add_told(("a", function), counts)
-        else:
-            hours.add(("a", function), counts)
-            untold[function] = untold.get(function, 0) + tokens
+        hours.note("a", function, Counts(invocations=1, completion_tokens=tokens))
         ended.append((int(now // SLICE), function, tokens))
+        if tells:
+            tell(tokens)
+    tell(10_000)
+    assert hours.take_untold(1) == []
     for function in "fgh":
         inside = [n for at, whose, n in ended if whose == function and at > int(now // SLICE) - WINDOW]
         sums = hours.sums("a", function)
         assert (sums.invocations, sums.completion_tokens) == (len(inside), sum(inside))
         assert hours.sums("b", function) == Counts()
-    assert {key: counts.completion_tokens for key, counts in hours.take_untold().items()} == {
-        ("a", function): tokens for function, tokens in untold.items()
-    }
-    assert hours.take_untold() == {}
+        recent = (n for (name, at), n in told.items() if name == f"a/{function}" and at > int(now // SLICE) - WINDOW)
+        assert sum(recent) == sum(inside)
+    hours.tell_all()
+    within = [n for at, _, n in ended if at > int(now // SLICE) - WINDOW]
+    again = [(at, sums.completion_tokens) for _, at, sums in hours.take_untold(10_000)]
+    assert sum(n for at, n in again if at > int(now // SLICE) - WINDOW) == sum(within)
 
 
 def test_who_was_counted_least_recently_is_forgotten() -> None:
     hours = LastHour(lambda: 0.0)
-    hours.share()
+    hours.tell_all()
     for number in range(MAX_FUNCTIONS):
-        hours.add(("a", f"f{number}"), Counts(invocations=1))
-    hours.add(("a", "f0"), Counts(invocations=1))
-    hours.add(("a", "new"), Counts(invocations=1))
+        hours.note("a", f"f{number}", Counts(invocations=1))
+    hours.note("a", "f0", Counts(invocations=1))
+    hours.note("a", "new", Counts(invocations=1))
     kept = [hours.sums("a", name).invocations for name in ("f0", "f1", "f2", "new")]
-    assert (len(hours.known()), kept) == (MAX_FUNCTIONS, [2, 0, 1, 1])
-    told = hours.take_untold()
-    assert ("a", "new") not in told and told["a", "f0"].invocations == 2, "no more is kept than is counted"
+    assert (len(hours.all()), kept) == (MAX_FUNCTIONS, [2, 0, 1, 1])
+    told = {name: sums for name, _, sums in hours.take_untold(10_000)}
+    assert "a/new" not in told and told["a/f0"].invocations == 2, "no more is kept than is counted"
