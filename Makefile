@@ -69,6 +69,7 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.coldstart --json benchmarks/results/coldstart.json
 	$(BIN)/python -m benchmarks.gateway --json benchmarks/results/gateway.json
 	$(BIN)/python -m benchmarks.random_keys --json benchmarks/results/random_keys.json
+	$(BIN)/python -m benchmarks.control_plane --json benchmarks/results/control_plane.json
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
 	$(BIN)/python -m benchmarks.placement --json benchmarks/results/placement.json
 	$(BIN)/python -m benchmarks.perfmodel --json benchmarks/results/perfmodel.json

@@ -60,6 +60,40 @@ def random_keys_table(document: dict[str, Any]) -> str:
     return "\n".join([caption(document, text), "", *table(head, rows), "", _probe(settings)])
 
 
+PLANE = (
+    ("redis_in_mb_s", "Redis receives", "MB/s", 0.5, "redis_in_mb_s_most"),
+    ("record_cpu_share", "records, of a worker's time", "", 0.1, "record_cpu_share_most"),
+    ("placement_cpu_p99_ms", "a placement's CPU time, p99", "ms", 1.0, "placement_cpu_most_ms"),
+    ("wall_p99_ratio", "a call's p99 with records, over without", "x", 2.0, "wall_p99_ratio_most"),
+    ("store_reads_s", "reads of the registry", "/s", 5.0, "store_reads_s_most"),
+)
+"""Figure, what it is, unit, aim, and the figure of its worst case."""
+
+
+def control_plane_table(document: dict[str, Any]) -> str:
+    """Medians over the rounds, and the worst of them."""
+    settings, figures = document["settings"], document["figures"]
+    rows = []
+    for name, title, unit, aim, most in PLANE:
+        cells = (
+            f"{figures[name + tree]:.2f} {unit} ({figures[most + tree]:.2f})".replace("  ", " ")
+            for tree in ("_before", "")
+        )
+        rows.append((title, *cells, f"{aim:g} {unit}".strip()))
+    text = (
+        f"{settings['nodes']} stub nodes with {settings['residents']} adapters each, {settings['workers']} gateway "
+        f"workers, {settings['functions']} functions on moto's S3 server, {settings['calls_s']:.0f} calls per second; "
+        f"everything shares the cores. Median of {settings['rounds']} rounds (worst); before: commit "
+        f"{settings['before']}."
+    )
+    rest = (
+        f"Failed calls: {figures['errors_before']:.0f} before, {figures['errors']:.0f} now; a call's p99 is "
+        f"{figures['wall_p99_ms_before']:.0f} ms before, {figures['wall_p99_ms']:.0f} ms now. {_probe(settings)}"
+    )
+    head = ("", "before", "now", "aim")
+    return "\n".join([caption(document, text), "", *table(head, rows), "", wrapped(rest)])
+
+
 def scale_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
     rows = [

@@ -16,7 +16,13 @@ from benchmarks.autoscale_report import autoscale_text
 from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
 from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
 from benchmarks.front_page import ENGINE, SERVE, Reports
-from benchmarks.gateway_tables import gateway_table, placement_table, random_keys_table, scale_table
+from benchmarks.gateway_tables import (
+    control_plane_table,
+    gateway_table,
+    placement_table,
+    random_keys_table,
+    scale_table,
+)
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
 from benchmarks.memory_tables import memory_settings_table, memory_table
 from benchmarks.perfmodel_report import perfmodel_table
@@ -89,6 +95,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "memory-settings": one("memory", memory_settings_table),
         "gateway": one("gateway", gateway_table),
         "random-keys": one("random_keys", random_keys_table),
+        "control-plane": one("control_plane", control_plane_table),
         "scale": one("scale", scale_table),
         "fairness": one("fairness", fairness_table),
         "chaos": each(("chaos_minute", "chaos"), chaos_table),

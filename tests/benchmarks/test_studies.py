@@ -30,6 +30,11 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
         ("random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
+        (
+            "control_plane",
+            ["--model"],
+            {"redis_in_mb_s", "record_cpu_share", "placement_cpu_p99_ms", "wall_p99_ratio", "store_reads_s"},
+        ),
         ("gateway", ["--model"], {"rps", "added_p50_ms", "added_p99_ms", "idle_streams_held"}),
         (
             "scheduling",

@@ -1,0 +1,245 @@
+"""Many nodes without engines in one process: each node's API process's own desk and publisher tell of 2,000 adapters.
+
+Run by path with PYTHONPATH set to the tree that is measured, so that it may be of another release: what is told, and
+how, is that tree's own code. Which adapters come to the device and go is drawn by the weights of Azure's functions.
+`--place` reckons the CPU time of placements instead, over the same desks and a state in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import gzip
+import json
+import random
+import sys
+import time
+from collections import OrderedDict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from aiohttp import web
+
+from cluster.messages import (
+    ColdStart,
+    Done,
+    Event,
+    GenerateRequest,
+    Resident,
+    Started,
+    Timing,
+    Token,
+    encode_event,
+)
+from cluster.state import MemoryClusterState
+from gateway.scheduling.placement import Trace, place
+from gateway.scheduling.policy import make_policy
+from gateway.scheduling.request import PlacementRequest
+from node_agent.api_desk import Desk
+from node_agent.api_request import Limits
+from node_agent.config import EngineConfig, NodeConfig
+from node_agent.ipc import Ready, Stats
+from node_agent.publisher import Publisher
+
+TELLS_CHANGES = hasattr(Desk, "news")
+"""Of a release whose records are sums and changes. What differs has no one type: desk and state are Any here."""
+ON_DEVICE = 64
+SPARE = 1.2
+"""Adapters that a node's callers ask for, for each that it holds."""
+RUN_SECONDS = 0.2
+"""That a drawn call holds its adapter."""
+TIMING = Timing(queue=0.0, prefill=0.0, total=0.0, cold_start=ColdStart("none", "none", 0.0, 0.0))
+
+
+class Wanted(msgspec.Struct):
+    gateway: str
+    secret: str
+    secret_file: str
+    base: str
+    base_id: str
+    model_dir: str
+    trace: str
+    nodes: int
+    residents: int
+    calls_s: float
+    """Drawn calls, of all nodes together, that move adapters."""
+    placements: int = 0
+
+
+class Node:
+    def __init__(self, wanted: Wanted, number: int, weights: list[float]) -> None:
+        self.draw = random.Random(number)
+        count = round(wanted.residents * SPARE)
+        self.population = [f"{number:04x}{index:060x}" for index in range(count)]
+        self.weights = list(accumulate(self.draw.choices(weights, k=count)))
+        self.host = OrderedDict.fromkeys(self.population[: wanted.residents])
+        self.device = OrderedDict.fromkeys(self.population[:ON_DEVICE])
+        self.used: dict[str, float] = {}
+        engine = EngineConfig(model_dir=wanted.model_dir, base_id=wanted.base_id, registry="registry")
+        config = NodeConfig(
+            node_id=f"node-{number:03}", gateway_url=wanted.gateway, secret_file=wanted.secret_file, run_dir="run",
+            engine=engine,
+        )  # fmt: skip
+        self.desk: Any = Desk(config, Limits(49152, 8192))
+        self.desk.engine_ready(Ready(wanted.base, "cpu", "float32", 8192, 4000, 16, 1 << 33, 32))
+        self.publisher = Publisher(self.desk, wanted.gateway, wanted.secret)
+        self.stats = self._stats()
+        self.desk.engine_events([self.stats])
+
+    def call(self) -> None:
+        """A drawn call: its adapter comes to the device, if need be through host memory."""
+        (digest,) = self.draw.choices(self.population, cum_weights=self.weights)
+        self.used[digest] = time.monotonic() + RUN_SECONDS
+        for tier, most in ((self.host, len(self.host)), (self.device, ON_DEVICE)):
+            tier[digest] = None
+            tier.move_to_end(digest)
+            if len(tier) > most:
+                gone, _ = tier.popitem(last=False)
+                self.device.pop(gone, None) if tier is self.host else None
+        self.told()
+
+    def told(self) -> None:
+        """The engine's next picture."""
+        now = time.monotonic()
+        self.used = {digest: end for digest, end in self.used.items() if end > now}
+        self.stats = self._stats()
+        self.desk.engine_events([self.stats])
+
+    def _stats(self) -> Stats:
+        count = len(self.used)
+        residents = [
+            Resident(digest, "device" if digest in self.device else "host", 10_000_000, int(digest in self.used))
+            for digest in self.host
+        ]
+        return Stats(
+            running=count, queued=0, kv_blocks_free=4000 - 20 * count, adapter_bytes_free=1 << 30,
+            batch_ranks=[16] * count, batch_contexts=[300] * count, residents=residents, batch_slots=list(range(count)),
+        )  # fmt: skip
+
+    def received(self, request: GenerateRequest) -> None:
+        if TELLS_CHANGES:
+            self.desk._received = self.desk._received.with_one(request.place)
+        else:
+            self.desk._acknowledged.append(request.id)
+            self.desk.changed.set()
+
+    async def generate(self, request: web.Request) -> web.Response:
+        asked = msgspec.msgpack.decode(await request.read(), type=GenerateRequest)
+        self.received(asked)
+        events: tuple[Event, ...] = (
+            Started(node="stub", cold_start="none"),
+            Token(text="x", token_ids=[1], index=0),
+            Done("length", len(asked.token_ids), 1, 0, TIMING),
+        )
+        return web.Response(body=b"".join(encode_event(event) for event in events))
+
+
+class Nodes:
+    def __init__(self, wanted: Wanted) -> None:
+        weights = trace_weights(Path(wanted.trace))
+        self.wanted = wanted
+        self.all = [Node(wanted, number, weights) for number in range(wanted.nodes)]
+        self.moving = True
+
+    async def serve(self) -> None:
+        for node in self.all:
+            node.desk.url = await _listen([web.post("/generate", node.generate)])
+        control = await _listen([web.post("/pace", self.pace)])
+        print(control, flush=True)
+        async with asyncio.TaskGroup() as group:
+            for index, node in enumerate(self.all):
+                group.create_task(self._publish(node, index / len(self.all)))
+            group.create_task(self._move())
+
+    async def pace(self, request: web.Request) -> web.Response:
+        """`moving`: adapters come and go; `interval`: seconds between two records."""
+        wanted: dict[str, Any] = await request.json()
+        self.moving = bool(wanted["moving"])
+        for node in self.all:
+            node.publisher._interval = float(wanted["interval"])
+        return web.Response()
+
+    async def _publish(self, node: Node, share: float) -> None:
+        await asyncio.sleep(0.2 * share)
+        await node.publisher.run()
+
+    async def _move(self) -> None:
+        draw, due = random.Random(0), time.monotonic()
+        while True:
+            due += 1 / self.wanted.calls_s
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if self.moving:
+                draw.choice(self.all).call()
+
+
+async def _listen(routes: list[web.RouteDef]) -> str:
+    app = web.Application(client_max_size=1 << 24)
+    app.add_routes(routes)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+def trace_weights(file: Path) -> list[float]:
+    """Invocations of each function over the trace."""
+    with gzip.open(file, "rt") as lines:
+        reader = csv.reader(lines)
+        next(reader)
+        sums = [float(sum(map(int, line[4:]))) for line in reader]
+    return [count for count in sums if count]
+
+
+async def placements(wanted: Wanted) -> dict[str, float]:
+    """Milliseconds of CPU of one placement, between records that come at the rate of the nodes."""
+    nodes = Nodes(wanted).all
+    state: Any = MemoryClusterState(time.monotonic, expiry=1e9)
+    policy = make_policy("rank_aware")
+    known = [-1] * len(nodes)
+
+    async def publish(index: int) -> None:
+        desk = nodes[index].desk
+        if TELLS_CHANGES:
+            news = desk.news(known[index])
+            assert await state.publish(news) == "taken"
+            known[index] = news.changes.at
+        else:
+            await state.publish(desk.record())
+
+    for index, node in enumerate(nodes):
+        node.desk.url = "http://127.0.0.1:1"
+        await publish(index)
+    draw, spent = random.Random(1), list[float]()
+    for number in range(wanted.placements):
+        for _ in range(3):  # 300 records a second beside 100 calls
+            index = draw.randrange(len(nodes))
+            nodes[index].call()
+            await publish(index)
+        digest = draw.choice(draw.choice(nodes).population)
+        request = PlacementRequest(
+            id=str(number), prompt_tokens=100, max_tokens=100, digest=digest, adapter_bytes=10_000_000, rank=16,
+            expected_tokens=50.0,
+        )  # fmt: skip
+        begin = time.thread_time()
+        placed = await place(state, policy, wanted.base, request, trace=Trace())
+        spent.append(1e3 * (time.thread_time() - begin))
+        await state.release(placed.node_id, request.id)
+    spent.sort()
+    return {"p50_ms": spent[len(spent) // 2], "p99_ms": spent[int(0.99 * len(spent))], "most_ms": spent[-1]}
+
+
+def main() -> None:
+    wanted = msgspec.json.decode(sys.stdin.buffer.readline(), type=Wanted)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if wanted.placements:
+            print(json.dumps(runner.run(placements(wanted))), flush=True)
+        else:
+            runner.run(Nodes(wanted).serve())
+
+
+if __name__ == "__main__":
+    main()
