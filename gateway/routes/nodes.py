@@ -125,7 +125,7 @@ def _item(services: Services, node: NodeView) -> schema.NodeItem:
     strict = msgspec.structs.asdict(record.strict) if record.strict is not None else None
     residents = [msgspec.structs.asdict(resident) for resident in node.residents.values()]
     told = {**msgspec.to_builtins(record), "strict": strict, "residents": residents}
-    del told["received"]
+    told.pop("received", None)
     return schema.NodeItem(
         record=told,
         reserved=node.reserved,
