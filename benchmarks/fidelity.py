@@ -107,7 +107,7 @@ def records(service: HttpService) -> list[NodeRecord]:
 def _records(service: HttpService) -> list[NodeRecord]:
     reply = httpx.get(f"{service.url}/nodes", headers={"authorization": f"Bearer {service.admin_key}"}, timeout=30)
     reply.raise_for_status()
-    return [msgspec.convert(node["record"], NodeRecord) for node in reply.json()["nodes"]]
+    return [msgspec.convert({**node["record"], "strict": None}, NodeRecord) for node in reply.json()["nodes"]]
 
 
 def draw(rate: float, count: int, adapters: list[tuple[str, int, int]], rng: np.random.Generator) -> list[TraceRequest]:

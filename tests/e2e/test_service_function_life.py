@@ -243,10 +243,10 @@ def test_command_line_tells_every_problem(service: Service, stories_adapters: di
 
 def test_command_line_tells_another_base_in_one_line(service: Service, smollm_adapters: dict[str, Path]) -> None:
     wrong = service.run("deploy", "wrong", str(smollm_adapters["pirate"]), "--state", "state", "--dry-run")
-    *_, told, problem = wrong.stderr.splitlines()
+    *_, told = wrong.stderr.splitlines()
     assert wrong.returncode == 1
     assert told.startswith("garnish: validation_failed")
-    assert "trained for another base model" in problem
+    assert "trained for another base model" in told
 
 
 def test_logs_tell_nothing_of_what_was_sent(service: Service) -> None:
