@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class Node:
         self.host = OrderedDict.fromkeys(self.population[: wanted.residents])
         self.device = OrderedDict.fromkeys(self.population[:ON_DEVICE])
         self.used: dict[str, float] = {}
+        self.residents: dict[str, Resident] = {}
+        self._look_at(self.host)
         engine = EngineConfig(model_dir=wanted.model_dir, base_id=wanted.base_id, registry="registry")
         config = NodeConfig(
             node_id=f"node-{number:03}", gateway_url=wanted.gateway, secret_file=wanted.secret_file, run_dir="run",
@@ -86,38 +89,44 @@ class Node:
         self.desk: Any = Desk(config, Limits(49152, 8192))
         self.desk.engine_ready(Ready(wanted.base, "cpu", "float32", 8192, 4000, 16, 1 << 33, 32))
         self.publisher = Publisher(self.desk, wanted.gateway, wanted.secret)
-        self.stats = self._stats()
-        self.desk.engine_events([self.stats])
+        self.tell()
 
     def call(self) -> None:
         """A drawn call: its adapter comes to the device, if need be through host memory."""
         (digest,) = self.draw.choices(self.population, cum_weights=self.weights)
-        self.used[digest] = time.monotonic() + RUN_SECONDS
+        now, touched = time.monotonic(), [digest]
         for tier, most in ((self.host, len(self.host)), (self.device, ON_DEVICE)):
             tier[digest] = None
             tier.move_to_end(digest)
             if len(tier) > most:
                 gone, _ = tier.popitem(last=False)
-                self.device.pop(gone, None) if tier is self.host else None
-        self.told()
+                touched.append(gone)
+                if tier is self.host:
+                    self.device.pop(gone, None)
+        ended = [name for name, end in self.used.items() if end <= now]
+        for name in ended:
+            del self.used[name]
+        self.used[digest] = now + RUN_SECONDS
+        self._look_at(touched + ended)
+        self.tell()
 
-    def told(self) -> None:
+    def _look_at(self, digests: Iterable[str]) -> None:
+        for digest in digests:
+            if digest in self.host:
+                tier = "device" if digest in self.device else "host"
+                self.residents[digest] = Resident(digest, tier, 10_000_000, int(digest in self.used))
+            else:
+                self.residents.pop(digest, None)
+
+    def tell(self) -> None:
         """The engine's next picture."""
-        now = time.monotonic()
-        self.used = {digest: end for digest, end in self.used.items() if end > now}
-        self.stats = self._stats()
-        self.desk.engine_events([self.stats])
-
-    def _stats(self) -> Stats:
         count = len(self.used)
-        residents = [
-            Resident(digest, "device" if digest in self.device else "host", 10_000_000, int(digest in self.used))
-            for digest in self.host
-        ]
-        return Stats(
+        stats = Stats(
             running=count, queued=0, kv_blocks_free=4000 - 20 * count, adapter_bytes_free=1 << 30,
-            batch_ranks=[16] * count, batch_contexts=[300] * count, residents=residents, batch_slots=list(range(count)),
+            batch_ranks=[16] * count, batch_contexts=[300] * count, residents=list(self.residents.values()),
+            batch_slots=list(range(count)),
         )  # fmt: skip
+        self.desk.engine_events([stats])
 
     def received(self, request: GenerateRequest) -> None:
         if TELLS_CHANGES:
