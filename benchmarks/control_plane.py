@@ -8,8 +8,8 @@ whose gateway and nodes are taken from there.
 `redis_in_mb_s`: what Redis receives beside the calls. `record_cpu_share`: of a worker's time, without calls.
 `placement_cpu_p99_ms`: CPU time of one placement, in one process, without the trip to Redis. `wall_p99_ratio`: a call's
 p99 while nodes tell and adapters move, over the same with one record a second and none moving, in turn.
-`store_reads_s`: GET and HEAD requests that reach the S3 server, once the gateway has run for two minutes. Worst cases stand beside: the worker and the round that
-had most.
+`store_reads_s`: GET and HEAD requests that reach the S3 server, once the gateway has run for two minutes. Worst cases
+stand beside: the worker and the round that had most.
 """
 
 from __future__ import annotations
