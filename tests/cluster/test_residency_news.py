@@ -60,14 +60,15 @@ async def play(world: World, steps: list[tuple[str, object]]) -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(world.open())
         second = await stack.enter_async_context(world.open()) if world.server is not None else first
-        states, node, late = (first, second), Node(), list[News]()
+        states, node, late, heard = (first, second), Node(), list[News](), set[str]()
         for what, with_what in steps:
             if what == "hold":
                 assert isinstance(with_what, dict)
                 node.residents = [Resident(digest, tier, 1, used) for digest, (tier, used) in with_what.items()]
             elif what == "pool":
                 node.pool = str(with_what)
-            elif what == "restart":
+            elif what == "restart":  # of a process that no gateway has heard of nothing comes later
+                late = [news for news in late if news.beat.epoch in heard]
                 node.start()
             elif what == "empty" and world.server is not None:
                 world.server.client.flushdb()
@@ -77,6 +78,7 @@ async def play(world: World, steps: list[tuple[str, object]]) -> None:
                     late.append(news)
                 if what in ("post", "unheard"):
                     taken = await states[with_what].publish(news)
+                    heard.add(news.beat.epoch)
                     if what == "post":
                         node.answered(news, taken)
                 if what == "post" and late:
