@@ -15,11 +15,9 @@ stand beside: the worker and the round that had most.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -41,7 +39,7 @@ from adapters.epoch import DIRTY_SECONDS
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.tenants import Tenants
-from benchmarks.gateway_rig import GATEWAY, wait_until_ready
+from benchmarks.gateway_rig import GATEWAY, process, wait_until_ready
 from benchmarks.redis_server import RedisServer, redis_server
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.scale_s3 import TENANT, fill
@@ -58,7 +56,6 @@ import s3_server
 s3_server.QuietHandler.log_request = lambda self, *_: print(self.command, file=sys.stderr, flush=True)
 s3_server.main()
 """
-READS_A_LINE = GATEWAY.replace("stdin.buffer.read()", "stdin.buffer.readline()")
 
 
 @dataclass
@@ -90,31 +87,8 @@ class Plane:
 
 
 @contextmanager
-def started(command: list[str], told: bytes, log: Path, tree: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as errors:
-        environment = os.environ | {"PYTHONPATH": str(tree)}
-        running = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=tree,
-            env=environment,
-        )  # fmt: skip
-    assert running.stdin is not None and running.stdout is not None
-    try:
-        running.stdin.write(told)
-        running.stdin.flush()
-        yield running
-    finally:
-        running.stdin.close()
-        running.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.wait(20)
-        running.kill()
-        running.wait()
-        running.stdout.close()
-
-
-@contextmanager
 def s3(log: Path) -> Iterator[str]:
-    with started(["-c", S3], b"", log, ROOT) as server:
+    with process(["-c", S3], None, log, ROOT) as server:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         os.environ |= {
@@ -147,10 +121,10 @@ def plane(tree: Path, model: Path, root: Path, settings: dict[str, Any]) -> Iter
             "redis": redis.url,
         }  # fmt: skip
         url = f"http://127.0.0.1:{port}"
-        told, nodes_log = json.dumps(config).encode() + b"\n", root / "nodes.log"
-        gateway = stack.enter_context(started(["-c", READS_A_LINE], told, root / "gateway.log", tree))
+        told, nodes_log = json.dumps(config).encode(), root / "nodes.log"
+        gateway = stack.enter_context(process(["-c", GATEWAY], told, root / "gateway.log", tree))
         command, wanted = _nodes(settings, url, secret, root, base, model)
-        nodes = stack.enter_context(started(command, wanted, nodes_log, tree))
+        nodes = stack.enter_context(process(command, wanted, nodes_log, tree))
         assert nodes.stdout is not None
         control = nodes.stdout.readline().decode().strip()
         wait_until_ready(url, gateway, root / "gateway.log")
@@ -234,7 +208,7 @@ def measure(tree: Path, which: str, model: Path, root: Path, settings: dict[str,
             })  # fmt: skip
     base = load_base_model(model, model.name)
     wanted = _nodes(settings, "http://127.0.0.1:1", "x" * 43, root, base, model, settings["placements"])
-    with started(*wanted, root / "placements.log", tree) as placing:
+    with process(*wanted, root / "placements.log", tree) as placing:
         assert placing.stdout is not None
         line = placing.stdout.readline()
         if not line:

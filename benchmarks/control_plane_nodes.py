@@ -24,17 +24,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from cluster.messages import (
-    ColdStart,
-    Done,
-    Event,
-    GenerateRequest,
-    Resident,
-    Started,
-    Timing,
-    Token,
-    encode_event,
-)
+from cluster.messages import ColdStart, Done, Event, GenerateRequest, Started, Timing, Token, encode_event
 from cluster.state import MemoryClusterState
 from gateway.scheduling.placement import Trace, place
 from gateway.scheduling.policy import make_policy
@@ -44,6 +34,11 @@ from node_agent.api_request import Limits
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready, Stats
 from node_agent.publisher import Publisher
+
+try:
+    from cluster.news import Resident
+except ImportError:
+    from cluster.messages import Resident  # type: ignore[attr-defined,no-redef]  # of the earlier release
 
 TELLS_CHANGES = hasattr(Desk, "news")
 """Of a release whose records are sums and changes. What differs has no one type: desk and state are Any here."""

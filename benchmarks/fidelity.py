@@ -31,7 +31,7 @@ from benchmarks.http_service import HttpService
 from benchmarks.latency import Sample
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.testbed import Bed, play
-from cluster.messages import NodeRecord
+from cluster.news import NodeRecord
 from cluster.node_table import ASSUMED
 from cluster.performance_model import PerformanceModel
 from cluster.text import BaseText

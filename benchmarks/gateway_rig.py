@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -83,16 +84,22 @@ def rig(
 
 
 @contextmanager
-def process(arguments: list[str], told: bytes, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    arguments: list[str], told: bytes | None, log: Path, tree: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`told` is all of its standard input (None: that ends when the context does); `tree`: whose code it runs."""
+    settings = {} if tree is None else {"cwd": tree, "env": os.environ | {"PYTHONPATH": str(tree)}}
     with log.open("wb") as errors:
         command = [sys.executable, *arguments]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, **settings)  # type: ignore[call-overload]
     assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(told)
-        process.stdin.close()
+        if told is not None:
+            process.stdin.write(told)
+            process.stdin.close()
         yield process
     finally:
+        process.stdin.close()
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(15)

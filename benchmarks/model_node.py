@@ -25,7 +25,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks.stub_node import TIMING
-from cluster.messages import RECORD_INTERVAL, Done, GenerateRequest, NodeRecord, Started, Token, encode_event, whole
+from cluster.messages import Done, GenerateRequest, Started, Token, encode_event
+from cluster.news import RECORD_INTERVAL, NodeRecord, whole
 from cluster.received import Received
 from cluster.secret import authorization
 from gateway.simulation.columns import as_served, record_of, residents_of

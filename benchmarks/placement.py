@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.redis_server import redis_server
 from benchmarks.report import arguments, contention_probe, publish, report
-from cluster.messages import ABSENT_TIER, Changes, News, NodeRecord, Resident, beat_of, rank_sums, whole
+from cluster.news import ABSENT_TIER, Changes, News, NodeRecord, Resident, beat_of, rank_sums, whole
 from cluster.node_table import ASSUMED
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState

@@ -20,7 +20,8 @@ import httptools
 import msgspec
 import uvloop
 
-from cluster.messages import ColdStart, Done, GenerateRequest, NodeRecord, Started, Timing, Token, encode_event, whole
+from cluster.messages import ColdStart, Done, GenerateRequest, Started, Timing, Token, encode_event
+from cluster.news import NodeRecord, whole
 from cluster.received import Received
 from cluster.secret import authorization
 

@@ -11,19 +11,16 @@ Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
 
 Node -> gateway:
 
-    POST /cluster/record   body News, every RECORD_INTERVAL seconds; the reply is 204, or 200 with Wanted
+    POST /cluster/record   body News (cluster.news), every RECORD_INTERVAL seconds; the reply is 204, or 200 with Wanted
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Literal, TypedDict
+from typing import Literal
 
 import msgspec
 
 from cluster.frames import frame
-from cluster.performance_model import PerformanceModel
-from cluster.received import Received
 
 PROTOCOL_VERSION = 1
 PARAMETERS_VERSION = 2
@@ -34,15 +31,6 @@ RESUMPTION_VERSION = 3
 ACCEPTED_VERSIONS = (PROTOCOL_VERSION, PARAMETERS_VERSION, RESUMPTION_VERSION)
 """The version before the current one joins this tuple when there is one."""
 NEWEST_VERSION = ACCEPTED_VERSIONS[-1]
-RECORD_VERSION = 2
-"""Of what nodes tell; cluster.old_record has version 1."""
-
-RECORD_INTERVAL = 0.2
-"""Seconds between two records of a node."""
-RECORD_EXPIRY = 2.0
-"""Seconds after which a node that sent no record counts as gone."""
-WHOLE = -1
-ABSENT_TIER = "absent"
 
 
 SloClass = Literal["strict", "standard", "best_effort"]
@@ -244,188 +232,6 @@ class Failed(msgspec.Struct, frozen=True, tag_field="event", tag="failed", omit_
 
 
 Event = Started | PromptLogprobs | Token | Done | Failed
-
-
-class Resident(msgspec.Struct, frozen=True, array_like=True):
-    digest: str
-    tier: str
-    """device, host or disk; ABSENT_TIER: it is not there any more"""
-    bytes: int
-    in_use: int
-    """Requests that hold a lease."""
-
-
-class StrictRoom(msgspec.Struct, frozen=True, array_like=True):
-    """What the next strict request finds on a node."""
-
-    rows: int = 0
-    """That it could have at once: free ones, and those that best-effort requests would give up to it."""
-    blocks: int = 0
-    """The same of KV blocks."""
-    queued: int = 0
-    """Strict requests that wait before it."""
-    prompt_tokens: int = 0
-    """Of strict requests, waiting and running, that are not computed yet: they come before others'."""
-    paused_rows: int = 0
-    """Of the requests that run, how many a step has fewer on average while best effort pauses for a strict request's
-    time between tokens."""
-    paused_contexts: int = 0
-    """The same of their contexts' tokens."""
-    tightest_tpot: float | None = None
-    """NodeRecord's, of strict requests alone: best effort pauses as far as it asks for."""
-
-
-class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What changes all the time: sums and maxima, so that its size depends on nothing (some 200 bytes). New fields come
-    last."""
-
-    id: str
-    epoch: str
-    """Drawn at each start of the API process: a new epoch replaces the old record whatever `seq` says."""
-    seq: int
-    state: str
-    """warming, ready or draining"""
-    running: int
-    queued: int
-    kv_blocks_free: int
-    contexts: int = 0
-    """Tokens, summed over running requests."""
-    max_rank: int = 0
-    """Of the adapters of all requests, waiting and running."""
-    request_ranks: int = 0
-    """Summed over these requests."""
-    adapter_ranks: int = 0
-    """The same, but an adapter that several running requests share counts once."""
-    prompt_tokens_left: int = 0
-    """Tokens of prompts, waiting and running, that are not computed yet."""
-    tightest_tpot: float | None = None
-    """The least that any request here, waiting or running, was promised between two tokens (seconds), but for what the
-    node could not keep for one request alone."""
-    strict: StrictRoom | None = None
-    """None: it does not tell, and strict requests find what all find."""
-    loading_bytes: int = 0
-    """On their way to the device."""
-    adapter_bytes_free: int = 0
-    forecast_ratio: float | None = None
-    """Median of observed / forecast over its last passes, by `performance`; None: it has computed none."""
-    measuring: float | None = None
-    """How much of the measurement that will give it a `performance` is done (0 to 1); None: none goes on."""
-    received: Received = Received()
-    """Which places given away on it have become requests; ends their reservations."""
-    v: int = RECORD_VERSION
-
-
-class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What hardly ever changes, and is told when it does."""
-
-    url: str
-    base: str
-    base_id: str
-    max_context: int
-    queue_limit: int
-    kv_blocks: int
-    block_tokens: int
-    max_rows: int = 0
-    """Requests that it computes at once; 0: not known yet."""
-    performance: PerformanceModel | None = None
-    """None: not measured."""
-    adapter_bytes: int = 0
-    largest_adapter: int = 0
-    """Bytes that one adapter may have here; calls of a larger one are answered `too_large`. 0: not reported."""
-    adapter_itemsize: int = 0
-    """Bytes of an element of an adapter's weights here, whatever its file has. 0: not reported."""
-    device: str = ""
-    error: str = ""
-    """Why the engine is not ready, when it is not."""
-    pool: str = ""
-    """The node pool that it belongs to; empty: none."""
-    accepts: int = PROTOCOL_VERSION
-    """The newest version of GenerateRequest that it serves."""
-
-
-class NodeRecord(Beat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
-    """A node as the scheduler sees it: its latest Beat with its latest Facts."""
-
-    url: str
-    base: str
-    base_id: str
-    max_context: int
-    queue_limit: int
-    kv_blocks: int
-    block_tokens: int
-    max_rows: int = 0
-    performance: PerformanceModel | None = None
-    adapter_bytes: int = 0
-    largest_adapter: int = 0
-    adapter_itemsize: int = 0
-    device: str = ""
-    error: str = ""
-    pool: str = ""
-    accepts: int = PROTOCOL_VERSION
-
-
-def record_from(beat: Beat, facts: Facts) -> NodeRecord:
-    return NodeRecord(**msgspec.structs.asdict(beat), **msgspec.structs.asdict(facts))
-
-
-def beat_of(record: NodeRecord) -> Beat:
-    return Beat(**{name: getattr(record, name) for name in Beat.__struct_fields__})
-
-
-def facts_of(record: NodeRecord) -> Facts:
-    return Facts(**{name: getattr(record, name) for name in Facts.__struct_fields__})
-
-
-class RankSums(TypedDict):
-    """Of NodeRecord."""
-
-    max_rank: int
-    request_ranks: int
-    adapter_ranks: int
-
-
-def rank_sums(running: Sequence[tuple[Hashable, int]], waiting: Sequence[int]) -> RankSums:
-    """`running`: of each request what names its adapter, None for the base alone, and its rank; `waiting`: ranks."""
-    ranks = [*(rank for _, rank in running), *waiting]
-    adapters = {adapter: rank for adapter, rank in running if adapter is not None}
-    return RankSums(
-        max_rank=max(ranks, default=0),
-        request_ranks=sum(ranks),
-        adapter_ranks=sum(adapters.values()) + sum(waiting),
-    )
-
-
-class Changes(msgspec.Struct, frozen=True, array_like=True):
-    """What a node's facts and residents have become since a change that the receiver may know. Changes are numbered,
-    and each entry says how it is now, so what is known already may come again."""
-
-    since: int = WHOLE
-    """Number of the change behind which this begins. WHOLE: this is everything, and what is not in it is not there."""
-    at: int = 0
-    """Number of the last change."""
-    residents: list[Resident] = []
-    acknowledged: list[str] = []
-    """Of a node of protocol version 1, which numbers nothing: ids of requests whose reservations end."""
-
-
-class News(msgspec.Struct, frozen=True, array_like=True):
-    """What a node tells the gateway."""
-
-    beat: Beat
-    facts: Facts | None = None
-    """None: as they were."""
-    changes: Changes = Changes()
-
-
-def whole(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> News:
-    """All that there is to tell of a node."""
-    return News(beat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """The gateway's reply to News when it does not know what they build on."""
-
-    wanted: Literal["whole"] = "whole"
 
 
 class VersionMismatch(ValueError):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from cluster.messages import WHOLE, Beat, News, NodeRecord, Resident, facts_of, record_from, whole
+from cluster.news import WHOLE, Beat, News, NodeRecord, Resident, facts_of, record_from, whole
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0

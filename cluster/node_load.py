@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from cluster.messages import NodeRecord, SloClass
+from cluster.messages import SloClass
+from cluster.news import NodeRecord
 from cluster.performance_model import PerformanceModel
 
 MOST = 1 << 53

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cluster.crowd import room_for_others
-from cluster.messages import NEWEST_VERSION, NodeRecord, Resident
+from cluster.messages import NEWEST_VERSION
 from cluster.model_check import problem_of
+from cluster.news import NodeRecord, Resident
 from cluster.node_load import MOST, Demand, NodeLoad, found_by_strict, held_by, load_of, tightest_tpot
 from cluster.performance_model import (
     RANK_TERMS,

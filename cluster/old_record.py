@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cluster.messages import (
+from cluster.news import (
     ABSENT_TIER,
     RECORD_VERSION,
     WHOLE,

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cluster.limits import Bucket
-from cluster.messages import WHOLE, News
+from cluster.news import WHOLE, News
 from cluster.received import WINDOW
 
 ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)

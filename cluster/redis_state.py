@@ -16,17 +16,8 @@ from collections.abc import Mapping
 import msgspec
 
 from cluster.crowd import room_for_others
-from cluster.messages import (
-    ABSENT_TIER,
-    RECORD_EXPIRY,
-    WHOLE,
-    Beat,
-    Changes,
-    Facts,
-    News,
-    Resident,
-    check_version,
-)
+from cluster.messages import check_version
+from cluster.news import ABSENT_TIER, RECORD_EXPIRY, WHOLE, Beat, Changes, Facts, News, Resident
 from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
 from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value

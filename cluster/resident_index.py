@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.messages import ABSENT_TIER, Resident
+from cluster.news import ABSENT_TIER, Resident
 
 DEVICE, HOST, DISK, ABSENT = range(4)
 TIERS = {"device": DEVICE, "host": HOST, "disk": DISK}

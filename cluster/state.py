@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
-from cluster.messages import RECORD_EXPIRY, News, Resident, check_version
+from cluster.messages import check_version
+from cluster.news import RECORD_EXPIRY, News, Resident
 from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView, TooManyNodes
 from cluster.node_table import Demand, NodeTable
 

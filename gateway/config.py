@@ -10,7 +10,7 @@ import msgspec
 
 from adapters.errors import InvalidRequest
 from adapters.s3_url import parse_s3_url
-from cluster.messages import RECORD_EXPIRY
+from cluster.news import RECORD_EXPIRY
 from cluster.redis_url import url_problem
 
 MAX_TIMEOUT = 3600.0

@@ -15,16 +15,8 @@ import msgspec
 from cluster.crowd import Crowd
 from cluster.errors import ServiceError
 from cluster.limits import LimitState
-from cluster.messages import (
-    RECORD_EXPIRY,
-    Done,
-    Failed,
-    GenerateRequest,
-    PromptLogprobs,
-    Started,
-    Token,
-    TokenLogprob,
-)
+from cluster.messages import Done, Failed, GenerateRequest, PromptLogprobs, Started, Token, TokenLogprob
+from cluster.news import RECORD_EXPIRY
 from cluster.node_table import NodeTable
 from cluster.state import ClusterState
 from gateway.attainment import Attainment, judge

@@ -16,7 +16,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from cluster.messages import ColdStart, NodeRecord
+from cluster.messages import ColdStart
+from cluster.news import NodeRecord
 from cluster.node_book import NodeView
 from gateway.attainment import PROMISES, WINDOWS, Kept, Promise
 

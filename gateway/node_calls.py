@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from cluster.errors import STATUS, ServiceError
-from cluster.messages import News, NodeRecord
+from cluster.news import News, NodeRecord
 from cluster.old_record import OldRecord, decode_news
 from cluster.secret import authorization
 

@@ -9,6 +9,7 @@ what Redis has lost a worker tells again. Meanwhile, and without Redis, the answ
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
@@ -32,6 +33,8 @@ SLICES_TOGETHER = 30
 """Scripts that add or read more would hold up whoever reserves a place."""
 
 AWAY = (RedisAway, TimeoutError)
+
+log = logging.getLogger("gateway")
 
 
 class Windows:
@@ -88,8 +91,12 @@ class Windows:
     async def _tick(self, link: RedisLink) -> None:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
-            with suppress(RedisAway):
+            try:
                 await self._flush(link)
+            except RedisAway:
+                continue
+            except Exception:  # whatever it was, this worker's pools and counts must not fall silent
+                log.exception("what was counted could not be told")
 
     async def _of(self, sums: SlidingSums[Sum], name: str) -> list[Sum]:
         found = await self._read(sums, name)

@@ -13,7 +13,8 @@ import msgspec
 
 from cluster.crowd import Crowd, room_for_others
 from cluster.errors import ServiceError
-from cluster.messages import NEWEST_VERSION, GenerateRequest, News, NodeRecord, Resident, StrictRoom, rank_sums, whole
+from cluster.messages import NEWEST_VERSION, GenerateRequest
+from cluster.news import News, NodeRecord, Resident, StrictRoom, rank_sums, whole
 from cluster.received import Received
 from node_agent.api_questions import Questions
 from node_agent.api_reply import RETRY_AFTER, RequestEvent

@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from cluster.frames import frame
-from cluster.messages import Adapter, ColdStart, Resident, Sampling, SloClass, StrictRoom
+from cluster.messages import Adapter, ColdStart, Sampling, SloClass
+from cluster.news import Resident, StrictRoom
 from cluster.performance_model import PerformanceModel
 from cluster.residency import AdapterStates, HeldTier
 

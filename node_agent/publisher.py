@@ -9,7 +9,7 @@ import time
 import aiohttp
 import msgspec
 
-from cluster.messages import RECORD_INTERVAL, WHOLE
+from cluster.news import RECORD_INTERVAL, WHOLE
 from cluster.secret import authorization
 from node_agent.api_desk import Desk
 

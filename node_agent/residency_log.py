@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.messages import ABSENT_TIER, WHOLE, Changes, Facts, News, NodeRecord, Resident, beat_of, facts_of
+from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, News, NodeRecord, Resident, beat_of, facts_of
 
 
 class ResidencyLog:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from cluster.messages import News, NodeRecord
+from cluster.news import News, NodeRecord
 from cluster.node_table import NodeTable
 from cluster.old_record import OldRecord, news_of_old, record_of_old
 

@@ -7,7 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ServiceError
-from cluster.messages import News, VersionMismatch, Wanted, check_version
+from cluster.messages import VersionMismatch, check_version
+from cluster.news import News, Wanted
 from cluster.old_record import OldRecord, decode_news, news_of_old
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized

@@ -11,7 +11,8 @@ from starlette.responses import Response
 from adapters.artifact import artifact_key
 from adapters.errors import NotFound
 from cluster.errors import ServiceError
-from cluster.messages import Adapter, NodeRecord
+from cluster.messages import Adapter
+from cluster.news import NodeRecord
 from cluster.record_check import BadRecord
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.state import NodeView

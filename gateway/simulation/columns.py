@@ -12,7 +12,7 @@ from math import inf
 
 import msgspec
 
-from cluster.messages import NodeRecord, Resident, rank_sums
+from cluster.news import NodeRecord, Resident, rank_sums
 from cluster.node_load import NodeLoad
 from cluster.node_table import ABSENT, DEVICE, HOST, NodeTable
 from cluster.performance_model import PerformanceModel

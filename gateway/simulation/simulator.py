@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from cluster.messages import RECORD_INTERVAL
+from cluster.news import RECORD_INTERVAL
 from cluster.node_table import Demand
 from gateway.scheduling.lengths import ResponseLengths
 from gateway.scheduling.placement import able

@@ -14,7 +14,8 @@ import torch
 
 from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
-from cluster.messages import Adapter, Resident
+from cluster.messages import Adapter
+from cluster.news import Resident
 from node_agent.adapter_memory.device_room import DeviceRoom
 from node_agent.adapter_memory.disk_cache import open_cache
 from node_agent.adapter_memory.host import HostTier

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from cluster.messages import SloClass, StrictRoom
+from cluster.messages import SloClass
+from cluster.news import StrictRoom
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Room
 from node_agent.engine.waiting import WaitingQueue

@@ -6,7 +6,7 @@ import math
 
 from msgspec.structs import replace
 
-from cluster.messages import StrictRoom
+from cluster.news import StrictRoom
 from cluster.node_load import tightest_tpot
 from node_agent.engine.loop import Engine
 from node_agent.engine.preemption import strict_room

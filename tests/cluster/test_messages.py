@@ -7,24 +7,15 @@ from hypothesis import strategies as st
 
 from cluster.frames import Frames
 from cluster.messages import (
-    ABSENT_TIER,
     PROTOCOL_VERSION,
-    RECORD_VERSION,
-    WHOLE,
     Adapter,
-    Beat,
-    Changes,
     ColdStart,
     Done,
     Event,
     Failed,
     GenerateRequest,
-    News,
-    NodeRecord,
-    Resident,
     Sampling,
     Started,
-    StrictRoom,
     Timing,
     Token,
     TokenLogprob,
@@ -33,6 +24,17 @@ from cluster.messages import (
     check_version,
     decode_event,
     encode_event,
+)
+from cluster.news import (
+    ABSENT_TIER,
+    RECORD_VERSION,
+    WHOLE,
+    Beat,
+    Changes,
+    News,
+    NodeRecord,
+    Resident,
+    StrictRoom,
     record_from,
     whole,
 )

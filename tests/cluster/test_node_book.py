@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.messages import NodeRecord, whole
+from cluster.news import NodeRecord, whole
 from cluster.node_book import NodeBook
 
 EXPIRY = 2.0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.messages import Resident, StrictRoom
+from cluster.news import Resident, StrictRoom
 from cluster.node_table import ASSUMED, COLUMNS, LINEAR, RANK_TERMS, Demand, NodeTable
 from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel, Transfer
 from tests.told import OldRecord, tell

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.messages import Resident, StrictRoom
+from cluster.news import Resident, StrictRoom
 from cluster.node_table import ASSUMED, DEVICE, HOST, MOST, RANK_TERMS, TIERS, Demand, NodeTable
 from tests.told import OldRecord, tell
 

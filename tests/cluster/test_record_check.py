@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Clock, news
 
-from cluster.messages import Changes, News, StrictRoom
+from cluster.news import Changes, News, StrictRoom
 from cluster.received import Received
 from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, check_news
 

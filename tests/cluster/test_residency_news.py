@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from worlds import World, record, until
 
 from benchmarks.redis_server import RedisServer
-from cluster.messages import WHOLE, News, NodeRecord, Resident
+from cluster.news import WHOLE, News, NodeRecord, Resident
 from cluster.old_record import record_of_old
 from cluster.state import ClusterState
 from node_agent.residency_log import ResidencyLog

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from worlds import World, news, until
 
 from benchmarks.redis_server import RedisServer
-from cluster.messages import Changes, News, Resident, VersionMismatch
+from cluster.messages import VersionMismatch
+from cluster.news import Changes, News, Resident
 from cluster.node_table import Demand
 from cluster.received import Received
 from cluster.state import PAST_EPOCHS, RESERVATION_SECONDS, ClusterState, TooManyNodes

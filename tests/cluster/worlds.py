@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.redis_server import RedisServer
-from cluster.messages import News
+from cluster.news import News
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState

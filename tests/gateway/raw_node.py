@@ -12,7 +12,8 @@ import aiohttp
 import uvloop
 
 from cluster.errors import ServiceError
-from cluster.messages import Event, GenerateRequest, News, NodeRecord, Sampling, whole
+from cluster.messages import Event, GenerateRequest, Sampling
+from cluster.news import News, NodeRecord, whole
 from cluster.state import ClusterState, MemoryClusterState
 from gateway.breaker import Breakers
 from gateway.node_client import NodeClient

@@ -26,16 +26,14 @@ from cluster.messages import (
     Event,
     Failed,
     GenerateRequest,
-    NodeRecord,
-    Resident,
     Started,
     Timing,
     Token,
     TokenLogprob,
     TopLogprob,
     encode_event,
-    whole,
 )
+from cluster.news import NodeRecord, Resident, whole
 from cluster.received import Received
 from cluster.secret import authorization, is_authorized
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from running_gateway import Running
 from stub_node import echo
 
-from cluster.messages import NodeRecord
+from cluster.news import NodeRecord
 from cluster.node_table import NodeTable
 from gateway.breaker import FIRST_PAUSE, LONGEST_PAUSE, THRESHOLD, Breakers, CircuitOpen, Probe
 from gateway.scheduling.placement import Placed, place

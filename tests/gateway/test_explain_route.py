@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from running_gateway import Running
 from stub_node import echo, refuse
 
-from cluster.messages import Resident
+from cluster.news import Resident
 from cluster.performance_model import PerformanceModel
 from gateway.explain_schema import ExplainReply
 from tests.cluster.measured import PROFILE

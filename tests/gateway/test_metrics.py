@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.messages import NodeRecord, Resident
+from cluster.news import NodeRecord, Resident
 from cluster.node_book import NodeView
 from gateway.metrics import MAX_LABELS, Metrics
 

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from stub_node import StubNode, echo, hang_after_first, stub_node
 
-from cluster.messages import whole
+from cluster.news import whole
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.secret import is_authorized
 from garnish.credentials import FILE_NAME, Credentials, write_credentials

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_gateway import Running, upload
 
 from adapters.local_store import LocalStore
-from cluster.messages import Resident, whole
+from cluster.news import Resident, whole
 from cluster.secret import authorization
 from gateway import schema
 from gateway.app import ROUTES

@@ -15,18 +15,8 @@ from aiohttp import web
 
 from cluster.frames import Frames
 from cluster.http_protocol import BoundedHttp
-from cluster.messages import (
-    WHOLE,
-    Event,
-    Facts,
-    GenerateRequest,
-    News,
-    NodeRecord,
-    Resident,
-    Sampling,
-    decode_event,
-    record_from,
-)
+from cluster.messages import Event, GenerateRequest, Sampling, decode_event
+from cluster.news import WHOLE, Facts, News, NodeRecord, Resident, record_from
 from cluster.secret import authorization, create_secret
 from node_agent.api import create_app, listen, url_of
 from node_agent.api_desk import Desk

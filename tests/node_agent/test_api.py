@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.messages import Adapter, Done, Resident, Sampling, Started, Token, TokenLogprob, TopLogprob
+from cluster.messages import Adapter, Done, Sampling, Started, Token, TokenLogprob, TopLogprob
+from cluster.news import Resident
 from cluster.secret import authorization
 from cluster.text import BaseText
 from node_agent.api import listen, url_of

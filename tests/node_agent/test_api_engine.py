@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.messages import Done, Event, Failed, GenerateRequest, NodeRecord, Sampling, Started, Token
+from cluster.messages import Done, Event, Failed, GenerateRequest, Sampling, Started, Token
+from cluster.news import NodeRecord
 from cluster.text import BaseText
 from node_agent.config import EngineProcessConfig
 from tests.node_agent.served_node import Node, node_config, request_of, run_scenario, served_node

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.messages import Adapter, NodeRecord, StrictRoom
+from cluster.messages import Adapter
+from cluster.news import NodeRecord, StrictRoom
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from tests.node_agent.scripted_engine import READY, admitted, finished, stats
 from tests.node_agent.served_node import request_of, run_scenario, served_node

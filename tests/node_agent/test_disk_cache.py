@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from adapters.artifact import read_header
-from cluster.messages import Adapter, Resident
+from cluster.messages import Adapter
+from cluster.news import Resident
 from node_agent.adapter_memory.disk_cache import DiskCache, open_cache
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import DiskCacheConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from cluster.messages import ABSENT_TIER, WHOLE, Changes, News, Resident
+from cluster.news import ABSENT_TIER, WHOLE, Changes, News, Resident
 from cluster.secret import authorization
 from node_agent.api_desk import Desk
 from node_agent.api_request import Limits

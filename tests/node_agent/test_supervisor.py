@@ -17,7 +17,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from cluster.messages import Done, Failed, NodeRecord, Started, Token
+from cluster.messages import Done, Failed, Started, Token
+from cluster.news import NodeRecord
 from cluster.secret import authorization, create_secret
 from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
 from node_agent.supervisor import FIRST_BACKOFF, LONGEST_BACKOFF, STEADY, Child, Signals, stop

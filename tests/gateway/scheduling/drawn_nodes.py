@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, RECORD
 
-from cluster.messages import Resident, StrictRoom
+from cluster.news import Resident, StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import DecodeModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cluster.messages import Resident
+from cluster.news import Resident
 from cluster.node_table import ASSUMED, NodeTable
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.policy import Policy

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, ask, chosen, node, table_of
 
-from cluster.messages import Resident, StrictRoom
+from cluster.news import Resident, StrictRoom
 from cluster.node_table import ASSUMED, Demand, NodeTable
 from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 
-from cluster.messages import StrictRoom
+from cluster.news import StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import Transfer
 from gateway.scheduling.policy import make_policy

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from simulated import CACHED, PROFILE
 from test_simulated_node import JOBS, jobs_of
 
-from cluster.messages import RECORD_INTERVAL
+from cluster.news import RECORD_INTERVAL
 from cluster.node_table import COLUMNS, Demand, NodeTable
 from gateway.scheduling.baselines import MostIdle
 from gateway.simulation.columns import SimulatedTable, record_of, residents_of

@@ -14,7 +14,8 @@ from adapters.base_model import load_base_model
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
-from cluster.messages import Adapter, Done, Failed, NodeRecord, Started, Token
+from cluster.messages import Adapter, Done, Failed, Started, Token
+from cluster.news import NodeRecord
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from tests.node_agent.coldstart.pools import eventually, state
