@@ -83,14 +83,15 @@ class NodeBook:
     def ids(self) -> list[str]:
         return list(self._nodes)
 
-    def is_newer(self, beat: Beat) -> bool:
-        """Within an epoch the greater `seq` wins; a new epoch is a new process."""
+    def is_newer(self, beat: Beat, aged: float) -> bool:
+        """Within an epoch the greater `seq` wins; a new epoch is a new process. One that was replaced counts again when
+        the one that replaced it is silent: what a dead process had sent may have come late."""
         node = self._nodes.get(beat.id)
         if node is None:
             return True
         if beat.epoch == node.record.epoch:
             return beat.seq > node.record.seq
-        return beat.epoch not in node.past
+        return beat.epoch not in node.past or aged - self.heard(beat.id) >= self.expiry
 
     def lacks(self, news: News) -> bool:
         """Whether it builds on what is not known here."""
@@ -120,6 +121,7 @@ class NodeBook:
         elif beat.epoch != node.record.epoch:
             node.ends.clear()
             node.numbers.clear()
+            node.past.pop(beat.epoch, None)
             _remember(node.past, node.record.epoch)
         for request_id in came:
             node.let_go(request_id)

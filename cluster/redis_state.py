@@ -183,6 +183,7 @@ class RedisClusterState:
             changes.at,
             beat.received.last,
             beat.received.came,
+            round(min(self._expiry, self._book.forget_seconds) * 1000),
             len(changes.acknowledged),
             *changes.acknowledged,
         ]

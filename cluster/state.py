@@ -126,7 +126,7 @@ class MemoryClusterState:
 
 def take_in(book: NodeBook, news: News, heard: float) -> Taken:
     """As ClusterState.publish, into this process's own book. Raises TooManyNodes."""
-    if not book.is_newer(news.beat):
+    if not book.is_newer(news.beat, heard):
         return "older"
     if book.lacks(news):
         return "gap"

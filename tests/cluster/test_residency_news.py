@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from worlds import World, record, until
 
 from benchmarks.redis_server import RedisServer
-from cluster.news import WHOLE, News, NodeRecord, Resident
+from cluster.news import RECORD_EXPIRY, RECORD_INTERVAL, WHOLE, News, NodeRecord, Resident
 from cluster.old_record import record_of_old
 from cluster.state import ClusterState
 from node_agent.residency_log import ResidencyLog
@@ -58,17 +58,18 @@ class Node:
 
 async def play(world: World, steps: list[tuple[str, object]]) -> None:
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(world.open())
-        second = await stack.enter_async_context(world.open()) if world.server is not None else first
-        states, node, late, heard = (first, second), Node(), list[News](), set[str]()
+        first = await stack.enter_async_context(world.open(expiry=RECORD_EXPIRY))
+        second = (
+            await stack.enter_async_context(world.open(expiry=RECORD_EXPIRY)) if world.server is not None else first
+        )
+        states, node, late = (first, second), Node(), list[News]()
         for what, with_what in steps:
             if what == "hold":
                 assert isinstance(with_what, dict)
                 node.residents = [Resident(digest, tier, 1, used) for digest, (tier, used) in with_what.items()]
             elif what == "pool":
                 node.pool = str(with_what)
-            elif what == "restart":  # of a process that no gateway has heard of nothing comes later
-                late = [news for news in late if news.beat.epoch in heard]
+            elif what == "restart":
                 node.start()
             elif what == "empty" and world.server is not None:
                 world.server.client.flushdb()
@@ -77,17 +78,17 @@ async def play(world: World, steps: list[tuple[str, object]]) -> None:
                 if what == "late":
                     late.append(news)
                 if what in ("post", "unheard"):
-                    taken = await states[with_what].publish(news)
-                    heard.add(news.beat.epoch)
+                    taken = await states[with_what % len(states)].publish(news)
                     if what == "post":
                         node.answered(news, taken)
                 if what == "post" and late:
-                    await states[1 - with_what].publish(late.pop())
-        await converge(list(states), node)
+                    await states[-1 - with_what % len(states)].publish(late.pop())
+        await converge(world, list(states), node)
 
 
-async def converge(states: list[ClusterState], node: Node) -> None:
+async def converge(world: World, states: list[ClusterState], node: Node) -> None:
     async def agree() -> bool:
+        await world.wait(RECORD_INTERVAL / 2)
         news = node.news()
         node.answered(news, await states[node.seq % len(states)].publish(news))
         wanted = {resident.digest: resident for resident in node.residents}

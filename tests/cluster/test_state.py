@@ -77,6 +77,22 @@ def test_remembered_epochs_are_bounded(world: World) -> None:
     world.run(main)
 
 
+def test_what_a_dead_process_sent_comes_late(world: World) -> None:
+    """Behind its successor's first news. The successor is heard again once the dead one is silent."""
+
+    async def main(state: ClusterState) -> None:
+        assert await state.publish(news(epoch="3", seq=1)) == "taken"
+        assert await state.publish(news(epoch="2", seq=1)) == "taken", "nobody can know"
+        assert await state.publish(news(epoch="3", seq=2)) == "older"
+        await world.wait(1.1)
+        assert await state.publish(news(epoch="3", seq=3, running=3)) == "taken"
+        assert await state.publish(news(epoch="2", seq=2)) == "older"
+        assert await state.publish(news(epoch="3", seq=4, running=4)) == "taken"
+        assert [node.record.running for node in await state.nodes()] == [4]
+
+    world.run(main, expiry=1.0)
+
+
 def test_an_old_record_does_not_keep_a_node_alive(world: World) -> None:
     async def main(state: ClusterState) -> None:
         await state.publish(news(seq=5))
