@@ -35,12 +35,12 @@ from cluster.news import NodeRecord
 from cluster.node_table import ASSUMED
 from cluster.performance_model import PerformanceModel
 from cluster.text import BaseText
-from gateway.simulation.job import TraceRequest
-from gateway.simulation.outcome import values
-from gateway.simulation.policies import default_policy
-from gateway.simulation.profile import NodeProfile
-from gateway.simulation.slo import DEFAULT_SLO, parse_slo
-from gateway.simulation.study import simulate
+from garnish.simulation.job import TraceRequest
+from garnish.simulation.outcome import values
+from garnish.simulation.policies import default_policy
+from garnish.simulation.profile import NodeProfile
+from garnish.simulation.slo import DEFAULT_SLO, parse_slo
+from garnish.simulation.study import simulate
 
 NODES = 2
 READY_SECONDS = 120.0

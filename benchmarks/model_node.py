@@ -29,10 +29,10 @@ from cluster.messages import Done, GenerateRequest, Started, Token, encode_event
 from cluster.news import RECORD_INTERVAL, NodeRecord, whole
 from cluster.received import Received
 from cluster.secret import authorization
-from gateway.simulation.columns import as_served, record_of, residents_of
-from gateway.simulation.job import Job
-from gateway.simulation.node import SimulatedNode
-from gateway.simulation.profile import NodeProfile
+from garnish.simulation.columns import as_served, record_of, residents_of
+from garnish.simulation.job import Job
+from garnish.simulation.node import SimulatedNode
+from garnish.simulation.profile import NodeProfile
 
 PIECE_SECONDS = 0.3
 

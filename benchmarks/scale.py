@@ -25,10 +25,10 @@ from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from benchmarks import scale_s3
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
-from gateway.cache import GraceCache
+from gateway.catalog.cache import GraceCache
+from gateway.catalog.functions import Functions
+from gateway.catalog.threads import StoreThreads
 from gateway.config import GatewayConfig
-from gateway.functions import Functions
-from gateway.threads import StoreThreads
 
 TENANT = "bench"
 PAGE = 100

@@ -6,7 +6,7 @@ in real time, each a process, behind a gateway process, called over HTTP by Pois
 capacity. Each with the papers' constants and with profiles that we measured; there rates are scaled to the same
 utilisation.
 
-SLO: 1.5 x the TPT of the base without adapters (gateway.simulation.slo). `oracle_gap`: mean TPT of rank_aware over that
+SLO: 1.5 x the TPT of the base without adapters (garnish.simulation.slo). `oracle_gap`: mean TPT of rank_aware over that
 of the oracle, less 1, on a shorter piece of the trace, for the oracle is slow.
 """
 
@@ -26,12 +26,12 @@ from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.testbed import NODES, bed, play, registry_of
 from benchmarks.trace import FILE as MAF
 from cluster.text import BaseText
-from gateway.simulation.job import TraceRequest
-from gateway.simulation.profile import NodeProfile, load_profile, profile_names
-from gateway.simulation.slo import DEFAULT_SLO, base_tpt, parse_slo
-from gateway.simulation.study import simulate
-from gateway.simulation.traces.laws import Laws, chat_prompts, outputs, rank_of, zipf
-from gateway.simulation.traces.read import read_trace
+from garnish.simulation.job import TraceRequest
+from garnish.simulation.profile import NodeProfile, load_profile, profile_names
+from garnish.simulation.slo import DEFAULT_SLO, base_tpt, parse_slo
+from garnish.simulation.study import simulate
+from garnish.simulation.traces.laws import Laws, chat_prompts, outputs, rank_of, zipf
+from garnish.simulation.traces.read import read_trace
 
 POLICIES = ("rank_aware", "toppings", "first_fit", "random", "most_idle")
 SIM_NODES, SIM_RATE, SIM_FUNCTIONS = 60, 340.0, 40_000

@@ -27,9 +27,9 @@ from benchmarks.latency import Sample
 from benchmarks.load import recorded
 from benchmarks.model_node import ModelNodeConfig
 from cluster.secret import create_secret
+from garnish.simulation.job import TraceRequest
+from garnish.simulation.profile import NodeProfile
 from gateway.config import GatewayConfig
-from gateway.simulation.job import TraceRequest
-from gateway.simulation.profile import NodeProfile
 
 NODES = 8
 """Each a process of its own; they share the cores of one machine, and a node is a few events each step."""

@@ -21,7 +21,7 @@ from garnish.node_pools import stack_of
 from garnish.operate import admin_client, lease_call, pools_call
 from garnish.provision import told
 from garnish.this_host import ThisHost
-from gateway import pool_schema
+from gateway.api import pool_schema
 from infra.autoscale.driver import PoolDriver
 from infra.autoscale.local import LocalDriver
 from infra.autoscale.rounds import Autoscaler, Away, Decided, Picture, Scaled, View

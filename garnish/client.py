@@ -39,9 +39,9 @@ from garnish.protocol import (
     usage_call,
     versions_call,
 )
-from gateway.admin_schema import UsageReply
-from gateway.alias_schema import AliasReply
-from gateway.schema import DeployReply, FunctionList, FunctionReply, InvokeReply, VersionList
+from gateway.api.admin_schema import UsageReply
+from gateway.api.alias_schema import AliasReply
+from gateway.api.schema import DeployReply, FunctionList, FunctionReply, InvokeReply, VersionList
 
 Reply = TypeVar("Reply")
 

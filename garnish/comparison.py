@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.schema import InvokeReply, Logprob
+from gateway.api.schema import InvokeReply, Logprob
 from node_agent.peft_types import Loaded, PeftAnswer, Position
 
 FP32_TIE = 1e-4

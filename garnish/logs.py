@@ -15,13 +15,13 @@ from cluster.logs import readable, wants_colour
 from cluster.printable import printable
 from garnish.errors import FrontDoorError
 from garnish.up.logs import log_of
-from gateway.trace_log import CALL, Call
+from gateway.calls.trace_log import CALL, Call
 
 DIGEST_LETTERS = 16
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """One call, as `garnish simulate` reads it (gateway.simulation.traces.own)."""
+    """One call, as `garnish simulate` reads it (garnish.simulation.traces.own)."""
 
     at: float
     """Seconds since the first call."""

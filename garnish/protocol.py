@@ -15,7 +15,7 @@ from garnish.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, adapter_files
 from garnish.connection import Connection
 from garnish.errors import GarnishError
 from garnish.hub import local_folder
-from gateway import schema
+from gateway.api import schema
 
 SOURCE = "s3://"
 """How an adapter's place begins that is no directory of ours."""

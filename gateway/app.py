@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 
-from gateway.boundary import Boundary, OpenRequests
 from gateway.config import GatewayConfig, check_config, share
-from gateway.metrics import Metrics
+from gateway.http.boundary import Boundary, OpenRequests
+from gateway.http.upload_folders import remove_abandoned
 from gateway.routes import (
     aliases,
     cluster,
@@ -35,7 +35,7 @@ from gateway.routes import (
     usage,
 )
 from gateway.services import Services, open_services
-from gateway.upload_folders import remove_abandoned
+from gateway.workers.metrics import Metrics
 
 CALLED = (invoke, openai, tokens, deploy, functions, aliases)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, openapi, docs)

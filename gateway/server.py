@@ -22,7 +22,7 @@ from cluster.lifeline import die_with_parent
 from cluster.logs import log_handler, set_up_logging
 from cluster.redis_link import RedisAway, check_redis
 from gateway.config import ConfigError, GatewayConfig, check_config
-from gateway.http_protocol import GatewayHttp
+from gateway.http.protocol import GatewayHttp
 
 PROCESS = "gateway"
 """How its log lines call this process."""

@@ -31,38 +31,38 @@ from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.state import ClusterState
 from cluster.text import BaseText
-from gateway.attainment import Attainment
-from gateway.breaker import Breakers
-from gateway.called import CalledDigests
-from gateway.callers import Callers
+from gateway.api.explain_schema import reply_of
+from gateway.calls.breaker import Breakers
+from gateway.calls.dispatch import Dispatcher
+from gateway.calls.explanations import MemoryExplanations
+from gateway.calls.holding import Hold
+from gateway.calls.node_calls import NodeCalls
+from gateway.calls.node_client import NodeClient
+from gateway.calls.node_watch import NodeWatches
+from gateway.calls.placing import Placer
+from gateway.calls.running import Running
+from gateway.catalog.callers import Callers
+from gateway.catalog.deploy_slots import DeploySlots
+from gateway.catalog.functions import Functions
+from gateway.catalog.name_watch import NameWatch
+from gateway.catalog.store_probe import StoreProbe
+from gateway.catalog.suggestions import Suggestions
+from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.config import GatewayConfig, share, usage_directory
-from gateway.deploy_slots import DeploySlots
-from gateway.dispatch import Dispatcher
-from gateway.explain_schema import reply_of
-from gateway.explanations import MemoryExplanations
-from gateway.functions import Functions
-from gateway.holding import Hold
-from gateway.last_hour import LastHour
 from gateway.leader.leader import Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import StoreLeases
 from gateway.leader.turn import Job
-from gateway.metrics import Metrics
-from gateway.name_watch import NameWatch
-from gateway.node_calls import NodeCalls
-from gateway.node_client import NodeClient
-from gateway.node_watch import NodeWatches
-from gateway.peers import Answered, Asked, Called, Changed, Message, Peers, Revoked, TenantChanged
-from gateway.placing import Placer
-from gateway.pool_loads import PoolLoads
-from gateway.running import Running
-from gateway.shared_state import Shared, open_shared
-from gateway.store_probe import StoreProbe
-from gateway.suggestions import Suggestions
-from gateway.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
-from gateway.windows import Windows
+from gateway.workers.attainment import Attainment
+from gateway.workers.called import CalledDigests
+from gateway.workers.last_hour import LastHour
+from gateway.workers.metrics import Metrics
+from gateway.workers.peers import Answered, Asked, Called, Changed, Message, Peers, Revoked, TenantChanged
+from gateway.workers.pool_loads import PoolLoads
+from gateway.workers.shared_state import Shared, open_shared
+from gateway.workers.windows import Windows
 
 TEXT_THREADS = 2
 SOURCE_THREADS = 4

@@ -12,7 +12,7 @@ from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, 
 if TYPE_CHECKING:
     from garnish.client import Client
     from garnish.screen import Screen
-    from gateway.schema import DeployReply, FunctionReply
+    from gateway.api.schema import DeployReply, FunctionReply
 
 Name = Annotated[str, typer.Argument(help="The function's name.")]
 

@@ -12,7 +12,7 @@ from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_
 if TYPE_CHECKING:
     from garnish.client import Client
     from garnish.screen import Screen
-    from gateway.schema import ColdStartTiming, DoneEvent, InvokeReply
+    from gateway.api.schema import ColdStartTiming, DoneEvent, InvokeReply
 
 
 def register(app: typer.Typer) -> None:
@@ -69,7 +69,7 @@ def _whole(client: Client, screen: Screen, name: str, prompt: Any, options: dict
 
 def _streamed(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> DoneEvent:
     """With --json: one event per line."""
-    from gateway.schema import TokenEvent
+    from gateway.api.schema import TokenEvent
 
     for event in client.invoke(name, prompt, stream=True, **options):
         screen.result(event)

@@ -12,8 +12,8 @@ from garnish.cli.options import AsJson, NoHeader
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
-    from garnish.simulation import Plan
-    from gateway.simulation.outcome import Distribution, Summary
+    from garnish.simulation.outcome import Distribution, Summary
+    from garnish.simulation.run import Plan
 
 SWEEP = re.compile(r"nodes=(\d{1,4})\.\.(\d{1,4})")
 MOST_NODES = 1024
@@ -64,8 +64,8 @@ def simulate(
     result.
     """
     from garnish.screen import Screen
-    from garnish.simulation import make_plan
-    from gateway.simulation.traces.laws import Laws
+    from garnish.simulation.run import make_plan
+    from garnish.simulation.traces.laws import Laws
 
     laws = Laws(seed, _ranks(ranks), functions=functions, rate=rate, seconds=seconds)
     bounds = _bounds(sweep) if sweep is not None else None

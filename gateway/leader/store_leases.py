@@ -14,7 +14,7 @@ import msgspec
 from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.store import ObjectStore
 from cluster.leases import NOBODY, Lease
-from gateway.threads import LeavableThreads
+from gateway.catalog.threads import LeavableThreads
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):

@@ -10,11 +10,11 @@ from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
 from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
-from gateway.alias_schema import AliasPast, AliasReply, AliasTarget, Rollback
-from gateway.bodies import decode_json, read_call_body
-from gateway.params import etag, if_match, known_only
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api.alias_schema import AliasPast, AliasReply, AliasTarget, Rollback
+from gateway.http.bodies import decode_json, read_call_body
+from gateway.http.params import etag, if_match, known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import services_of
 
 

@@ -13,9 +13,9 @@ from cluster.old_record import OldRecord, decode_news, news_of_old
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
 from cluster.state import Taken, TooManyNodes
-from gateway.bodies import read_body
-from gateway.params import known_only
-from gateway.routing import ExactRoute
+from gateway.http.bodies import read_body
+from gateway.http.params import known_only
+from gateway.http.routing import ExactRoute
 from gateway.services import Services, services_of
 
 RECORD_LIMIT = 4 << 20

@@ -13,14 +13,14 @@ from adapters import strict_json
 from adapters.names import is_name
 from adapters.registry import Deployment, check_options
 from cluster.errors import ServiceError
-from gateway import schema
-from gateway.bodies import decode_json, media_type, read_call_body
-from gateway.multipart import Upload, receive_upload
-from gateway.params import flag, known_only
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api import schema
+from gateway.catalog.source_copy import allowed_place, copied_source
+from gateway.http.bodies import decode_json, media_type, read_call_body
+from gateway.http.multipart import Upload, receive_upload
+from gateway.http.params import flag, known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import Services, services_of
-from gateway.source_copy import allowed_place, copied_source
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element, by the dtypes that adapters may have."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.params import known_only
-from gateway.routing import ExactRoute
+from gateway.http.params import known_only
+from gateway.http.routing import ExactRoute
 
 FOLDER = Path(__file__).parents[1] / "docs_page"
 VIEWER = "openapi-explorer-2.4.820.min.js"

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.errors import NotFound
-from gateway.callers import TENANT_HEADER
-from gateway.explain_schema import ExplainReply, reply_of
-from gateway.params import known_only
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api.explain_schema import ExplainReply, reply_of
+from gateway.catalog.callers import TENANT_HEADER
+from gateway.http.params import known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import services_of
 
 

@@ -15,11 +15,11 @@ from adapters.functions import BrokenFunction, FunctionRecord, Manifest, Version
 from adapters.names import is_name
 from cluster.errors import ServiceError
 from cluster.state import NodeView
-from gateway import schema
-from gateway.bodies import decode_json, read_call_body
-from gateway.params import etag, flag, if_match, integer, known_only
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api import schema
+from gateway.http.bodies import decode_json, read_call_body
+from gateway.http.params import etag, flag, if_match, integer, known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import Services, services_of
 
 MAX_PAGE = 1000

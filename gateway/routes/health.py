@@ -7,10 +7,10 @@ from starlette.responses import Response
 
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
-from gateway import schema
-from gateway.params import known_only
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api import schema
+from gateway.http.params import known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import Services, services_of
 
 

@@ -7,21 +7,21 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from cluster.errors import ServiceError
-from gateway import schema
-from gateway.bodies import convert, parse_json, read_call_body
-from gateway.choices import collect
-from gateway.connected import while_connected
-from gateway.event_stream import EventStream
-from gateway.invocation import Invocation, prepare
-from gateway.parameters import Options, stated
-from gateway.params import asks_for_events, known_only, side
-from gateway.prompts import Conversation, Source, prompts_of
-from gateway.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api import schema
+from gateway.calls.choices import collect
+from gateway.calls.invocation import Invocation, prepare
+from gateway.calls.parameters import Options, stated
+from gateway.calls.prompts import Conversation, Source, prompts_of
+from gateway.calls.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
+from gateway.calls.unserved import UNSERVED, served_fields
+from gateway.http.bodies import convert, parse_json, read_call_body
+from gateway.http.connected import while_connected
+from gateway.http.event_stream import EventStream
+from gateway.http.params import asks_for_events, known_only, side
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
+from gateway.http.stopwatch import Stopwatch
 from gateway.services import Services, services_of
-from gateway.stopwatch import Stopwatch
-from gateway.unserved import UNSERVED, served_fields
 
 
 async def invoke(request: Request) -> ASGIApp:

@@ -6,8 +6,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.params import known_only
-from gateway.routing import ExactRoute
+from gateway.http.params import known_only
+from gateway.http.routing import ExactRoute
 from gateway.services import services_of
 
 

@@ -16,12 +16,12 @@ from cluster.news import NodeRecord
 from cluster.record_check import BadRecord
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.state import NodeView
-from gateway import node_schema, schema
-from gateway.bodies import decode_json, read_body, require_json
-from gateway.params import known_only
-from gateway.responses import json_response
+from gateway.api import node_schema, schema
+from gateway.http.bodies import decode_json, read_body, require_json
+from gateway.http.params import known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.routes.cluster import take_news
-from gateway.routing import ExactRoute
 from gateway.services import Services, services_of
 
 

@@ -10,24 +10,24 @@ from starlette.types import ASGIApp
 
 from adapters.functions import FunctionRecord
 from cluster.errors import ServiceError
-from gateway import openai_schema as openai
-from gateway import schema
-from gateway.bodies import convert, parse_json, read_call_body
-from gateway.choices import collect
-from gateway.connected import while_connected
-from gateway.event_stream import BLANK_LINE, EventStream
-from gateway.invocation import Invocation, prepare, served_context
-from gateway.model_names import split_model
-from gateway.openai_reply import Head, chunks, failure, whole
-from gateway.parameters import Options, stated
-from gateway.params import known_only, side
-from gateway.prompts import Conversation, prompts_of
-from gateway.reply import invocation_headers
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api import openai_schema as openai
+from gateway.api import schema
+from gateway.calls.choices import collect
+from gateway.calls.invocation import Invocation, prepare, served_context
+from gateway.calls.model_names import split_model
+from gateway.calls.openai_reply import Head, chunks, failure, whole
+from gateway.calls.parameters import Options, stated
+from gateway.calls.prompts import Conversation, prompts_of
+from gateway.calls.reply import invocation_headers
+from gateway.calls.unserved import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
+from gateway.http.bodies import convert, parse_json, read_call_body
+from gateway.http.connected import while_connected
+from gateway.http.event_stream import BLANK_LINE, EventStream
+from gateway.http.params import known_only, side
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
+from gateway.http.stopwatch import Stopwatch
 from gateway.services import Services, services_of
-from gateway.stopwatch import Stopwatch
-from gateway.unserved import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
 
 PAGE = 1000
 MAX_PAGES = 10

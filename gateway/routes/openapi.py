@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.openapi import render
-from gateway.params import known_only
-from gateway.routing import ExactRoute
+from gateway.http.openapi import render
+from gateway.http.params import known_only
+from gateway.http.routing import ExactRoute
 
 _DOCUMENT = render()
 

@@ -13,14 +13,14 @@ from cluster.errors import ServiceError
 from cluster.leases import Lease
 from cluster.node_table import NodeTable
 from cluster.redis_link import RedisAway
-from gateway import pool_schema as schema
-from gateway.bodies import decode_json, read_body, require_json
-from gateway.holding import AUTOSCALER
-from gateway.params import known_only
-from gateway.pool_loads import PoolLoad
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api import pool_schema as schema
+from gateway.calls.holding import AUTOSCALER
+from gateway.http.bodies import decode_json, read_body, require_json
+from gateway.http.params import known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import Services, services_of
+from gateway.workers.pool_loads import PoolLoad
 
 RETRY_AFTER = 1.0
 

@@ -9,13 +9,13 @@ from adapters.errors import NotFound
 from adapters.names import NAME_RULE, is_name
 from adapters.tenant_removal import delete_tenant
 from adapters.tenants import Limits, Tenant
-from gateway import admin_schema as schema
-from gateway.attainment import WINDOWS
-from gateway.bodies import decode_json, read_body, require_json
-from gateway.params import known_only
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api import admin_schema as schema
+from gateway.http.bodies import decode_json, read_body, require_json
+from gateway.http.params import known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import Services, services_of
+from gateway.workers.attainment import WINDOWS
 
 
 async def tenant(request: Request) -> Response:

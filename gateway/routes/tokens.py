@@ -11,15 +11,15 @@ from starlette.responses import Response
 
 from cluster.errors import ServiceError
 from cluster.text import BaseText, TextError
-from gateway.bodies import decode_json, read_call_body
-from gateway.invocation import served_context
-from gateway.model_names import check_model
-from gateway.params import known_only
-from gateway.prompts import INLINE_CHARACTERS, MESSAGE_CHARACTERS, in_text_thread
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api.token_schema import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from gateway.calls.invocation import served_context
+from gateway.calls.model_names import check_model
+from gateway.calls.prompts import INLINE_CHARACTERS, MESSAGE_CHARACTERS, in_text_thread
+from gateway.http.bodies import decode_json, read_call_body
+from gateway.http.params import known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import Services, services_of
-from gateway.token_schema import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 T = TypeVar("T")
 

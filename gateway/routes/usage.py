@@ -15,11 +15,11 @@ from adapters.errors import NotFound
 from adapters.names import is_name
 from adapters.store import MAX_LIST
 from cluster.errors import ServiceError
-from gateway import admin_schema as schema
-from gateway.callers import TENANT_HEADER
-from gateway.params import known_only
-from gateway.responses import json_response
-from gateway.routing import ExactRoute
+from gateway.api import admin_schema as schema
+from gateway.catalog.callers import TENANT_HEADER
+from gateway.http.params import known_only
+from gateway.http.responses import json_response
+from gateway.http.routing import ExactRoute
 from gateway.services import Services, services_of
 from gateway.usage.hours import HOUR
 from gateway.usage.report import GROUPS, Group, Sheet, sum_usage

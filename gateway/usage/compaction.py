@@ -23,8 +23,8 @@ from typing import TypeVar
 
 from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
+from gateway.catalog.threads import LeavableThreads
 from gateway.leader.turn import Turn, TurnEnded
-from gateway.threads import LeavableThreads
 from gateway.usage.cells import Cells, cells_of, join_into
 from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import (

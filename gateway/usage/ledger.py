@@ -14,7 +14,7 @@ import msgspec
 
 from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
-from gateway.threads import LeavableThreads
+from gateway.catalog.threads import LeavableThreads
 from gateway.usage.counts import UsageCounts, add_to
 from gateway.usage.hours import HOUR, hour_name, hour_start
 from gateway.usage.journal import LEFT, Journal, JournalError, Line, Sums, abandoned, claim

@@ -10,7 +10,7 @@ import pytest
 from test_command_line import garnish
 
 from garnish.logs import for_people
-from gateway.trace_log import CALL, Call
+from gateway.calls.trace_log import CALL, Call
 
 MAF = "HashOwner,HashApp,HashFunction,Trigger,1,2\no1,a,f,http,60,90\no2,a,g,timer,30,0\n"
 

@@ -15,9 +15,9 @@ from cluster.errors import ServiceError
 from cluster.messages import Event, GenerateRequest, Sampling
 from cluster.news import News, NodeRecord, whole
 from cluster.state import ClusterState, MemoryClusterState
-from gateway.breaker import Breakers
-from gateway.node_client import NodeClient
-from gateway.node_watch import NodeWatches
+from gateway.calls.breaker import Breakers
+from gateway.calls.node_client import NodeClient
+from gateway.calls.node_watch import NodeWatches
 from gateway.scheduling.placement import Placed
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from cluster.http_protocol import BoundedHttp
-from gateway.http_protocol import GatewayHttp
+from gateway.http.protocol import GatewayHttp
 
 
 @contextmanager

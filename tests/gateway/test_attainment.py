@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attainment import MAX_TENANTS, SLICE, WINDOWS, Attainment, judge
+from gateway.workers.attainment import MAX_TENANTS, SLICE, WINDOWS, Attainment, judge
 
 ONE = st.dictionaries(st.sampled_from(["ttft", "tpot", "all"]), st.booleans(), min_size=1)
 

@@ -20,7 +20,7 @@ from stub_node import echo
 
 from cluster.news import NodeRecord
 from cluster.node_table import NodeTable
-from gateway.breaker import FIRST_PAUSE, LONGEST_PAUSE, THRESHOLD, Breakers, CircuitOpen, Probe
+from gateway.calls.breaker import FIRST_PAUSE, LONGEST_PAUSE, THRESHOLD, Breakers, CircuitOpen, Probe
 from gateway.scheduling.placement import Placed, place
 
 NODE = ("n", "1")
@@ -140,7 +140,7 @@ def test_one_of_many_callers_probes(start: Callable[..., Running], monkeypatch: 
         await asyncio.sleep(0.5)
         return placed
 
-    monkeypatch.setattr("gateway.placing.place", slow_place)
+    monkeypatch.setattr("gateway.calls.placing.place", slow_place)
     running = start()
     node, client = running.node(), running.client()
     assert node.publish(running.url, url="http://127.0.0.1:9").status_code == 204

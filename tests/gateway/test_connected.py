@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from gateway.connected import cut_short, while_connected
-from gateway.errors import ClientGone
+from gateway.http.connected import cut_short, while_connected
+from gateway.http.errors import ClientGone
 
 
 class Cut(Exception):

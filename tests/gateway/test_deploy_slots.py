@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from cluster.errors import ServiceError
-from gateway.deploy_slots import DeploySlots
+from gateway.catalog.deploy_slots import DeploySlots
 
 
 def slots(wait_seconds: float = 60.0) -> DeploySlots:

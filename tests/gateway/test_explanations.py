@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.explanations import MAX_OF_CALL, Explained, MemoryExplanations, PlacedCall, Placement
+from gateway.calls.explanations import MAX_OF_CALL, Explained, MemoryExplanations, PlacedCall, Placement
 from gateway.scheduling.request import PlacementRequest
 
 

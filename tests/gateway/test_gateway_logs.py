@@ -17,8 +17,8 @@ from test_gateway_server import config, node_of, process, wait_for  # noqa: F401
 from adapters.local_store import LocalStore
 from adapters.tenants import Tenants
 from cluster.messages import Event, GenerateRequest, Started
+from gateway.calls.trace_log import CALL
 from gateway.config import GatewayConfig
-from gateway.trace_log import CALL
 
 MARK = "MARKED-7f3a"
 

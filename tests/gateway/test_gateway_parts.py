@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
-from gateway.bodies import convert, field_of
-from gateway.last_hour import Counts, LastHour
-from gateway.metrics import LabelCap
-from gateway.running import Running
-from gateway.threads import READ_THREADS, LeavableThreads, StoreThreads
+from gateway.calls.running import Running
+from gateway.catalog.threads import READ_THREADS, LeavableThreads, StoreThreads
+from gateway.http.bodies import convert, field_of
+from gateway.workers.last_hour import Counts, LastHour
+from gateway.workers.metrics import LabelCap
 
 
 def test_labels_are_capped() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from adapters.errors import NotFound, StoreUnavailable
-from gateway.cache import GraceCache
+from gateway.catalog.cache import GraceCache
 
 
 class Store:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from stub_node import Script, StubNode, hang_after_first, hang_before_first
 
 from cluster.http_protocol import HEAD_LINES, MOST_WAITING, BoundedHttp
-from gateway.http_protocol import GatewayHttp
+from gateway.http.protocol import GatewayHttp
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 GARBAGE = b"\x16\x03\x01 garbage\r\n\r\n"
@@ -182,7 +182,7 @@ BIG = 32 << 20
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_slow_reader_gets_all_and_one_that_stopped_is_cut_off(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
     """For much longer than a connection without a request is kept."""
-    monkeypatch.setattr("gateway.http_protocol.WRITE_SECONDS", 2.0)
+    monkeypatch.setattr("gateway.http.protocol.WRITE_SECONDS", 2.0)
 
     async def big(_: Request) -> Response:
         return Response(b"x" * BIG)

@@ -142,7 +142,7 @@ def test_a_slow_reply_outlives_the_deadline_of_heads(
 
 def test_who_does_not_read_is_cut_off(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request ends on the node, too."""
-    monkeypatch.setattr("gateway.http_protocol.WRITE_SECONDS", 0.2)
+    monkeypatch.setattr("gateway.http.protocol.WRITE_SECONDS", 0.2)
     running = start()
     node = running.node(flood)
     body = b'{"prompt": "x", "stream": true}'
@@ -194,7 +194,7 @@ def test_who_sends_no_more_still_gets_the_whole_answer(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, stream: bytes, script: Script, version: bytes
 ) -> None:
     """Probed meanwhile whether it still reads, which a parser of HTTP and of event streams does not notice."""
-    monkeypatch.setattr("gateway.http_protocol.PROBE_SECONDS", (0.1, 0.1, 0.1))
+    monkeypatch.setattr("gateway.http.protocol.PROBE_SECONDS", (0.1, 0.1, 0.1))
     running = start()
     node = running.node(script)
     body = b'{"prompt": "x", "stream": %s}' % stream

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from running_gateway import Running
 from stub_node import hang_after_first, hang_before_first
 
-from gateway import schema
+from gateway.api import schema
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from adapters.local_store import LocalStore
 from adapters.store import Object
 from adapters.tenants import Tenants
 from cluster.errors import ServiceError
-from gateway.key_lookups import AT_ONCE, LOOKUPS_PER_SECOND, KeyLookups
+from gateway.catalog.key_lookups import AT_ONCE, LOOKUPS_PER_SECOND, KeyLookups
 
 
 @pytest.fixture

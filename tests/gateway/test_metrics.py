@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.news import NodeRecord, Resident
 from cluster.node_book import NodeView
-from gateway.metrics import MAX_LABELS, Metrics
+from gateway.workers.metrics import MAX_LABELS, Metrics
 
 WORKER = """
 import sys
-from gateway.metrics import Metrics
+from gateway.workers.metrics import Metrics
 metrics = Metrics()
 metrics.change_open(1)
 for _ in range(int(sys.argv[1])):
@@ -26,7 +26,7 @@ sys.stdin.readline()
 ASKED = """
 import sys
 from prometheus_client.multiprocess import mark_process_dead
-from gateway.metrics import Metrics
+from gateway.workers.metrics import Metrics
 for pid in sys.argv[1:]:
     mark_process_dead(int(pid))
 sys.stdout.buffer.write(Metrics().render([]))

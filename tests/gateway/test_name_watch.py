@@ -16,9 +16,9 @@ from adapters import epoch as epochs
 from adapters.epoch import DIRTY_SECONDS, EPOCH_KEY, MAX_MARKS, mark, read_epoch, update_marked
 from adapters.local_store import LocalStore
 from adapters.records import read_record
-from gateway.cache import GraceCache
-from gateway.name_watch import NameWatch
-from gateway.threads import StoreThreads
+from gateway.catalog.cache import GraceCache
+from gateway.catalog.name_watch import NameWatch
+from gateway.catalog.threads import StoreThreads
 
 KEYS = [f"tenants/teas/functions/f{number}/function.json" for number in range(5)]
 

@@ -18,8 +18,8 @@ from raw_node import END, HEAD, REQUEST, Reader, Writer, ask, bounded, chunk, no
 from benchmarks.stub_node import TIMING
 from cluster.errors import ServiceError
 from cluster.messages import Done, Event, Started, Token, encode_event
-from gateway.node_client import EVENT_LIMIT
-from gateway.node_watch import NodeFailure
+from gateway.calls.node_client import EVENT_LIMIT
+from gateway.calls.node_watch import NodeFailure
 from gateway.scheduling.placement import Placed
 
 EVENTS: list[Event] = [Started("n", "none"), Token("one", [1], 0), Done("length", 2, 1, 0, TIMING)]

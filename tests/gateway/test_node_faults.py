@@ -188,7 +188,7 @@ def test_vanishing_client_before_the_first_token(start: Callable[..., Running], 
 
 def test_timeout_before_the_first_token(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that does not keep to the deadline is given up a little later."""
-    monkeypatch.setattr("gateway.node_client.DEADLINE_SLACK", 0.1)
+    monkeypatch.setattr("gateway.calls.node_client.DEADLINE_SLACK", 0.1)
     running = start()
     running.node(hang_before_first)
     assert error_of(running.client().post(PATH, json={**CALL, "timeout": 0.1})) == (504, "timeout")

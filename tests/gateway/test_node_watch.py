@@ -27,7 +27,7 @@ from raw_node import (
 from benchmarks.stub_node import TIMING
 from cluster.errors import ServiceError
 from cluster.messages import Done, Event, Started, Token, encode_event
-from gateway.node_watch import NodeFailure, NodeWatches
+from gateway.calls.node_watch import NodeFailure, NodeWatches
 from gateway.scheduling.placement import Placed
 
 SILENCE = 1.0
@@ -132,7 +132,7 @@ def test_thousands_of_streams_cost_a_task_and_a_timer_per_node() -> None:
 
 
 def test_a_deadline_that_the_node_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.node_client.DEADLINE_SLACK", -59.9)
+    monkeypatch.setattr("gateway.calls.node_client.DEADLINE_SLACK", -59.9)
 
     async def serve(reader: Reader, writer: Writer) -> None:
         await request_of(reader)

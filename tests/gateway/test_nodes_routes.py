@@ -23,7 +23,8 @@ from cluster.news import whole
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.secret import is_authorized
 from garnish.credentials import FILE_NAME, Credentials, write_credentials
-from gateway import node_calls, node_schema, schema
+from gateway.api import node_schema, schema
+from gateway.calls import node_calls
 
 DIGEST = "d" * 64
 STATES = AdapterStates(

@@ -10,9 +10,9 @@ from running_gateway import Running
 from stub_node import StubNode, done, hang_before_first, timing
 
 from cluster.messages import Done, Event, GenerateRequest, Started, Token, TokenLogprob, TopLogprob
-from gateway.choices import Outcome
-from gateway.openai_reply import Head, whole
-from gateway.openai_schema import Chat
+from gateway.api.openai_schema import Chat
+from gateway.calls.choices import Outcome
+from gateway.calls.openai_reply import Head, whole
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from running_gateway import Running, upload
 from adapters.local_store import LocalStore
 from cluster.news import Resident, whole
 from cluster.secret import authorization
-from gateway import schema
+from gateway.api import schema
 from gateway.app import ROUTES
-from gateway.called import CalledDigests
-from gateway.openapi import FILE, document, render
+from gateway.http.openapi import FILE, document, render
 from gateway.routes import docs
+from gateway.workers.called import CalledDigests
 
 
 def samples(running: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -173,7 +173,7 @@ def test_delete(gateway: Running, pirate: dict) -> None:
 
 
 def test_the_committed_document_is_the_generated_one() -> None:
-    assert FILE.read_bytes() == render(), "run: python -m gateway.openapi"
+    assert FILE.read_bytes() == render(), "run: python -m gateway.http.openapi"
 
 
 def test_the_document_is_valid_and_served(gateway: Running) -> None:

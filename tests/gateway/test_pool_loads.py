@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.pool_loads import WINDOW, PoolLoad, PoolLoads, Stay, add_up
+from gateway.workers.pool_loads import WINDOW, PoolLoad, PoolLoads, Stay, add_up
 
 POOLS = ("a", "b", None)
 

@@ -14,7 +14,7 @@ from running_gateway import Running, until
 from stub_node import echo, hang_before_first, refuse
 
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
-from gateway.holding import UNLED_SECONDS
+from gateway.calls.holding import UNLED_SECONDS
 
 PATH = "/invoke/stories260K"
 CALL = {"prompt": "x", "max_tokens": 2}

@@ -13,9 +13,9 @@ from starlette.types import Message
 
 from cluster.errors import ServiceError
 from cluster.text import BaseText
-from gateway.errors import ClientGone
-from gateway.prompts import INLINE_CHARACTERS, Prompts, tokens_of
-from gateway.threads import LeavableThreads
+from gateway.calls.prompts import INLINE_CHARACTERS, Prompts, tokens_of
+from gateway.catalog.threads import LeavableThreads
+from gateway.http.errors import ClientGone
 
 LONG = Prompts(["once upon a time " * (1 + INLINE_CHARACTERS // 17)])
 

@@ -8,8 +8,8 @@ import pytest
 from running_gateway import Running, until
 
 from adapters.local_store import LocalStore
-from gateway import store_probe
-from gateway.store_probe import WRITE_KEY
+from gateway.catalog import store_probe
+from gateway.catalog.store_probe import WRITE_KEY
 
 TOLD = "the registry can't be written to (full or read-only): deploys fail"
 

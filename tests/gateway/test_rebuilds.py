@@ -22,8 +22,8 @@ from adapters.local_store import LocalStore
 from adapters.records import update_record
 from adapters.validate import file_sha256
 from cluster.messages import Event, Failed, GenerateRequest
-from gateway import rebuilds
-from gateway.threads import READ_THREADS
+from gateway.catalog import rebuilds
+from gateway.catalog.threads import READ_THREADS
 
 OTHER_BASE = "e" * 64
 Moved = tuple[Running, LocalStore, Sequence[str]]

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.last_hour import MAX_FUNCTIONS, Counts, LastHour
+from gateway.workers.last_hour import MAX_FUNCTIONS, Counts, LastHour
 
 SLICE = 60
 WINDOW = 60

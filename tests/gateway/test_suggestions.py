@@ -13,8 +13,8 @@ import pytest
 from running_gateway import Running
 
 from adapters.errors import NoSuchFunction, StoreUnavailable
-from gateway.suggestions import KEPT_FACTOR, PER_SECOND, Suggestions
-from gateway.threads import StoreThreads
+from gateway.catalog.suggestions import KEPT_FACTOR, PER_SECOND, Suggestions
+from gateway.catalog.threads import StoreThreads
 
 
 def message(reply: httpx.Response) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from running_gateway import Running
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from gateway.prompts import INLINE_CHARACTERS
+from gateway.calls.prompts import INLINE_CHARACTERS
 
 FIXTURE_IS_STATELESS = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 WORDS = st.sampled_from(["Once", " upon", "\n", "<|im_start|>", "user", "<|im_end|>", "é", "日本", "🏴‍☠️", "  ", "0"])

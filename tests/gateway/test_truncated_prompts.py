@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.parameters import DEFAULT_MAX_TOKENS, Options, kept_tokens, max_tokens_of
+from gateway.calls.parameters import DEFAULT_MAX_TOKENS, Options, kept_tokens, max_tokens_of
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gateway.upload_folders import remove_abandoned, upload_prefix
+from gateway.http.upload_folders import remove_abandoned, upload_prefix
 from tests.gateway.running_gateway import until
 
 

@@ -1,0 +1,126 @@
+"""How adapters get to a node's device: from the object store to host memory, and from there over the link.
+
+A fetch begins when the first request that wants the adapter arrives, the copy when a request is admitted and the bytes
+are in host memory; on a real node the copy follows the fetch layer by layer, which ends sooner by nearly the copy's
+length. When `exposed_share` of a load has arrived, a cold prompt is computed as a warm one would be; tokens after the
+first one need the whole adapter.
+"""
+
+from __future__ import annotations
+
+from cluster.node_table import ABSENT, DEVICE
+from garnish.simulation.job import Job
+from garnish.simulation.link import SharedLink
+from garnish.simulation.memory import AdapterMemory, Entry
+from garnish.simulation.profile import NodeProfile
+
+BOUNDLESS = 1 << 62
+
+
+class Loads:
+    def __init__(self, profile: NodeProfile) -> None:
+        self._all_there = profile.adapter_memory is None
+        if profile.adapter_memory is None:
+            self.memory = AdapterMemory(BOUNDLESS, None, BOUNDLESS)
+        else:
+            self.memory = AdapterMemory(profile.adapter_memory, profile.host_memory, profile.adapter_slots)
+        self.store = SharedLink(profile.performance.from_store)
+        self.device = SharedLink(profile.performance.to_device)
+        self._share = profile.performance.exposed_share
+        self._fetching: dict[str, int] = {}
+        """bytes, by digest"""
+        self._copying: dict[str, int] = {}
+        self._fetched_enough: set[str] = set()
+        """of those that are being fetched: a prompt may be computed"""
+
+    @property
+    def next(self) -> float:
+        return min(self.store.next, self.device.next)
+
+    @property
+    def loading_bytes(self) -> int:
+        return self.store.bytes + self.device.bytes
+
+    def announce(self, job: Job, now: float) -> int:
+        """A request waits for its adapter: fetch it, unless that is under way. Returns the tier in which it is."""
+        if job.digest is None or self._all_there:
+            return DEVICE
+        tier = self.memory.tier(job.digest)
+        if tier == ABSENT:
+            self._fetch(job.digest, job.bytes, now)
+        else:
+            self.memory.touch(job.digest)
+        return tier
+
+    def is_ready(self, job: Job) -> bool:
+        """Its prompt, and all tokens after it, could be computed without waiting for bytes."""
+        if job.digest is None or self._all_there:
+            return True
+        entry = self.memory.device.get(job.digest)
+        return entry is not None and entry.whole
+
+    def has_room(self, job: Job) -> bool:
+        return job.digest is None or self._all_there or job.digest in self.memory.device
+
+    def lease(self, job: Job, now: float) -> bool:
+        """Take a lease on the request's adapter, and start its copy if need be; False: there is no room now."""
+        if job.digest is None:
+            return True
+        known = job.digest in self.memory.device
+        entry = self.memory.lease(job.digest, job.bytes)
+        if entry is None:
+            return False
+        job.entry = entry
+        if known:
+            return True
+        if self._all_there:
+            self.memory.arrived(job.digest)
+        elif self.memory.in_host(job.digest):
+            self._copy(entry, now, self._share)
+        else:
+            self._fetch(job.digest, job.bytes, now)  # it may have left host memory while the request waited
+            entry.ready = job.digest in self._fetched_enough
+        return True
+
+    def release(self, job: Job) -> None:
+        if job.entry is not None:
+            self.memory.release(job.entry)
+            job.entry = None
+
+    def advance(self, now: float) -> bool:
+        """Take note of what arrived by `now`; whether a request may go on that could not before."""
+        moved = False
+        if self.store.next <= now:
+            for what, digest in self.store.reached(now, self._fetching):
+                moved = self._fetched(what, digest, now) or moved
+        if self.device.next <= now:
+            for what, digest in self.device.reached(now, self._copying):
+                moved = True
+                if what == "end":
+                    del self._copying[digest]
+                    self.memory.arrived(digest)
+                else:
+                    self.memory.device[digest].ready = True
+        return moved
+
+    def _fetched(self, what: str, digest: str, now: float) -> bool:
+        entry = self.memory.device.get(digest)
+        if what == "ready":
+            self._fetched_enough.add(digest)
+            if entry is not None:
+                entry.ready = True
+            return entry is not None
+        self._fetched_enough.discard(digest)
+        self.memory.keep_in_host(digest, self._fetching.pop(digest))
+        if entry is not None:
+            self._copy(entry, now, 0.0)  # all that is exposed has passed
+        return False
+
+    def _fetch(self, digest: str, size: int, now: float) -> None:
+        if digest not in self._fetching:
+            self._fetching[digest] = size
+            self.store.start(digest, size, now, self._share)
+
+    def _copy(self, entry: Entry, now: float, share: float) -> None:
+        self._copying[entry.digest] = entry.bytes
+        self.device.start(entry.digest, entry.bytes, now, share)

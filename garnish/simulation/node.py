@@ -1,0 +1,296 @@
+"""A node: continuous batching at iteration level, as in `node_agent/engine`, timed by a performance model.
+
+An iteration is one decode step of every row that decodes, with chunks of prompts beside it, oldest first. While nothing
+but decodes is there to do, steps are taken together in closed form (`decode_run`) until a row ends or something comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from garnish.simulation.admission import Admission
+from garnish.simulation.decode_run import DecodeRun
+from garnish.simulation.job import Job
+from garnish.simulation.loads import Loads
+from garnish.simulation.profile import NodeProfile
+from garnish.simulation.rank_mix import RANK_TERM, RankMix
+from garnish.simulation.waiting import WaitingQueue
+
+Arrived = Callable[[Job, float], None]
+
+
+class SimulatedNode:
+    """`wake` must be called at `next_time`, which changes with every call. Others only read the attributes."""
+
+    def __init__(self, index: int, profile: NodeProfile, ended: Callable[[Job], None]) -> None:
+        """`ended` is told of each request that is done."""
+        self.index, self.profile, self._ended = index, profile, ended
+        self.loads = Loads(profile)
+        self._admission = Admission(profile, self.loads)
+        self.queue = WaitingQueue()
+        self.running: dict[Job, None] = {}
+        """in the order of admission"""
+        self.prefilling: list[Job] = []
+        self.stalled: list[Job] = []
+        """whose prompts are computed and whose adapters are not whole yet"""
+        self.leaving: dict[Job, Arrived] = {}
+        self.queued_mix, self.running_mix, self.decoding = RankMix(), RankMix(), RankMix()
+        self.queued_tokens = 0
+        """of the prompts of those that wait"""
+        self._promised: dict[float, int] = {}
+        """requests here by the time between tokens that each was promised"""
+        self.kv_free = profile.kv_tokens
+        self.acknowledged: list[str] = []
+        """ids of requests that came since the last record"""
+        """since the last record"""
+        self.next_time = inf
+        self.busy = 0.0
+        """seconds in which it computed"""
+        self.steps = 0
+        """decode steps since the beginning, without those of `run`"""
+        self.run: DecodeRun | None = None
+        """the iteration, while it is of decodes alone"""
+        self.chunks: list[tuple[Job, int]] = []
+        """prompt tokens of the iteration otherwise"""
+        self.iteration_end = inf
+        """infinite: it computes nothing"""
+        self._iteration_begin = 0.0
+        self._start = inf
+        """when an idle node begins: at once, but with all that comes at the same time"""
+        self._finishing: list[tuple[int, int, Job]] = []
+        """of the rows that decode: (step with which it ends, order, request)"""
+        self._contexts = 0
+        """tokens computed of all running requests when the iteration began"""
+        self._order = 0
+        self._term = RANK_TERM[profile.performance.decode.rank_term]
+
+    # --- what comes from outside
+
+    def submit(self, job: Job, now: float) -> None:
+        """A request has come; or has come from another node, with tokens that were generated there."""
+        job.node, job.left = self.index, job.prompt + job.generated
+        found = self.loads.announce(job, now)
+        if not job.moves:
+            job.found = found
+        if self.queue:
+            self._charge(now)
+        self.queue.add(job)
+        self.queued_mix.add(job.digest, job.rank)
+        self.queued_tokens += job.left
+        self._promise(job, 1)
+        self.acknowledged.append(str(job.number))
+        self._interrupt(now)
+        self._set_next()
+
+    def wake(self, now: float) -> None:
+        moved = self.loads.advance(now)
+        if self.iteration_end <= now:
+            self._end_iteration(self.iteration_end)
+        if self.iteration_end == inf:
+            self._start = inf
+            self._begin(now)
+        elif moved:
+            self._interrupt(now)
+        self._set_next()
+
+    def move(self, job: Job, now: float, arrived: Arrived) -> None:
+        """Take a waiting request away now, a running one at the end of the iteration; then call `arrived`."""
+        if job in self.running:
+            self.leaving[job] = arrived
+            self._interrupt(now)
+            self._set_next()
+            return
+        self.queue.remove(job)
+        self.queued_mix.remove(job.digest, job.rank)
+        self.queued_tokens -= job.left
+        self._promise(job, -1)
+        job.moves += 1
+        arrived(job, now)
+
+    # --- what it tells
+
+    def contexts(self, now: float) -> int:
+        """Tokens that are computed, of all running requests."""
+        return self._contexts + self._steps_of_run(now) * self.decoding.rows
+
+    def context(self, job: Job, now: float) -> int:
+        """Of one running request."""
+        return job.prompt + self.tokens(job, now) - (job.left or 1)
+
+    def tokens(self, job: Job, now: float) -> int:
+        """Generated so far by a request that is here."""
+        if not job.finish_step:
+            return job.generated
+        return job.output - (job.finish_step - self.steps - self._steps_of_run(now))
+
+    def prompt_left(self) -> int:
+        """Tokens of prompts, waiting and running."""
+        return self.queued_tokens + sum(job.left for job in self.prefilling)
+
+    def tightest_tpot(self) -> float | None:
+        return min(self._promised, default=None)
+
+    def _promise(self, job: Job, more: int) -> None:
+        if job.tpot_slo is not None:
+            count = self._promised.pop(job.tpot_slo, 0) + more
+            if count:
+                self._promised[job.tpot_slo] = count
+
+    def _steps_of_run(self, now: float) -> int:
+        return self.run.done_by(now) if self.run is not None else 0
+
+    # --- iterations
+
+    def _set_next(self) -> None:
+        self.next_time = min(self.iteration_end, self.loads.next, self._start)
+
+    def _interrupt(self, now: float) -> None:
+        """Something came: it is seen when the step that runs has ended."""
+        if self.iteration_end == inf:
+            self._start = now
+        elif self.run is not None:
+            self.run.cut(now)
+            self.iteration_end = self.run.end
+
+    def _begin(self, now: float) -> None:
+        if self.queue and len(self.running) < self.profile.max_rows:
+            self._admit(now)
+        if self.stalled:
+            self.stalled = [job for job in self.stalled if not self._starts_to_decode(job)]
+        self.chunks = self._choose_chunks() if self.prefilling else []
+        if self.chunks:
+            self.iteration_end = now + self._mixed_seconds()
+        elif self._finishing:
+            self.run = DecodeRun(now, *self._step(), steps=self._finishing[0][0] - self.steps)
+            self.iteration_end = self.run.end
+        self._iteration_begin = now
+
+    def _step(self) -> tuple[float, float]:
+        """Seconds of the next decode step, and by how much each one after it is longer."""
+        model, rows = self.profile.performance.decode, self.decoding.rows
+        others = sum(job.prompt + job.generated - (job.left or 1) for job in (*self.prefilling, *self.stalled))
+        first = model.seconds(rows, self._contexts - others, self._term(self.decoding))
+        return first, model.per_context * rows
+
+    def _mixed_seconds(self) -> float:
+        model, chunks = self.profile.performance, self.chunks
+        seconds = model.prefill.seconds(
+            sum(length for _, length in chunks),
+            sum(_squares(job, length) for job, length in chunks),
+            sum(length * job.rank for job, length in chunks),
+        )
+        if not self.decoding.rows:
+            return seconds
+        both = seconds + self._step()[0]
+        return both - min(model.prefill.base, model.decode.base) if self.profile.one_pass else both
+
+    def _choose_chunks(self) -> list[tuple[Job, int]]:
+        left = max(self.profile.chunk_tokens - self.decoding.rows, 1)
+        found: list[tuple[Job, int]] = []
+        for job in sorted(self.prefilling, key=self.queue.turn):
+            if not left:
+                break
+            if job.entry is None or job.entry.ready:
+                found.append((job, min(job.left, left)))
+                left -= found[-1][1]
+        return found
+
+    def _end_iteration(self, now: float) -> None:
+        steps = self.run.steps if self.run is not None else int(self.decoding.rows > 0)
+        self.busy += now - self._iteration_begin
+        self.steps += steps
+        self._contexts += steps * self.decoding.rows
+        self.run, self.iteration_end = None, inf
+        while self._finishing and self._finishing[0][0] <= self.steps:
+            job = heappop(self._finishing)[2]
+            self.decoding.remove(job.digest, job.rank)
+            job.generated = job.output
+            self._finish(job, now)
+        for job, length in self.chunks:
+            job.left -= length
+            self._contexts += length
+            if not job.left:
+                self.prefilling.remove(job)
+                self._take_first(job, now)
+        self.chunks = []
+        if self.leaving:
+            self._let_go(now)
+
+    def _take_first(self, job: Job, now: float) -> None:
+        """The prompt is computed, which gives one token."""
+        job.generated += 1
+        job.first_token = job.first_token or now
+        if job.generated >= job.output:
+            self._finish(job, now)
+        elif not self._starts_to_decode(job):
+            self.stalled.append(job)
+
+    def _starts_to_decode(self, job: Job) -> bool:
+        if job.entry is not None and not job.entry.whole:
+            return False
+        job.finish_step = self.steps + job.output - job.generated
+        self._order += 1
+        heappush(self._finishing, (job.finish_step, self._order, job))
+        self.decoding.add(job.digest, job.rank)
+        return True
+
+    # --- who is in the batch
+
+    def _charge(self, now: float) -> None:
+        """For the tokens that were generated since it was done last: counters matter only while somebody waits."""
+        for job in self.running:
+            self.queue.charge_tokens(job, self.tokens(job, now))
+
+    def _admit(self, now: float) -> None:
+        if len(self.queue) > 1:
+            self._charge(now)
+        for job in self._admission.choose(self.queue, self.running, self.kv_free, now):
+            self.queued_mix.remove(job.digest, job.rank)
+            self.queued_tokens -= job.left
+            self.running_mix.add(job.digest, job.rank)
+            self.kv_free -= job.kv
+            job.admitted = job.admitted or now
+            self.running[job] = None
+            self.prefilling.append(job)
+
+    def _finish(self, job: Job, now: float) -> None:
+        self.queue.charge_tokens(job, job.output)
+        self._leave(job)
+        if not self.running and not self.queue:
+            self.queue.shares.reset()
+        job.end, job.outcome = now, "done"
+        self._ended(job)
+
+    def _leave(self, job: Job) -> None:
+        """Frees what it holds; its `generated` is what it is now."""
+        self._contexts -= job.prompt + job.generated - (job.left or 1)
+        del self.running[job]
+        self.running_mix.remove(job.digest, job.rank)
+        self.kv_free += job.kv
+        self._promise(job, -1)
+        self.loads.release(job)
+        self.leaving.pop(job, None)
+
+    def _let_go(self, now: float) -> None:
+        """Requests that are to move go; where they arrive all their tokens are computed again."""
+        for job, arrived in list(self.leaving.items()):
+            if job in self.prefilling:
+                self.prefilling.remove(job)
+            elif job in self.stalled:
+                self.stalled.remove(job)
+            else:
+                job.generated = self.tokens(job, now)
+                self._finishing = [entry for entry in self._finishing if entry[2] is not job]
+                heapify(self._finishing)
+                self.decoding.remove(job.digest, job.rank)
+            self._leave(job)
+            job.finish_step, job.moves = 0, job.moves + 1
+            arrived(job, now)
+
+
+def _squares(job: Job, length: int) -> int:
+    """e * e - b * b of a chunk from token b to e: what attention costs, as the model counts it."""
+    begin = job.prompt + job.generated - job.left
+    return (begin + length) ** 2 - begin**2

@@ -1,0 +1,187 @@
+"""The event loop: requests arrive, the gateway places each, nodes compute, and their records come in as in production.
+
+A record comes at every RECORD_INTERVAL, whatever happens, so a placement sees nodes as old as a real gateway does.
+Equal input and seed give equal results: nothing depends on a clock or on hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from math import inf
+from time import perf_counter
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from cluster.news import RECORD_INTERVAL
+from cluster.node_table import Demand
+from garnish.simulation.columns import BASE, SimulatedTable
+from garnish.simulation.job import Job
+from garnish.simulation.node import Arrived, SimulatedNode
+from garnish.simulation.profile import NodeProfile
+from gateway.scheduling.lengths import ResponseLengths
+from gateway.scheduling.placement import able
+from gateway.scheduling.policy import Policy
+from gateway.scheduling.request import PlacementRequest
+
+WAKE, RECORD, REBALANCE = range(3)
+NOBODY: frozenset[str] = frozenset()
+MakePolicy = Callable[[Callable[[], float]], Policy]
+
+
+class StuckError(RuntimeError):
+    """Requests are left that no event will end: an error in the simulator."""
+
+
+@runtime_checkable
+class SeesNodes(Protocol):
+    """A policy that only a simulation can have: it looks into the nodes."""
+
+    def attach(self, nodes: Sequence[SimulatedNode], jobs: Sequence[Job]) -> None: ...
+
+
+@runtime_checkable
+class Migrates(Protocol):
+    """A policy that moves requests after they were placed."""
+
+    period: float
+
+    def rebalance(self, nodes: Sequence[SimulatedNode], now: float, arrived: Arrived) -> None:
+        """Take requests from nodes by `SimulatedNode.move`, each with `arrived`, once its `node` says where to."""
+        ...
+
+
+class Simulator:
+    def __init__(self, profile: NodeProfile, nodes: int, policy: MakePolicy, jobs: Sequence[Job]) -> None:
+        """`policy` gets the simulated clock. `jobs` by ascending `at`, numbered from 0."""
+        self.now = 0.0
+        self.profile, self.policy, self.jobs = profile, policy(lambda: self.now), jobs
+        self.nodes = [SimulatedNode(i, profile, self._ended) for i in range(nodes)]
+        self.table = SimulatedTable(self.nodes)
+        self.lengths = ResponseLengths()
+        self.events = 0
+        self.decisions: list[float] = []
+        """seconds that the policy took for each placement, by this machine's clock"""
+        self._left = len(jobs)
+        self._heap: list[tuple[float, int, int, int]] = []
+        self._order = 0
+        self._woken = [inf] * nodes
+        self._record_due = [inf] * nodes
+        if isinstance(self.policy, SeesNodes):
+            self.policy.attach(self.nodes, jobs)
+
+    def run(self, progress: Callable[[int], None] | None = None) -> None:
+        """Until every request has ended. `progress` is told how many have been placed. Raises StuckError."""
+        for i in range(len(self.nodes)):
+            self._record_at(i, RECORD_INTERVAL * i / len(self.nodes))
+        if isinstance(self.policy, Migrates):
+            self._push(self.policy.period, REBALANCE, 0)
+        heap = self._heap
+        for job in self.jobs:
+            while heap[0][0] < job.at:
+                self._next_event()
+            self.now = job.at
+            self._place(job)
+            if progress is not None and job.number % 1000 == 999:
+                progress(job.number + 1)
+        while self._left:
+            if not self.events % 4096 and all(node.next_time == inf for node in self.nodes):
+                raise StuckError(f"{self._left} requests will never end")
+            self._next_event()
+
+    # --- events
+
+    def _next_event(self) -> None:
+        time, _, kind, index = heappop(self._heap)
+        self.events += 1
+        if kind == WAKE:
+            node = self.nodes[index]
+            if node.next_time == time:
+                self.now = time
+                self._woken[index] = inf
+                node.wake(time)
+                self._touched(node)
+        elif kind == RECORD:
+            if self._record_due[index] == time:
+                self.now = time
+                self._record(self.nodes[index])
+        else:
+            assert isinstance(self.policy, Migrates)
+            self.now = time
+            self.policy.rebalance(self.nodes, time, self._arrived)
+            for node in self.nodes:
+                self._touched(node)
+            self._push(time + self.policy.period, REBALANCE, 0)
+
+    def _touched(self, node: SimulatedNode) -> None:
+        """Its next event may have another time now."""
+        index, time = node.index, node.next_time
+        if time != self._woken[index] and time != inf:
+            self._woken[index] = time
+            self._push(time, WAKE, index)
+
+    def _record(self, node: SimulatedNode) -> None:
+        self.table.tell(node, self.now)
+        self._record_at(node.index, self.now + RECORD_INTERVAL)
+
+    def _record_at(self, index: int, time: float) -> None:
+        self._record_due[index] = time
+        self._push(time, RECORD, index)
+
+    def _push(self, time: float, kind: int, index: int) -> None:
+        self._order += 1
+        heappush(self._heap, (time, self._order, kind, index))
+
+    # --- requests
+
+    def _place(self, job: Job) -> None:
+        request, table = self._request(job), self.table
+        table.now = self.now
+        serving = able(table, BASE, request, NOBODY)
+        free: np.ndarray = serving[~table.full[serving]]
+        began = perf_counter()
+        row = self.policy.choose(table, free, request) if free.size and self._fits(job) else None
+        self.decisions.append(perf_counter() - began)
+        if row is None:
+            job.end, job.outcome = self.now, "rejected"
+            self._left -= 1
+            return
+        table.reserve(row, request.id, Demand(job.rank, job.prompt, job.max_tokens, job.tpot_slo))
+        self._submit(job, self.nodes[row])
+
+    def _fits(self, job: Job) -> bool:
+        """On an empty node."""
+        block, profile = self.profile.block_tokens, self.profile
+        bounds = [size for size in (profile.adapter_memory, profile.host_memory) if size is not None]
+        kv_tokens = -(-(job.prompt + job.max_tokens) // block) * block
+        return kv_tokens <= profile.kv_tokens and all(job.bytes <= size for size in bounds)
+
+    def _request(self, job: Job) -> PlacementRequest:
+        """What the gateway knows of it."""
+        expected = self.lengths.expected(job.tenant, job.digest or "", job.max_tokens)
+        return PlacementRequest(
+            id=str(job.number),
+            prompt_tokens=job.prompt,
+            max_tokens=job.max_tokens,
+            digest=job.digest,
+            adapter_bytes=job.bytes,
+            rank=job.rank,
+            expected_tokens=expected,
+            expected_inverse=self.lengths.inverse(expected),
+            typical_tokens=self.lengths.typical(),
+            ttft=job.ttft_slo,
+            tpot=job.tpot_slo,
+        )
+
+    def _submit(self, job: Job, node: SimulatedNode) -> None:
+        node.submit(job, self.now)
+        self._touched(node)
+
+    def _arrived(self, job: Job, _now: float) -> None:
+        """A request that was moved; `job.node` says where it comes to."""
+        self._submit(job, self.nodes[job.node])
+
+    def _ended(self, job: Job) -> None:
+        self._left -= 1
+        self.lengths.note(job.tenant, job.digest or "", job.output)

@@ -1,0 +1,72 @@
+"""The service level objective of a simulation: `tpt=1.5x`, or `ttft=500ms,tpot=60ms`."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from garnish.simulation.job import Job
+from garnish.simulation.profile import NodeProfile
+
+REFERENCE_ROWS, REFERENCE_PROMPT, REFERENCE_OUTPUT = 16, 256, 128
+"""A TPT of `1.5x` is so many times the base's, without adapters, at this batch and these lengths."""
+DEFAULT_SLO = "tpt=1.5x"
+_PART = re.compile(r"(ttft|tpot|tpt)=(\d+(?:\.\d+)?)(ms|s|x)")
+
+
+class SloError(ValueError):
+    """The text is no SLO; says what one is."""
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """Seconds; None: not promised. All that are must hold."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    tpt: float | None = None
+
+    def holds(self, job: Job, overhead: float) -> bool:
+        """Of a request that is done."""
+        return self._hold(job.ttft + overhead, job.tpot, job.tpt + overhead / job.output)
+
+    def attainable(self, job: Job, profile: NodeProfile) -> bool:
+        """Whether an empty node that has the adapter could keep it: no policy can where not."""
+        model, steps = profile.performance, job.output - 1
+        ttft = profile.overhead + model.prefill.seconds(job.prompt, job.prompt**2, job.prompt * job.rank)
+        decode = steps * model.decode.seconds(1, 0, job.rank) + model.decode.per_context * (
+            steps * job.prompt + steps * (steps - 1) // 2
+        )
+        return self._hold(ttft, decode / max(1, steps), (ttft + decode) / job.output)
+
+    def _hold(self, ttft: float, tpot: float, tpt: float) -> bool:
+        promised = ((self.ttft, ttft), (self.tpot, tpot), (self.tpt, tpt))
+        return all(bound is None or time <= bound for bound, time in promised)
+
+    @property
+    def per_token(self) -> float | None:
+        """What placement is told of the time between two tokens."""
+        return self.tpot if self.tpot is not None else self.tpt
+
+
+def base_tpt(profile: NodeProfile) -> float:
+    """Seconds a token of the base alone, in a batch of REFERENCE_ROWS."""
+    model = profile.performance
+    contexts = REFERENCE_ROWS * (REFERENCE_PROMPT + REFERENCE_OUTPUT // 2)
+    prefill = model.prefill.seconds(REFERENCE_PROMPT, REFERENCE_PROMPT**2, 0)
+    decode = model.decode.seconds(REFERENCE_ROWS, contexts, 0)
+    return (prefill + (REFERENCE_OUTPUT - 1) * decode) / REFERENCE_OUTPUT
+
+
+def parse_slo(text: str, profile: NodeProfile) -> Slo:
+    """Raises SloError."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None or match[1] in found or float(match[2]) <= 0:
+            raise SloError(f"SLO {text!r}: expected {DEFAULT_SLO!r}, or bounds such as 'ttft=500ms,tpot=60ms'")
+        if match[3] == "x" and match[1] != "tpt":
+            raise SloError(f"SLO {text!r}: only tpt can be a multiple of the base's")
+        unit = {"ms": 1e-3, "s": 1.0, "x": base_tpt(profile)}[match[3]]
+        found[match[1]] = float(match[2]) * unit
+    return Slo(**found)

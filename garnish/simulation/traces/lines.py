@@ -1,0 +1,110 @@
+"""Lines of a trace file, plain or gzipped, and cells of CSV lines with their columns."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from garnish.simulation.traces.errors import TraceError
+
+MAX_LINE = 1 << 20
+"""Characters: a day's counts of one function take a few thousand."""
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True)
+class Line:
+    file: str
+    number: int
+    text: str
+
+    def error(self, column: int, problem: str) -> TraceError:
+        return TraceError(self.file, self.number, column, problem)
+
+
+@dataclass(frozen=True)
+class Cell:
+    line: Line
+    column: int
+    text: str
+    name: str
+
+    def number(self, kind: Callable[[str], T], least: float, most: float) -> T:
+        """Raises TraceError."""
+        try:
+            value = kind(self.text)
+        except ValueError:
+            raise self.error(f"expected a number, found {self.text[:40]!r}") from None
+        if not least <= value <= most:  # nor is NaN; a number of many digits must not become a float
+            raise self.error(f"expected {least:g} to {most:g}, found {self.text[:40]!r}")
+        return value
+
+    def error(self, problem: str) -> TraceError:
+        return self.line.error(self.column, f"{self.name}: {problem}")
+
+
+def read_lines(file: Path) -> Iterator[Line]:
+    """Lines that are not empty. Raises TraceError, also where the file can't be read."""
+    number = 0
+    try:
+        with file.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(file, "rt", encoding="utf-8") if packed else file.open("rt", encoding="utf-8") as stream:
+            while text := stream.readline(MAX_LINE + 1):
+                number += 1
+                if len(text) > MAX_LINE:
+                    raise TraceError(str(file), number, MAX_LINE, f"the line is longer than {MAX_LINE} characters")
+                if text.strip():
+                    yield Line(str(file), number, text.rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise TraceError(str(file), number + 1, 0, f"not UTF-8 text near here: {error.reason}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(str(file), number + 1, 0, f"can't be read: {error}") from None
+
+
+def cells(line: Line, names: list[str]) -> list[Cell]:
+    """Raises TraceError unless there are as many as `names`."""
+    found, column = [], 1
+    texts = line.text.split(",")
+    if len(texts) != len(names):
+        raise line.error(0, f"expected {len(names)} fields, found {len(texts)}")
+    for name, text in zip(names, texts, strict=True):
+        found.append(Cell(line, column, text.strip(), name))
+        column += len(text) + 1
+    return found
+
+
+def fields(line: Line) -> dict[str, Any]:
+    """A JSON object. Raises TraceError."""
+    try:
+        value = json.loads(line.text)
+    except json.JSONDecodeError as error:
+        raise line.error(error.colno, f"not JSON: {error.msg}") from None
+    except RecursionError:
+        raise line.error(1, "not JSON that is read here: nested too deeply") from None
+    except ValueError:
+        raise line.error(1, "not JSON that is read here: a number has thousands of digits") from None
+    if not isinstance(value, dict):
+        raise line.error(1, f"expected an object, found {type(value).__name__}")
+    return value
+
+
+def field(line: Line, found: dict[str, Any], name: str, least: float, most: float) -> float:
+    """A number of a JSON object. Raises TraceError at the field."""
+    if name not in found:
+        raise line.error(1, f"{name} is missing")
+    value = found[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise line.error(column_of(line, name), f"{name}: expected {least:g} to {most:g}, found {str(value)[:40]!r}")
+    return float(value)
+
+
+def column_of(line: Line, name: str) -> int:
+    """Of a field in a JSON line."""
+    return max(1, line.text.find(f'"{name}"') + 1)

@@ -1,0 +1,52 @@
+"""Requests that wait on a simulated node, in the order of fair shares (`cluster.fair_shares`), as in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.fair_shares import FairShares, in_fair_order, token_cost
+from garnish.simulation.job import Job
+
+
+class WaitingQueue:
+    def __init__(self) -> None:
+        self.shares = FairShares()
+        self._jobs: dict[Job, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        """In the order in which they came."""
+        return iter(list(self._jobs))
+
+    def in_order(self) -> Iterator[Job]:
+        """As their turns come; those that are given may be taken out meanwhile."""
+        return iter(self) if len(self._jobs) < 2 else in_fair_order(list(self._jobs), self.shares)
+
+    def add(self, job: Job) -> None:
+        self._jobs[job] = None
+        self.shares.join(job.tenant, job.function)
+
+    def remove(self, job: Job) -> None:
+        del self._jobs[job]
+        self.shares.leave(job.tenant, job.function)
+
+    def take(self, job: Job) -> None:
+        """It gets its place in the batch. What is computed again after a move is not charged again."""
+        if not job.moves:
+            self._charge(job, token_cost(job.prompt, 0, job.rank))
+        self.remove(job)
+
+    def charge_tokens(self, job: Job, generated: int) -> None:
+        """`generated`: tokens that it has now; those since the last call are charged."""
+        if generated > job.charged:
+            self._charge(job, token_cost(0, generated - job.charged, job.rank))
+            job.charged = generated
+
+    def turn(self, job: Job) -> float:
+        """The counter of its tenant: the least is served first, in the batch, too."""
+        return self.shares.tenant(job.tenant)
+
+    def _charge(self, job: Job, service: float) -> None:
+        self.shares.charge(job.tenant, job.function, job.weight, service)

@@ -1,0 +1,240 @@
+"""The messages of /v1, as OpenAI's clients send them, and which of their fields are served."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api import schema
+
+HARMLESS = (
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+"""Fields that are accepted and change nothing."""
+
+Stops = Annotated[list[schema.StopText], Meta(max_length=4)] | schema.StopText
+AnySeed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+Part = schema.Text | schema.TokenId | Annotated[list[schema.TokenId], Meta(min_length=1)]
+"""Of a list of prompts; token ids are parts of one prompt."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Accepted; nothing is obfuscated."""
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, each chunk has the usage so far."""
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    text: schema.Text
+    type: Literal["text"] = "text"
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn. The fields that must be null are those of an earlier reply that a client sends back."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: schema.Text | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class Shared(schema.GenerationParams, frozen=True, kw_only=True):
+    """What both kinds of completion have, OpenAI's own parameters and vLLM's."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    """`name`, `name:alias`, `name:version`, or the base model's id."""
+    stop: Stops | None = None
+    seed: AnySeed | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: schema.Text | Annotated[list[Part], Meta(min_length=1)]
+    """One text, one list of token ids, or a list of either: several prompts."""
+    logprobs: schema.LogprobCount | None = None
+    echo: bool | None = None
+    """The text, and with `logprobs` the tokens, begin with the prompt's."""
+
+
+class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: schema.TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: schema.LogprobCount | None = None
+
+
+class Model(msgspec.Struct, frozen=True):
+    """`root`, `parent` and `max_model_len` are vLLM's, for its clients."""
+
+    id: str
+    created: int
+    owned_by: str
+    root: str
+    """What `id` names without alias or version."""
+    parent: str | None
+    """The base's id; null for the base itself."""
+    max_model_len: int
+    """Tokens that prompt and output may have together on the nodes that serve now."""
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Details(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class TokenUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: Details
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """The first token of an echoed prompt has no log probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """vLLM's shape."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Per token of the prompt, by token id: its own and the likeliest ones'; null for the first token."""
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`stop_reason`: the stop string, or the one of `stop_token_ids`, that ended the text."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: CompletionLogprobs | None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """Also each chunk of a stream, where only the last one has `usage`, if it was asked for."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage | None = None
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ChatTop(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[ChatTop]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class Reply(msgspec.Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    index: int
+    message: Reply
+    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None
+    stop_reason: int | str | None = None
+
+
+class Chat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    index: int
+    delta: Delta
+    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: TokenUsage | None = None
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class OpenAIErrorContent(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str
+    request_id: str
+
+
+class OpenAIError(msgspec.Struct, frozen=True):
+    error: OpenAIErrorContent

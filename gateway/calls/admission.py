@@ -1,0 +1,98 @@
+"""A tenant's limits at the door: a call takes what it asks for before its first choice begins, or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from adapters.tenants import Limits
+from cluster.errors import ServiceError
+from cluster.limits import Call, LimitState, Owner, Rates, Refusal
+from cluster.messages import GenerateRequest
+
+if TYPE_CHECKING:
+    from gateway.calls.dispatch import Generation
+
+T = TypeVar("T")
+
+RETRY_AFTER = 1.0
+"""Seconds, where nobody knows when a place gets free."""
+
+
+def call_of(
+    tenant: str, limits: Limits, function: str, max_concurrency: int | None, requests: Sequence[GenerateRequest]
+) -> Call:
+    """Raises ServiceError `validation_failed` for more choices than may ever run at once."""
+    owners = (Owner(tenant, limits.concurrent), Owner(f"{tenant}/{function}", max_concurrency))
+    for owner, whose in zip(owners, ("the tenant", f"function {function}"), strict=True):
+        if owner.limit is not None and len(requests) > owner.limit:
+            why = f"the call has {len(requests)} choices, and {whose} may have {owner.limit} at once"
+            raise ServiceError("validation_failed", why)
+    return Call(
+        tenant=tenant,
+        rates=Rates(limits.rps, limits.tokens_per_minute),
+        tokens=sum(_prompt(request) + request.max_tokens for request in requests),
+        places=len(requests),
+        owners=tuple(owner for owner in owners if owner.limit is not None),
+    )
+
+
+@asynccontextmanager
+async def admitted(generations: Sequence[Generation]) -> AsyncIterator[None]:
+    """Around all choices of one call. Raises ServiceError `rate_limited`."""
+    shared, call = generations[0].shared, generations[0].call
+    if not call.limited:
+        yield
+        return
+    refusal = await _take(shared.limits, call)
+    if refusal is not None:
+        shared.metrics.count_refusal(call.tenant, refusal.why)
+        raise _refused(refusal, call)
+    try:
+        yield
+    finally:
+        used = sum(generation.used_tokens for generation in generations)
+        await _to_the_end(asyncio.ensure_future(shared.limits.settle(call, call.tokens - used)))
+
+
+async def _take(limits: LimitState, call: Call) -> Refusal | None:
+    taking = asyncio.ensure_future(limits.take(call))
+    try:
+        return await _to_the_end(taking)
+    except asyncio.CancelledError:
+        if taking.result() is None:  # nobody will use it
+            await limits.settle(call, call.tokens)
+        raise
+
+
+async def _to_the_end(work: asyncio.Future[T]) -> T:
+    """What was counted elsewhere must be known here, also when the caller goes meanwhile. Bounded by the link's own
+    time limits."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+def _refused(refusal: Refusal, call: Call) -> ServiceError:
+    rates = call.rates
+    if refusal.why == "requests":
+        why = f"the tenant may send {rates.rps:g} requests per second"
+    elif refusal.why == "tokens":
+        why = f"the tenant may use {rates.tokens_per_minute:g} tokens per minute, and this call may use {call.tokens}"
+    else:
+        owner = refusal.owner
+        assert owner is not None
+        function = owner.name.partition("/")[2]
+        why = f"the tenant may have {owner.limit} generations under way at once"
+        if function:
+            why = f"function {function} runs {owner.limit} generations already, its max_concurrency"
+    return ServiceError("rate_limited", f"{why}; try again later", retry_after=refusal.seconds or RETRY_AFTER)
+
+
+def _prompt(request: GenerateRequest) -> int:
+    """A prompt counts with its first choice only."""
+    return 0 if request.sampling.choice else len(request.token_ids)

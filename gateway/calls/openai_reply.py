@@ -1,0 +1,228 @@
+"""Generations in OpenAI's shapes: whole replies and chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from itertools import accumulate
+
+import msgspec
+
+from cluster.errors import ServiceError
+from cluster.messages import Done, Token, TokenLogprob
+from gateway.api import openai_schema as openai
+from gateway.calls.choices import Outcome, merged
+from gateway.calls.dispatch import Generation
+from gateway.calls.invocation import Echo
+from gateway.http.errors import openai_body
+from gateway.http.event_stream import sse
+
+END = b"data: [DONE]\n\n"
+
+StreamedChoice = openai.ChunkChoice | openai.CompletionChoice
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What all chunks of one reply repeat."""
+
+    id: str
+    model: str
+    chat: bool
+    logprobs: bool
+    include_usage: bool
+    choices: int = 1
+    """Generations per prompt."""
+    alternatives: int = 0
+    """Of the likeliest tokens that `logprobs` names per token."""
+    echo: list[Echo] = []
+    """Of each prompt, where the texts are to begin with it."""
+    prompt_logprobs: bool = False
+    continuous_usage: bool = False
+    """Whether each chunk has the usage so far."""
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+    def echo_of(self, index: int) -> Echo | None:
+        """What a generation's text begins with; None where nothing is to be echoed."""
+        return self.echo[index // self.choices] if self.echo else None
+
+
+def whole(head: Head, outcomes: Sequence[Outcome]) -> openai.Completion | openai.Chat:
+    usage = usage_of(head, [outcome.done for outcome in outcomes])
+    if head.chat:
+        return openai.Chat(
+            id=head.id,
+            object="chat.completion",
+            created=head.created,
+            model=head.model,
+            choices=[_chat(head, *pair) for pair in enumerate(outcomes)],
+            usage=usage,
+            prompt_logprobs=_prompt_logprobs(head, outcomes[0]),
+        )
+    choices = [_completion(head, *pair) for pair in enumerate(outcomes)]
+    return openai.Completion(head.id, head.created, head.model, choices, usage)
+
+
+def _chat(head: Head, index: int, outcome: Outcome) -> openai.ChatChoice:
+    message, done = openai.Reply(content=outcome.text), outcome.done
+    logprobs = _chat_logprobs(head, outcome.logprobs)
+    return openai.ChatChoice(index, message, finish_reason(done), logprobs, done.stop_reason)
+
+
+def _completion(head: Head, index: int, outcome: Outcome) -> openai.CompletionChoice:
+    echo = head.echo_of(index)
+    entries = [*_echoed_tokens(head, outcome.prompt_logprobs), *outcome.logprobs]
+    return openai.CompletionChoice(
+        index,
+        (echo.text if echo else "") + outcome.text,
+        finish_reason(outcome.done),
+        _completion_logprobs(head, entries, 0, echo),
+        outcome.done.stop_reason,
+        _prompt_logprobs(head, outcome),
+    )
+
+
+async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
+    """Events of the stream, up to `[DONE]`. Raises ServiceError."""
+    kind: Callable[..., object] = openai.ChatChunk if head.chat else openai.Completion
+    completed = [0] * len(generations)
+    async with aclosing(_choices(head, generations, completed)) as choices:
+        async for choice in choices:
+            usage = _usage_so_far(head, generations, sum(completed)) if head.continuous_usage else None
+            yield sse(kind(head.id, head.created, head.model, [choice], usage))
+    if head.include_usage:
+        usage = usage_of(head, [generation.done for generation in generations if generation.done])
+        yield sse(kind(head.id, head.created, head.model, [], usage))
+    yield END
+
+
+async def _choices(
+    head: Head, generations: Sequence[Generation], completed: list[int]
+) -> AsyncGenerator[StreamedChoice, None]:
+    """What each chunk says of one generation; `completed` counts each generation's tokens up to it."""
+    offsets = [0] * len(generations)
+    begun: set[int] = set()
+    async with aclosing(merged(generations)) as items:
+        async for index, event in items:
+            if index not in begun:
+                begun.add(index)
+                choice, offsets[index] = _first_choice(head, index, generations[index].prompt_logprobs)
+                if choice:
+                    yield choice
+            if isinstance(event, Token):
+                completed[index] += len(event.token_ids)
+                yield _token_choice(head, index, event, offsets[index])
+                # By the tokens, as in a whole reply: text may be held back for what comes after it.
+                offsets[index] += sum(len(entry.token) for entry in event.logprobs)
+            else:
+                completed[index] = event.completion_tokens
+                if event.text:
+                    yield _token_choice(head, index, Token(event.text, [], event.completion_tokens), offsets[index])
+                yield _last_choice(head, index, event)
+
+
+def failure(error: ServiceError, request_id: str) -> bytes:
+    return sse(openai_body(error, request_id))
+
+
+def finish_reason(done: Done) -> openai.FinishReason:
+    """OpenAI knows no `timeout` and no `cancelled`: the text ended too early, or was ended."""
+    return "stop" if done.finish_reason in ("stop", "cancelled") else "length"
+
+
+def usage_of(head: Head, ends: Sequence[Done]) -> openai.TokenUsage:
+    """Each prompt counts once, however many choices it has."""
+    prompt = sum(done.prompt_tokens for done in ends[:: head.choices])
+    completion = sum(done.completion_tokens for done in ends)
+    cached = sum(done.cached_tokens for done in ends[:: head.choices])
+    return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(cached))
+
+
+def _usage_so_far(head: Head, generations: Sequence[Generation], completion: int) -> openai.TokenUsage:
+    """Of the whole reply, of which `completion` tokens were sent."""
+    prompt = sum(len(generation.request.token_ids) for generation in generations[:: head.choices])
+    return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(0))
+
+
+def _first_choice(head: Head, index: int, scored: list[TokenLogprob]) -> tuple[StreamedChoice | None, int]:
+    """What comes before a choice's first token (None: nothing), and the characters of its tokens."""
+    if head.chat:
+        return openai.ChunkChoice(index, openai.Delta(role="assistant", content=""), None, None), 0
+    echo = head.echo_of(index)
+    if echo is None:
+        return None, 0
+    entries = _echoed_tokens(head, scored)
+    logprobs = _completion_logprobs(head, entries, 0, echo)
+    size = len(echo.first_token) + sum(len(entry.token) for entry in entries) if head.logprobs else 0
+    return openai.CompletionChoice(index, echo.text, None, logprobs), size
+
+
+def _token_choice(head: Head, index: int, event: Token, offset: int) -> StreamedChoice:
+    if head.chat:
+        delta = openai.Delta(content=event.text)
+        return openai.ChunkChoice(index, delta, None, _chat_logprobs(head, event.logprobs))
+    return openai.CompletionChoice(index, event.text, None, _completion_logprobs(head, event.logprobs, offset))
+
+
+def _last_choice(head: Head, index: int, done: Done) -> StreamedChoice:
+    reason = finish_reason(done)
+    if head.chat:
+        return openai.ChunkChoice(index, openai.Delta(), reason, None, done.stop_reason)
+    return openai.CompletionChoice(index, "", reason, None, done.stop_reason)
+
+
+def _chat_logprobs(head: Head, entries: Sequence[TokenLogprob]) -> openai.ChatLogprobs | None:
+    if not head.logprobs:
+        return None
+    return openai.ChatLogprobs(
+        [
+            openai.ChatLogprob(
+                entry.token,
+                entry.logprob,
+                _bytes(entry.token),
+                [openai.ChatTop(top.token, top.logprob, _bytes(top.token)) for top in entry.top],
+            )
+            for entry in entries
+        ]
+    )
+
+
+def _bytes(token: str) -> list[int] | None:
+    """None for a part of a character: its text stands for other bytes than the token's."""
+    return None if "\ufffd" in token else list(token.encode())
+
+
+def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]:
+    """The prompt's tokens but the first, with as many alternatives as `logprobs` asks for."""
+    if not (head.echo and head.logprobs):
+        return []
+    return [msgspec.structs.replace(entry, top=entry.top[: head.alternatives]) for entry in scored]
+
+
+def _completion_logprobs(
+    head: Head, entries: Sequence[TokenLogprob], offset: int, echo: Echo | None = None
+) -> openai.CompletionLogprobs | None:
+    """`echo`: the entries begin with the prompt's second token."""
+    if not head.logprobs:
+        return None
+    tokens = [entry.token for entry in entries]
+    logprobs: list[float | None] = [entry.logprob for entry in entries]
+    tops: list[dict[str, float] | None] = [{top.token: top.logprob for top in entry.top} for entry in entries]
+    if echo is not None:
+        tokens, logprobs, tops = [echo.first_token, *tokens], [None, *logprobs], [None, *tops]
+    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
+    return openai.CompletionLogprobs(tokens, logprobs, tops, offsets)
+
+
+def _prompt_logprobs(head: Head, outcome: Outcome) -> openai.PromptLogprobs | None:
+    if not head.prompt_logprobs:
+        return None
+    return [None, *map(_by_id, outcome.prompt_logprobs)]
+
+
+def _by_id(entry: TokenLogprob) -> dict[str, openai.PromptLogprob]:
+    """As in vLLM: the prompt's own token first, then the likeliest ones that it is not."""
+    found = {str(entry.token_id): openai.PromptLogprob(entry.logprob, entry.rank, entry.token)}
+    for rank, top in enumerate(entry.top, start=1):
+        found.setdefault(str(top.token_id), openai.PromptLogprob(top.logprob, rank, top.token))
+    return found

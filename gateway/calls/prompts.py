@@ -1,0 +1,140 @@
+"""Prompts and conversations to tokens: long ones in a thread, within the call's deadline, while its caller waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from cluster.errors import ServiceError
+from cluster.text import BaseText, TextError, TextTooLong
+from gateway.calls.parameters import check_ids
+from gateway.catalog.threads import LeavableThreads
+from gateway.http.connected import while_connected
+
+T = TypeVar("T")
+
+INLINE_CHARACTERS = 4096
+"""Of all prompts of a call. More are tokenised in a thread, for they would hold up other requests."""
+MESSAGE_CHARACTERS = 16
+"""What a template may put around each message, however empty."""
+
+
+class Source(Protocol):
+    """What a call wants tokens of."""
+
+    @property
+    def field(self) -> str:
+        """How the caller calls it."""
+
+    @property
+    def characters(self) -> int: ...
+
+    def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
+        """Token ids of each prompt, at most `keep` of each, the last ones. Raises TextError; TextTooLong when one
+        certainly has more than `limit`, and all are to be kept."""
+
+
+class Prompts(msgspec.Struct, frozen=True):
+    """Each prompt is a text or its token ids, which have been checked against the vocabulary."""
+
+    prompts: Sequence[str | list[int]]
+    field: str = "prompt"
+
+    @property
+    def characters(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
+        return [
+            text.encode_prompt(prompt, limit if keep is None else None, keep)
+            if isinstance(prompt, str)
+            else _last(prompt, keep)
+            for prompt in self.prompts
+        ]
+
+    def texts(self, text: BaseText, encoded: list[list[int]], *, truncated: bool, skip_special: bool) -> list[str]:
+        """What the prompts say, to be echoed: a text as it came, token ids and what was truncated as decoded."""
+        return [
+            prompt
+            if isinstance(prompt, str) and not truncated
+            else text.tokenizer.decode(ids, skip_special_tokens=skip_special)
+            for prompt, ids in zip(self.prompts, encoded, strict=True)
+        ]
+
+
+def prompts_of(given: Sequence[str | int | list[int]] | str, vocab_size: int) -> Prompts:
+    """One text, one list of token ids, or a list of either. Raises ServiceError for a mixture, and for token ids that
+    the base model has not."""
+    if isinstance(given, str):
+        return Prompts([given])
+    kinds = {type(prompt) for prompt in given}
+    if len(kinds) != 1:
+        why = "prompt has texts and token ids; send texts, token ids, or lists of token ids"
+        raise ServiceError("validation_failed", why, param="prompt")
+    lists = [[token for token in given if isinstance(token, int)]] if kinds == {int} else given
+    prompts = [prompt for prompt in lists if not isinstance(prompt, int)]
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            check_ids(prompt, vocab_size, "prompt")
+    return Prompts(prompts)
+
+
+def _last(ids: list[int], keep: int | None) -> list[int]:
+    return ids if keep is None else ids[-keep:]
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    messages: list[dict[str, Any]]
+    field: str = "messages"
+
+    @property
+    def characters(self) -> int:
+        return sum(len(message["content"]) + MESSAGE_CHARACTERS for message in self.messages)
+
+    def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
+        return [_last(text.encode_chat(self.messages, limit if keep is None else None), keep)]
+
+
+async def tokens_of(
+    source: Source,
+    text: BaseText,
+    threads: LeavableThreads,
+    context: int,
+    deadline: float,
+    receive: Receive,
+    keep: int | None = None,
+) -> list[list[int]]:
+    """`deadline` in monotonic seconds; `receive` must have given the whole body; `keep`: of each prompt's tokens.
+
+    Raises ServiceError: `validation_failed` when a prompt is too long or can't be tokenised, `timeout`; ClientGone.
+    """
+
+    def encode() -> list[list[int]]:
+        return source.encode(text, context, keep)
+
+    try:
+        if source.characters <= INLINE_CHARACTERS:
+            return encode()
+        return await in_text_thread(threads, encode, deadline, receive)
+    except TextTooLong as error:
+        raise ServiceError(
+            "validation_failed",
+            f"the prompt is too long: prompt and output together may have {context} tokens",
+            param=source.field,
+        ) from error
+    except TextError as error:
+        raise ServiceError("validation_failed", str(error), param=source.field) from error
+
+
+async def in_text_thread(threads: LeavableThreads, work: Callable[[], T], deadline: float, receive: Receive) -> T:
+    """What `work` returns. Raises what it raises, ServiceError `timeout` at the deadline (monotonic), ClientGone."""
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            return await while_connected(threads.run(work), receive)
+    except TimeoutError:
+        raise ServiceError("timeout", "the timeout passed before the prompt was tokenised") from None

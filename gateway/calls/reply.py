@@ -1,0 +1,216 @@
+"""What a caller reads about an invocation: the reply, its headers, the events of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import cast
+
+from cluster.errors import ServiceError
+from cluster.messages import Done, GenerateRequest, Token, TokenLogprob
+from gateway.api import schema
+from gateway.calls.choices import Outcome, merged
+from gateway.calls.dispatch import Generation
+from gateway.calls.invocation import Invocation
+from gateway.http.errors import native_body
+from gateway.http.event_stream import sse
+
+
+def invoke_reply(
+    invocation: Invocation, generations: Sequence[Generation], outcomes: Sequence[Outcome]
+) -> schema.InvokeReply:
+    outputs = [_output(invocation, *numbered) for numbered in enumerate(outcomes)]
+    return schema.InvokeReply(
+        id=invocation.id,
+        function=invocation.target.function,
+        version=invocation.target.version,
+        digest=invocation.target.digest,
+        output=outputs[0],
+        usage=usage([outcome.done for outcome in outcomes]),
+        timing=timing(generations, outcomes[0].done),
+        outputs=outputs if len(outputs) > 1 else None,
+    )
+
+
+def _output(invocation: Invocation, index: int, outcome: Outcome) -> schema.Output:
+    request, echo = invocation.requests[index], invocation.echo_of(index)
+    return schema.Output(
+        text=(echo.text if echo else "") + outcome.text,
+        finish_reason=cast(schema.FinishReason, outcome.done.finish_reason),
+        logprobs=None if request.sampling.logprobs is None else [logprob(entry) for entry in outcome.logprobs],
+        prompt_logprobs=_prompt_logprobs(request, outcome.prompt_logprobs),
+        stop_reason=outcome.done.stop_reason,
+    )
+
+
+def _prompt_logprobs(request: GenerateRequest, entries: list[TokenLogprob]) -> list[schema.PromptLogprob | None] | None:
+    if request.sampling.prompt_logprobs is None:
+        return None
+    return [None, *(prompt_logprob(entry) for entry in entries)]
+
+
+async def invoke_events(invocation: Invocation, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
+    """The native stream: `token` events, then `done`. Raises ServiceError."""
+    begun: set[int] = set()
+    several = len(generations) > 1
+    async with aclosing(merged(generations)) as events:
+        async for index, event in events:
+            choice = index if several else None
+            if index not in begun:
+                begun.add(index)
+                first = _prompt_event(invocation, index, generations[index], choice)
+                if first is not None:
+                    yield sse(first, "token")
+            for item in token_events(event, choice):
+                yield sse(item, "token")
+    yield sse(_done_event(invocation, generations), "done")
+
+
+def _prompt_event(
+    invocation: Invocation, index: int, generation: Generation, choice: int | None
+) -> schema.TokenEvent | None:
+    """What is to be said of the prompt before the first token; None: nothing."""
+    echo, logprobs = invocation.echo_of(index), _prompt_logprobs(generation.request, generation.prompt_logprobs)
+    if echo is None and logprobs is None:
+        return None
+    text = echo.text if echo else ""
+    return schema.TokenEvent(text=text, index=0, token_id=None, choice=choice, prompt_logprobs=logprobs)
+
+
+def token_events(event: Token | Done, choice: int | None = None) -> list[schema.TokenEvent]:
+    """One event per token; when several came at once, the last one carries their text. Of Done, its text."""
+    ids = [] if isinstance(event, Done) else event.token_ids
+    if isinstance(event, Done) or not ids:
+        index = event.completion_tokens if isinstance(event, Done) else event.index
+        return [schema.TokenEvent(text=event.text, index=index, token_id=None, choice=choice)] if event.text else []
+    last = len(ids) - 1
+    return [
+        schema.TokenEvent(
+            text=event.text if offset == last else "",
+            index=event.index + offset,
+            token_id=token_id,
+            logprob=logprob(event.logprobs[offset]) if offset < len(event.logprobs) else None,
+            choice=choice,
+        )
+        for offset, token_id in enumerate(ids)
+    ]
+
+
+def invoke_failure(error: ServiceError, request_id: str) -> bytes:
+    return sse(native_body(error, request_id), "error")
+
+
+def _done_event(invocation: Invocation, generations: Sequence[Generation]) -> schema.DoneEvent:
+    ends = [generation.done for generation in generations if generation.done is not None]
+    if len(ends) < len(generations):
+        raise ServiceError("node_failed", "the node ended without an outcome")
+    outputs = [
+        schema.FinishedOutput(cast(schema.FinishReason, done.finish_reason), stop_reason=done.stop_reason)
+        for done in ends
+    ]
+    first = generations[0]
+    return schema.DoneEvent(
+        id=invocation.id,
+        function=invocation.target.function,
+        version=invocation.target.version,
+        digest=invocation.target.digest,
+        output=outputs[0],
+        usage=usage(ends),
+        timing=timing(generations, ends[0]),
+        node=first.node,
+        cold_start=first.cold_start,
+        server_timing=server_timing(invocation, first),
+        outputs=outputs if len(outputs) > 1 else None,
+    )
+
+
+def logprob(entry: TokenLogprob) -> schema.Logprob:
+    return schema.Logprob(token=entry.token, token_id=entry.token_id, logprob=entry.logprob, top=_top(entry))
+
+
+def prompt_logprob(entry: TokenLogprob) -> schema.PromptLogprob:
+    return schema.PromptLogprob(
+        token=entry.token, token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, top=_top(entry)
+    )
+
+
+def _top(entry: TokenLogprob) -> list[schema.Top]:
+    return [schema.Top(token=item.token, token_id=item.token_id, logprob=item.logprob) for item in entry.top]
+
+
+def usage(ends: Sequence[Done]) -> schema.Usage:
+    """Of all choices of one prompt, which counts once."""
+    return schema.Usage(
+        prompt_tokens=ends[0].prompt_tokens,
+        completion_tokens=sum(done.completion_tokens for done in ends),
+        cached_tokens=ends[0].cached_tokens,
+    )
+
+
+def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
+    """`done`: of the first."""
+    generation, cold = generations[0], done.timing.cold_start
+    return schema.Timing(
+        queue_ms=_ms(done.timing.queue),
+        cold_start=schema.ColdStartTiming(
+            state=cast(schema.Tier, cold.state),
+            plan=cold.plan,
+            load_ms=_ms(cold.load),
+            exposed_ms=_ms(cold.exposed),
+            fetch_ms=_ms(cold.fetch),
+            layers_cpu=cold.layers_cpu,
+            layers_device=cold.layers_device,
+            replays=cold.replays,
+            forecast_ms=_ms(cold.forecast),
+        ),
+        ttft_ms=None if generation.ttft is None else _ms(generation.ttft),
+        tpot_ms=None if generation.tpot is None else _ms(generation.tpot),
+        total_ms=_ms(time.monotonic() - generation.received),
+        resumed=max(each.resumed for each in generations),
+    )
+
+
+def invocation_headers(invocation: Invocation, generation: Generation) -> dict[str, str]:
+    """As far as they are known when the reply begins."""
+    headers = {"x-garnish-function": invocation.target.function, "server-timing": server_timing(invocation, generation)}
+    if invocation.target.version is not None:
+        headers["x-garnish-version"] = str(invocation.target.version)
+    if generation.node is not None:
+        headers["x-garnish-node"] = generation.node
+    if generation.cold_start is not None:
+        headers["x-garnish-cold-start"] = generation.cold_start
+    return headers
+
+
+def server_timing(invocation: Invocation, generation: Generation) -> str:
+    """Steps in milliseconds. The node's own figures where it has told them, else what the gateway saw."""
+    steps = {**invocation.steps, "schedule": generation.schedule}
+    if generation.held:
+        steps = {"hold": generation.held, **steps}
+    done, sent, started, first = generation.done, generation.sent_at, generation.started_at, generation.first_at
+    if done is not None:
+        cold = done.timing.cold_start
+        steps |= {
+            "queue": done.timing.queue,
+            "fetch": cold.fetch,
+            "load": cold.load,
+            "exposed": cold.exposed,
+            "prefill": done.timing.prefill,
+        }
+        steps["decode"] = max(0.0, done.timing.total - done.timing.queue - done.timing.prefill)
+    else:
+        if sent is not None and started is not None:
+            steps["queue"] = started - sent
+        if started is not None and first is not None:
+            steps["prefill"] = first - started
+    told = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items()]
+    if done is not None and done.timing.cold_start.plan != "none":
+        cold = done.timing.cold_start
+        layers = f"{cold.layers_cpu} layers on CPU workers and {cold.layers_device} on the device"
+        told.append(f'cold;desc="{cold.plan}: {layers}; {cold.replays} replays"')
+    return ", ".join(told)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

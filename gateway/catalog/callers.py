@@ -1,0 +1,210 @@
+"""Who calls: keys to tenants, by what the registry says of their owner.
+
+A key that is not in it is looked up, as far as there is room for such look-ups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from adapters.errors import NotFound, StoreUnavailable
+from adapters.keys import KeyRecord, Principal, opens, parse_key
+from adapters.tenants import ADMIN_KEY, Tenant, Tenants, tenant_key
+from cluster.errors import ServiceError
+from gateway.catalog.cache import GraceCache
+from gateway.catalog.key_lookups import LOOKUPS_PER_SECOND, KeyLookups
+from gateway.catalog.threads import StoreThreads
+from gateway.config import GatewayConfig, share
+from gateway.http.local_only import check_local
+
+OPEN_TENANT = "default"
+"""Whose functions are served when `auth` is `none`."""
+MAX_KEY_TEXT = 512
+MAX_NAMES = 50_000
+"""Tenants whose names are kept."""
+REFUSAL_SECONDS = 0.05
+"""A key is refused after a multiple of this, so that the time tells nothing of whether its tenant exists."""
+TENANT_HEADER = "x-garnish-tenant"
+
+
+R = TypeVar("R")
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """`tenant` is the one that the key belongs to; None for an admin key."""
+
+    tenant: str | None
+    admin: bool
+
+
+class Callers:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tenants: Tenants,
+        threads: StoreThreads,
+        clock: Callable[[], float],
+        confirmed: Callable[[str], float],
+    ) -> None:
+        self._open = config.auth == "none"
+        self._host = config.host
+        self._tenants = tenants
+        self._threads = threads
+        self._lookups = KeyLookups(share(LOOKUPS_PER_SECOND, config), clock)
+        self._known: GraceCache[str, _Owner[Tenant]] = GraceCache(
+            self._tenant_owner,
+            clock=clock,
+            fresh=config.cache_seconds,
+            grace=config.grace_seconds,
+            confirmed=lambda tenant: confirmed(tenant_key(tenant)),
+        )
+        self._admins: GraceCache[None, _Owner[None]] = GraceCache(
+            self._admin_owner,
+            clock=clock,
+            fresh=config.cache_seconds,
+            grace=config.grace_seconds,
+            confirmed=lambda _: confirmed(ADMIN_KEY),
+        )
+        self._names: set[str] = set()
+        """Tenants that most likely exist: their records are read although no call of theirs was seen yet."""
+
+    async def learn_tenants(self) -> None:
+        """Once, before the first request, so that no existing tenant has to be looked up as one that nobody knows."""
+        after = ""
+        with suppress(StoreUnavailable):
+            while len(self._names) < MAX_NAMES and (names := await self._threads.read(self._tenants.names, after)):
+                self._names.update(names)
+                after = names[-1]
+
+    async def caller(self, request: Request) -> Caller:
+        """Raises ServiceError: `unauthenticated` without a valid key; `forbidden` for another site's page while there
+        are no keys."""
+        if self._open:
+            check_local(request, self._host)
+            return Caller(tenant=OPEN_TENANT, admin=True)
+        text = _key_text(request)
+        claim = parse_key(text)
+        if claim is None:
+            raise _invalid_key()
+        began = time.monotonic()
+        try:
+            if not await self._is_known(text, claim):
+                await self._look_up(text, claim)
+            return Caller(tenant=claim.tenant, admin=claim.tenant is None)
+        except ServiceError:
+            await asyncio.sleep(REFUSAL_SECONDS - (time.monotonic() - began) % REFUSAL_SECONDS)
+            raise
+
+    async def tenant(self, request: Request) -> str:
+        """Inside whose functions the request is looked up. Raises ServiceError."""
+        caller = await self.caller(request)
+        named = request.headers.get(TENANT_HEADER)
+        if named is None:
+            if caller.tenant is None:
+                raise ServiceError(
+                    "invalid_request", f"an admin key names a tenant in the header {TENANT_HEADER}", param=TENANT_HEADER
+                )
+            return caller.tenant
+        if named == caller.tenant:
+            return named
+        if not caller.admin:
+            raise ServiceError("forbidden", "only an admin key may act for another tenant", param=TENANT_HEADER)
+        return (await self._known.get(named)).record.id
+
+    async def account(self, tenant: str) -> Tenant:
+        """The tenant's record, as old as a key may be. Raises NotFound, StoreUnavailable."""
+        try:
+            return (await self._known.get(tenant)).record
+        except NotFound:
+            if self._open and tenant == OPEN_TENANT:
+                return Tenant(id=tenant)
+            raise
+
+    def forget(self, tenant: str) -> None:
+        """After a change of the tenant or its keys: this process must not answer from before it."""
+        self._known.forget_where(lambda name: name == tenant)
+        self._remember(tenant)
+
+    def forget_admins(self) -> None:
+        """After a change of administrators' keys."""
+        self._admins.forget_where(lambda _: True)
+
+    def forget_all(self) -> None:
+        """After changes that nobody can name."""
+        self._known.forget_where(lambda _: True)
+        self.forget_admins()
+
+    async def admin(self, request: Request) -> None:
+        """Raises ServiceError `forbidden` for a tenant's key."""
+        if not (await self.caller(request)).admin:
+            raise ServiceError("forbidden", "this route needs an admin key")
+
+    async def _is_known(self, text: str, claim: Principal) -> bool:
+        """Whether it is a valid key by what is known of its owner; False where nothing is."""
+        if claim.tenant is None:
+            return (await self._admins.get(None)).has(text, claim)
+        if claim.tenant not in self._names:
+            return False
+        try:
+            return (await self._known.get(claim.tenant)).has(text, claim)
+        except NotFound:
+            self._names.discard(claim.tenant)
+            return False
+
+    async def _look_up(self, text: str, claim: Principal) -> None:
+        """A key that is new, or none: refusals are alike whether its owner exists. Raises ServiceError."""
+        with self._lookups.one():
+            if await self._threads.read(self._tenants.verify, text) is None:
+                raise _invalid_key()
+        if claim.tenant is None:
+            self.forget_admins()
+        else:
+            self.forget(claim.tenant)
+
+    def _remember(self, tenant: str) -> None:
+        if len(self._names) < MAX_NAMES:
+            self._names.add(tenant)
+
+    async def _tenant_owner(self, name: str) -> _Owner[Tenant]:
+        tenant = await self._threads.read(self._tenants.get, name)
+        return _Owner(tenant, tenant.keys)
+
+    async def _admin_owner(self, _: None) -> _Owner[None]:
+        return _Owner(None, await self._threads.read(self._tenants.admin_keys))
+
+
+class _Owner(Generic[R]):
+    """Of keys; `record` is what else is known of it."""
+
+    __slots__ = ("_keys", "record")
+
+    def __init__(self, record: R, keys: Iterable[KeyRecord]) -> None:
+        self.record = record
+        self._keys = {key.key_id: key for key in keys if key.revoked is None}
+
+    def has(self, text: str, claim: Principal) -> bool:
+        key = self._keys.get(claim.key_id)
+        return opens(text, claim.key_id, () if key is None else (key,))
+
+
+def _key_text(request: Request) -> str:
+    scheme, _, text = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not text:
+        text = request.headers.get("x-api-key", "")
+    text = text.strip()
+    if not text:
+        raise ServiceError("unauthenticated", "send a key: `Authorization: Bearer KEY` or `x-api-key: KEY`")
+    if len(text) > MAX_KEY_TEXT or not text.isascii():
+        raise _invalid_key()
+    return text
+
+
+def _invalid_key() -> ServiceError:
+    return ServiceError("unauthenticated", "the key is not valid")

@@ -1,0 +1,138 @@
+"""Names to versions: each request asks once, and a cache answers until the function may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from adapters.aliases import point_of
+from adapters.choices import Choice, Resolved, pick
+from adapters.errors import NoSuchFunction
+from adapters.function_changes import function_key
+from adapters.functions import Defaults
+from adapters.names import is_name
+from adapters.registry import Registry
+from cluster.errors import ServiceError
+from cluster.messages import Adapter, SloClass
+from gateway.catalog.cache import GraceCache
+from gateway.catalog.rebuilds import Rebuilds
+from gateway.catalog.threads import StoreThreads
+from gateway.config import GatewayConfig
+from gateway.http.errors import STORE_RETRY_AFTER
+
+Key = tuple[str, str, str]
+"""Tenant, function, qualifier (empty: none stated)."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What an invocation runs: one version of a function, or the base model alone (`adapter` None)."""
+
+    function: str
+    version: int | None = None
+    adapter: Adapter | None = None
+    defaults: Defaults = Defaults()
+    timeout: float | None = None
+    """The function's own default; seconds."""
+    max_concurrency: int | None = None
+    slo_class: SloClass | None = None
+    """None: the tenant's."""
+
+    @property
+    def digest(self) -> str | None:
+        return self.adapter.digest if self.adapter else None
+
+
+class Functions:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        registry: Registry,
+        threads: StoreThreads,
+        clock: Callable[[], float],
+        confirmed: Callable[[str], float],
+        changed: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """`confirmed`: when it was last known that a record is as it was read, by its key. `changed` is told
+        of each function that this process has changed."""
+        self._changed = changed
+        self._registry = registry
+        self._threads = threads
+        self._rebuilds = Rebuilds(registry, self.forget)
+        self._cache: GraceCache[Key, Sequence[Choice]] = GraceCache(
+            self._load,
+            clock=clock,
+            fresh=config.cache_seconds,
+            grace=config.grace_seconds,
+            confirmed=lambda key: confirmed(function_key(key[0], key[1])),
+        )
+
+    async def target(self, tenant: str, name: str, qualifier: str | None, side: str) -> Target:
+        """What a call runs. The base model's id names the base.
+
+        `side`: calls with equal ones are on the same side of an alias that splits its calls, as far as its shares stay
+        as they are. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact, ArtifactPending.
+        """
+        if name == self._registry.base.id and not qualifier:
+            return Target(function=name)
+        choices = await self.choices(tenant, name, qualifier)
+        return _target(pick(choices, point_of(tenant, name, qualifier or "latest", side)))
+
+    async def choices(self, tenant: str, name: str, qualifier: str | None) -> Sequence[Choice]:
+        """As `Registry.choices`."""
+        if not is_name(name) or (qualifier is not None and not is_name(qualifier)):
+            raise NoSuchFunction(tenant, name)
+        return await self._cache.get((tenant, name, qualifier or ""))
+
+    @contextmanager
+    def changing(self, tenant: str, name: str) -> Iterator[None]:
+        """Around any change of the function: afterwards this process does not answer from before it.
+
+        Also when it fails, or its caller goes: the thread may have made the change all the same.
+        """
+        try:
+            yield
+        finally:
+            self.forget(tenant, name)
+            if self._changed is not None:
+                self._changed(tenant, name)
+
+    def forget(self, tenant: str, name: str) -> None:
+        """After a change by anyone."""
+        self._cache.forget_where(lambda key: key[:2] == (tenant, name))
+
+    def forget_all(self) -> None:
+        """After changes that nobody can name."""
+        self._cache.forget_where(lambda _: True)
+
+    def forget_tenant(self, tenant: str) -> None:
+        """After the tenant was deleted."""
+        self._cache.forget_where(lambda key: key[0] == tenant)
+
+    def remake(self, tenant: str, target: Target) -> ServiceError:
+        """Begin to make the artifact again, which a node has found damaged; what that node's caller is told."""
+        assert target.version is not None and target.digest is not None  # nodes find no fault with the base alone
+        self._rebuilds.request(tenant, target.function, target.version, target.digest)
+        found = f"the artifact of version {target.version} of function {target.function} was damaged"
+        return ServiceError("unavailable", f"{found}: it is being made again", retry_after=STORE_RETRY_AFTER)
+
+    async def _load(self, key: Key) -> Sequence[Choice]:
+        tenant, name, qualifier = key
+        choices = await self._threads.read(self._registry.choices, tenant, name, qualifier or None)
+        for choice in choices:
+            if choice.pending:
+                self._rebuilds.request(tenant, name, choice.version.version, choice.version.digest)
+        return choices
+
+
+def _target(found: Resolved) -> Target:
+    return Target(
+        function=found.function,
+        version=found.version,
+        adapter=Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks),
+        defaults=found.policy.defaults,
+        timeout=found.policy.timeout,
+        max_concurrency=found.policy.max_concurrency,
+        slo_class=found.policy.slo_class,
+    )

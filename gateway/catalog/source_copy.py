@@ -1,0 +1,68 @@
+"""A deploy's files from where they lie: copied in a thread, into a folder that goes away when the copy is not used."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event
+
+from adapters.errors import StoreUnavailable
+from adapters.s3_url import S3Place
+from adapters.sources import Forbidden, SourceFiles, Sources
+from cluster.errors import ServiceError
+from gateway.catalog.threads import LeavableThreads
+from gateway.config import GatewayConfig
+from gateway.http.multipart import disk_needed
+from gateway.http.upload_folders import upload_prefix
+
+RETRY_AFTER = 5.0
+
+
+def allowed_place(sources: Sources, source: str) -> S3Place:
+    """Raises ServiceError `forbidden`."""
+    try:
+        return sources.place(source)
+    except Forbidden as error:
+        raise ServiceError("forbidden", str(error), param="source") from None
+
+
+@asynccontextmanager
+async def copied_source(
+    config: GatewayConfig, sources: Sources, threads: LeavableThreads, place: S3Place
+) -> AsyncIterator[SourceFiles]:
+    """The files, as long as the context lasts. A copy is as large as an upload may be, and takes as long at most.
+
+    Raises ServiceError `unavailable`, InvalidRequest, TooLarge.
+    """
+    with disk_needed():
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=upload_prefix(), dir=config.tmp_dir))
+    stop, deadline = Event(), time.monotonic() + config.deploy_seconds
+    work = partial(sources.copy, place, folder, limit=config.deploy_body, deadline=deadline, stop=stop)
+    copying = asyncio.ensure_future(threads.run(work))
+    try:
+        async with asyncio.timeout(config.deploy_seconds):
+            files = await asyncio.shield(copying)
+        yield files
+    except (TimeoutError, StoreUnavailable) as error:
+        if copying.done() and not copying.exception():
+            raise  # not the copy's: what was done with the files failed
+        message = "the source can't be copied now, or not in time"
+        raise ServiceError("unavailable", message, retry_after=RETRY_AFTER) from error
+    finally:
+        stop.set()
+        if copying.done():
+            _remove(folder, copying)
+        else:  # the thread may still be writing
+            copying.add_done_callback(partial(_remove, folder))
+
+
+def _remove(folder: Path, copying: asyncio.Future[SourceFiles]) -> None:
+    if not copying.cancelled():
+        copying.exception()  # retrieved: nobody may be waiting for it any more
+    shutil.rmtree(folder)

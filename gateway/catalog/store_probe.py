@@ -1,0 +1,58 @@
+"""Whether the registry answers and can be written to: anyone may ask that without a key, so it is asked rarely."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from adapters.errors import StoreUnavailable
+from adapters.store import ObjectStore
+from gateway.catalog.cache import GraceCache
+from gateway.catalog.threads import LeavableThreads, StoreThreads
+from gateway.config import GatewayConfig
+
+READ_KEY = "admin.json"
+"""Whether this object exists does not matter: the store must only answer."""
+WRITE_KEY = "probes/ready"
+WRITE_BYTES = 4096
+WRITE_EVERY = 10.0
+"""Seconds between two writes at least."""
+
+log = logging.getLogger("gateway")
+
+
+class StoreProbe:
+    def __init__(
+        self, config: GatewayConfig, threads: StoreThreads, store: ObjectStore, clock: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._reads = threads
+        self._writes = LeavableThreads(1)  # its own: a store that hangs in writes is still read
+        self._seconds = config.store_seconds
+        self._answers = GraceCache(self._read, clock=clock, fresh=config.cache_seconds, grace=0.0)
+        self._writable = GraceCache(self._write, clock=clock, fresh=WRITE_EVERY, grace=0.0)
+
+    async def check_answers(self) -> None:
+        """Raises StoreUnavailable."""
+        await self._answers.get(None)
+
+    async def is_writable(self) -> bool:
+        """As it was found WRITE_EVERY seconds ago at most."""
+        return await self._writable.get(None)
+
+    async def _read(self, _: None) -> object:
+        return await self._reads.read(self._store.head, READ_KEY)
+
+    async def _write(self, _: None) -> bool:
+        """An answer either way, so that a store that can't be written to is not tried with each request."""
+        try:
+            if self._writes.left:
+                raise StoreUnavailable("an earlier write still hangs")
+            async with asyncio.timeout(self._seconds):
+                await self._writes.run(partial(self._store.put, WRITE_KEY, bytes(WRITE_BYTES)))
+        except (StoreUnavailable, TimeoutError) as error:
+            log.warning("the registry can't be written to: %s", str(error) or "no answer in time")
+            return False
+        return True

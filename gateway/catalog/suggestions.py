@@ -1,0 +1,115 @@
+"""Which function a caller may have meant who named one that does not exist. Best effort, and cheap for the service.
+
+A tenant's names are kept for many times as long as it took to list them, and suggestions per second are limited: calls
+of drawn names cost little more than the lookup that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from adapters.errors import AdapterError, NoSuchFunction, NotFound
+from adapters.nearest import NameIndex, nearest
+from adapters.registry import Registry
+from adapters.store import MAX_LIST
+from gateway.catalog.threads import StoreThreads
+
+MAX_NAMES = 50_000
+"""Of one tenant; what comes after them in the order of names is not suggested."""
+MAX_KEPT = 200_000
+MAX_TENANTS = 1000
+"""Names of all tenants together, and tenants; the one that asked least recently is forgotten."""
+KEPT_FACTOR = 20.0
+"""A list is kept for so many times as long as it took: at most a twentieth of one thread's time goes into lists."""
+PATIENCE = 0.5
+"""Seconds that a reply waits for the list."""
+PER_SECOND = 5
+"""Suggestions for one tenant."""
+
+
+@dataclass
+class _Tenant:
+    index: NameIndex = field(default_factory=lambda: NameIndex(()))
+    expires: float = 0.0
+    listing: asyncio.Task[None] | None = None
+    second: int = 0
+    """In which `given` were given."""
+    given: int = 0
+
+
+class Suggestions:
+    def __init__(self, registry: Registry, threads: StoreThreads, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._threads = threads
+        self._clock = clock
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+
+    async def add_to(self, error: NoSuchFunction, with_base: bool) -> NotFound:
+        """The error, naming the function that may have been meant; with `with_base` that may also be the base model.
+
+        Never raises, and takes PATIENCE and one read at most.
+        """
+        try:
+            async with asyncio.timeout(2 * PATIENCE):
+                meant = await self._meant(error.tenant, error.function, with_base)
+        except (AdapterError, TimeoutError):
+            return error
+        return NotFound(f"{error}; did you mean {meant!r}?") if meant else error
+
+    async def _meant(self, tenant: str, typed: str, with_base: bool) -> str | None:
+        state = self._tenants.setdefault(tenant, _Tenant())
+        self._tenants.move_to_end(tenant)
+        if not self._has_budget(state):
+            return None
+        if state.listing is None and self._clock() >= state.expires:
+            state.listing = asyncio.ensure_future(self._list(tenant, state))
+        if state.listing is not None:
+            await asyncio.wait({state.listing}, timeout=PATIENCE)
+        base = [self._registry.base.id] if with_base else []
+        close = nearest(typed, [*state.index.nearest(typed, 2), *base], 3)
+        for name in close:
+            if name in base or await self._exists(tenant, name):
+                return name
+        return None
+
+    def _has_budget(self, state: _Tenant) -> bool:
+        second = int(self._clock())
+        if state.second != second:
+            state.second, state.given = second, 0
+        state.given += 1
+        return state.given <= PER_SECOND
+
+    async def _list(self, tenant: str, state: _Tenant) -> None:
+        """Reads the tenant's names into `state`. A store that fails leaves those of before, and is asked later."""
+        started, names, after = self._clock(), list[str](), ""
+        try:
+            while len(names) < MAX_NAMES:
+                page = await self._threads.read(self._registry.names, tenant, after)
+                names += page
+                if len(page) < MAX_LIST:
+                    break
+                after = page[-1]
+            state.index = await self._threads.read(NameIndex, names)
+        except AdapterError:
+            pass
+        finally:
+            ended = self._clock()
+            state.expires = ended + KEPT_FACTOR * (ended - started)
+            state.listing = None
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        names = sum(len(state.index) for state in self._tenants.values())
+        while len(self._tenants) > 1 and (names > MAX_KEPT or len(self._tenants) > MAX_TENANTS):
+            names -= len(self._tenants.popitem(last=False)[1].index)
+
+    async def _exists(self, tenant: str, name: str) -> bool:
+        """Whether a listed name is a function: what is left of a deleted one is listed, too."""
+        try:
+            await self._threads.read(self._registry.function, tenant, name)
+        except NotFound:
+            return False
+        return True

@@ -1,0 +1,149 @@
+"""Request bodies: bounded in size and time while they come in, then one strict reading of their JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Iterable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+import msgspec.inspect
+from starlette.requests import Request
+
+from adapters import strict_json
+from adapters.nearest import did_you_mean
+from cluster.errors import ServiceError
+from gateway.config import GatewayConfig
+from gateway.http.errors import ClientGone
+
+T = TypeVar("T")
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")
+
+
+async def stream_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> AsyncGenerator[bytes, None]:
+    """Chunks of the body. Raises ServiceError: `too_large` over `limit` bytes, `invalid_request` when it comes too
+    slowly (whole body `seconds`, one pause `idle_seconds`); ClientGone when its sender has gone."""
+    stated = request.headers.get("content-length", "0")
+    if stated.isdigit() and int(stated) > limit:
+        raise _too_large(limit)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout_at(min(deadline, loop.time() + idle_seconds)):
+                message = await request.receive()
+        except TimeoutError:
+            raise ServiceError(
+                "invalid_request",
+                f"the body did not arrive in time (at most {seconds:g} s in all, pauses of at most {idle_seconds:g} s)",
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        if chunk:
+            yield chunk
+        if not message.get("more_body", False):
+            return
+
+
+async def read_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> bytes:
+    return b"".join([chunk async for chunk in stream_body(request, limit, seconds, idle_seconds)])
+
+
+async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
+    """A call's JSON body, within the limits for calls. Raises ServiceError, also for another content type."""
+    require_json(request)
+    return await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
+
+
+def _too_large(limit: int) -> ServiceError:
+    return ServiceError("too_large", f"the body is larger than {limit} bytes")
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """One value of `kind`. Raises ServiceError: `invalid_request` when it is not JSON, `validation_failed` naming the
+    field in `param` when it is JSON of another form."""
+    return convert(parse_json(data), kind)
+
+
+def parse_json(data: bytes) -> Any:
+    """Raises ServiceError `invalid_request`."""
+    try:
+        return strict_json.loads(data)
+    except strict_json.InvalidJson as error:
+        raise ServiceError("invalid_request", f"the body is not valid JSON: {error}") from None
+
+
+def convert(value: Any, kind: type[T], at: str = "") -> T:
+    """`value` checked against the message type `kind`; `at` is put before the name of the offending field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        param = field_of(str(error))
+        named = ".".join(part for part in (at, param) if part) or None
+        message = _PATH.sub("", str(error)) + _meant_field(str(error), kind)
+        raise ServiceError("validation_failed", message, param=named) from None
+    except RecursionError:
+        raise ServiceError("invalid_request", "the body is not valid JSON: it is nested too deeply") from None
+
+
+def field_of(message: str) -> str | None:
+    """The field that a msgspec error is about: `messages[0].role`, `max_tokens`."""
+    path = _PATH.search(message)
+    unknown = _UNKNOWN.search(message)
+    parts = [path.group(1) if path else "", next(filter(None, unknown.groups()), "") if unknown else ""]
+    return ".".join(part for part in parts if part) or None
+
+
+def _meant_field(message: str, kind: Any) -> str:
+    """The end of a msgspec error's message: the known field that an unknown one comes close to, if one does."""
+    unknown = _UNKNOWN.search(message)
+    if unknown is None or unknown.group(1) is None:
+        return ""
+    path = _PATH.search(message)
+    steps = re.findall(r"[^.\[\]]+", path.group(1)) if path else []
+    return did_you_mean(unknown.group(1), fields_at(kind, tuple(step for step in steps if step != "...")))
+
+
+@lru_cache(maxsize=256)
+def fields_at(kind: Any, path: tuple[str, ...]) -> tuple[str, ...]:
+    """The fields of the message type `kind`, or of the messages inside it under `path`."""
+    inside: list[Any] = [msgspec.inspect.type_info(kind)]
+    for step in path:
+        inside = [
+            field.type for struct in _structs(inside) for field in struct.fields if field.encode_name == step
+        ] or inside
+    return tuple(field.encode_name for struct in _structs(inside) for field in struct.fields)
+
+
+def _structs(types: Iterable[Any]) -> list[msgspec.inspect.StructType]:
+    """The message types among these, also as members of a union or of a list."""
+    found: list[msgspec.inspect.StructType] = []
+    for kind in types:
+        match kind:
+            case msgspec.inspect.StructType():
+                found.append(kind)
+            case msgspec.inspect.UnionType():
+                found += _structs(kind.types)
+            case msgspec.inspect.CollectionType():
+                found += _structs([kind.item_type])
+    return found
+
+
+def media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def require_json(request: Request) -> None:
+    """Raises ServiceError `unsupported_media_type`. A body without a stated type is taken for JSON."""
+    given = media_type(request)
+    if given not in ("", "application/json"):
+        raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {given[:100]}")

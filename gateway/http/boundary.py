@@ -1,0 +1,143 @@
+"""The outermost layer of the application: request ids, errors as replies, and the bound on concurrent requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from adapters.errors import NoSuchFunction
+from cluster.errors import ServiceError
+from gateway.http.errors import ClientGone, error_reply, is_unexpected, to_service_error
+from gateway.workers.metrics import Metrics
+
+SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+UNCOUNTED = ("/healthz", "/health", "/readyz", "/cluster/record")
+"""Served even when the gateway is full: without them it would look dead, or would see no nodes."""
+SCALING = ("/pools", "/pools/autoscaler")
+SCALING_ROOM = 16
+"""Requests to these beyond the limit: a gateway that is full of waiting calls is what an autoscaler has to see."""
+
+log = logging.getLogger("gateway")
+
+
+class OpenRequests:
+    """How many there are, and a way to wait for the last one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def change(self, by: int) -> None:
+        self.count += by
+        if self.count:
+            self._none.clear()
+        else:
+            self._none.set()
+
+    async def wait_for_none(self, seconds: float) -> None:
+        """Returns after `seconds` at the latest."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._none.wait()
+        except TimeoutError:
+            log.warning("%d requests did not end in time", self.count)
+
+
+class Boundary:
+    """Pure ASGI: event streams pass through it unbuffered."""
+
+    def __init__(self, app: ASGIApp, max_concurrent: int, metrics: Metrics, requests: OpenRequests) -> None:
+        self._app = app
+        self._max_concurrent = max_concurrent
+        self._metrics = metrics
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reply = _Reply(send, _request_id(scope))
+        scope.setdefault("state", {})["request_id"] = reply.request_id
+        counted = scope["path"] not in UNCOUNTED
+        self._requests.change(counted)
+        try:
+            room = SCALING_ROOM if scope["path"] in SCALING else 0
+            if counted and self._requests.count > self._max_concurrent + room:
+                raise ServiceError("overloaded", "the gateway has too many open requests", retry_after=1.0)
+            await self._app(scope, receive, reply.send)
+        except ClientGone:
+            reply.status = 499
+        except asyncio.CancelledError:
+            # The server stops and its grace is over; an open stream has said so itself.
+            await reply.fail(ServiceError("unavailable", "the gateway is stopping", retry_after=1.0), scope["path"])
+            raise
+        except Exception as error:
+            _log_failure(error, reply, scope)
+            helpful = await _with_suggestion(error, scope)
+            await reply.fail(to_service_error(helpful), scope["path"], getattr(error, "headers", None))
+        finally:
+            self._requests.change(-counted)
+            self._metrics.count_request(_route(scope), reply.status)
+
+
+class _Reply:
+    """The way out of one request: adds its id, and remembers whether an answer has begun."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    async def fail(self, error: ServiceError, path: str, extra: dict[str, str] | None = None) -> None:
+        if self.status:
+            return  # the answer has begun: a second one would be garbage inside the first
+        status, body, headers = error_reply(error, path, self.request_id)
+        await send_json(self.send, status, body, headers | (extra or {}))
+
+
+async def send_json(send: Send, status: int, body: Any, headers: dict[str, str]) -> None:
+    content = msgspec.json.encode(body)
+    fixed = {"content-type": "application/json", "content-length": str(len(content))}
+    pairs = [(name.lower().encode(), value.encode()) for name, value in (fixed | headers).items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": content})
+
+
+async def _with_suggestion(error: Exception, scope: Scope) -> Exception:
+    """The error; of an unknown function one that names what the caller may have meant."""
+    if not isinstance(error, NoSuchFunction):
+        return error
+    of_functions = scope["path"].startswith(("/functions/", "/deploy/"))
+    helpful: Exception = await scope["state"]["services"].suggestions.add_to(error, with_base=not of_functions)
+    return helpful
+
+
+def _request_id(scope: Scope) -> str:
+    """The caller's own id when it can do no harm in headers and logs."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    text: str = given.decode("latin-1")
+    return text if SANE_ID.fullmatch(text) else f"req_{secrets.token_hex(12)}"
+
+
+def _route(scope: Scope) -> str:
+    return getattr(scope.get("endpoint"), "__name__", "unknown")
+
+
+def _log_failure(error: Exception, reply: _Reply, scope: Scope) -> None:
+    if is_unexpected(error):
+        log.error("request failed", exc_info=error, extra={"request_id": reply.request_id, "route": _route(scope)})
+    elif reply.status:
+        log.warning("reply broke off: %s", error, extra={"request_id": reply.request_id, "route": _route(scope)})

@@ -1,0 +1,65 @@
+"""Work that ends when nobody waits for its outcome any more, or for another reason that comes from outside.
+
+It runs in its caller's own task: one of its own would begin, and be noticed to end, a turn of the event loop later,
+and each turn makes a caller wait for the tokens of all other streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from gateway.http.errors import ClientGone
+
+T = TypeVar("T")
+
+
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`; when the caller closes the connection, `work` is cancelled and ClientGone raised.
+
+    The request's body must have been read to its end.
+    """
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        with cut_short(gone):
+            return await work
+    finally:
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+
+
+@contextmanager
+def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
+    """Cancels what the block waits for when `by` has a result, and raises that instead. The block stays in one task."""
+    task = asyncio.current_task()
+    assert task is not None
+    others, cut, left = task.cancelling(), False, False
+
+    def cancel(_: asyncio.Future[Exception]) -> None:
+        nonlocal cut
+        if not by.cancelled() and not left:
+            cut = True
+            task.cancel()
+
+    by.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if cut and task.cancelling() - 1 <= others:
+            raise (by.exception() or by.result()) from None
+        raise
+    finally:
+        left = True  # once `by` is done its callbacks are on their way, and can't be removed any more
+        by.remove_done_callback(cancel)
+        if cut:
+            task.uncancel()
+
+
+async def _disconnected(receive: Receive) -> Exception:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    return ClientGone()

@@ -1,0 +1,135 @@
+"""Server-sent events: headers with the first token, keep-alives while nothing comes, errors inside an open stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import ServiceError
+from gateway.http.connected import while_connected
+from gateway.http.errors import is_unexpected, to_service_error
+from gateway.http.protocol import PROBE
+
+COMMENT = b": keep-alive\n\n"
+BLANK_LINE = b"\n"
+"""Says as much as a comment to a client that strips what it reads: `vllm bench serve` joins a comment to the event that
+follows, and loses both."""
+
+_encode = msgspec.json.Encoder().encode
+
+log = logging.getLogger("gateway")
+
+
+def sse(data: object, event: str | None = None) -> bytes:
+    """One event with JSON data."""
+    name = b"event: " + event.encode() + b"\n" if event else b""
+    return b"".join((name, b"data: ", _encode(data), b"\n\n"))
+
+
+class EventStream:
+    """An ASGI response over `chunks`, each a whole event.
+
+    Until the first chunk, or for `header_seconds`, nothing is sent: an error that `chunks` raises by then leaves this
+    response as an exception, and becomes a proper status. Later ones are sent as `failure(error)`, the last event.
+    """
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        headers: Callable[[], dict[str, str]],
+        failure: Callable[[ServiceError], bytes],
+        *,
+        header_seconds: float,
+        keepalive_seconds: float,
+        keepalive: bytes = COMMENT,
+    ) -> None:
+        self._chunks = chunks
+        self._headers = headers
+        self._failure = failure
+        self._header_seconds = header_seconds
+        self._keepalive_seconds = keepalive_seconds
+        self._keepalive = keepalive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"][PROBE] = BLANK_LINE
+        await while_connected(self._write(send), receive)
+
+    async def _write(self, send: Send) -> None:
+        wire = _Wire(send, self._start)
+        async with aclosing(self._chunks) as chunks:
+            beating = asyncio.ensure_future(self._beat(wire))
+            last = b""
+            try:
+                async for chunk in chunks:
+                    await wire.put(chunk)
+            except asyncio.CancelledError:
+                if wire.begun:
+                    stopping = ServiceError("unavailable", "the gateway is stopping", retry_after=1.0)
+                    await wire.put(self._failure(stopping), more=False)
+                raise
+            except Exception as error:
+                if not wire.begun:
+                    raise
+                if is_unexpected(error):
+                    log.error("stream failed", exc_info=error)
+                last = self._failure(to_service_error(error))
+            finally:
+                beating.cancel()
+                await asyncio.gather(beating, return_exceptions=True)
+            await wire.put(last, more=False)
+
+    async def _beat(self, wire: _Wire) -> None:
+        """The headers if the first chunk is late, and keep-alives while none comes."""
+        due = time.monotonic() + self._header_seconds
+        while True:
+            if wire.begun:
+                due = wire.last + self._keepalive_seconds
+            if (left := due - time.monotonic()) > 0:
+                await asyncio.sleep(min(left, self._keepalive_seconds))
+            elif wire.begun:
+                await wire.put(self._keepalive)
+            else:
+                await wire.begin()
+
+    def _start(self) -> list[tuple[bytes, bytes]]:
+        fixed = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+        }
+        return [(name.encode(), value.encode()) for name, value in (fixed | self._headers()).items()]
+
+
+class _Wire:
+    """The way to the caller, for one at a time: chunks and comments come from different tasks."""
+
+    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._lock = asyncio.Lock()
+        self.begun = False
+        self.last = 0.0
+        """When something was last sent (monotonic)."""
+
+    async def begin(self) -> None:
+        async with self._lock:
+            await self._begin()
+
+    async def put(self, chunk: bytes, more: bool = True) -> None:
+        async with self._lock:
+            if not self.begun:
+                await self._begin()
+            self.last = time.monotonic()
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    async def _begin(self) -> None:
+        if not self.begun:
+            start = {"type": "http.response.start", "status": 200, "headers": self._headers()}
+            self.begun, self.last = True, time.monotonic()
+            await self._send(start)

@@ -1,0 +1,108 @@
+"""HTTP as the gateway speaks it: the bounds of every port of ours, and manners for callers that are not nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+from cluster.errors import ServiceError
+from cluster.http_protocol import READ_BYTES, BoundedHttp
+from gateway.http.errors import native_body
+
+WRITE_SECONDS = 60.0
+"""For which a full write buffer may stay as it is: then the peer has stopped reading, and its request ends."""
+LAST_SECONDS = 2.0
+"""That a connection without any request is kept when the server stops, for one that may be on its way."""
+PROBE_SECONDS = (1.0, 1.0, 2.0)
+"""Between probes of a peer that sends no more. The first that reaches a closed socket is answered with a reset, which
+the next one finds."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE = "probe"
+"""In a request's state: bytes that may be sent at any time once its answer has begun, for they mean nothing there."""
+UNPARSABLE = "unparsable"
+"""Stands for the route, in metrics, of what is no HTTP request."""
+
+
+class GatewayHttp(BoundedHttp):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._last = False
+
+    def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
+        """In the contract's shape; there is no route yet that could have another one. Broken requests are counted."""
+        if "services" in self.app_state:
+            self.app_state["services"].metrics.count_request(UNPARSABLE, error.status)
+        request_id = f"req_{secrets.token_hex(12)}"
+        return {"x-request-id": request_id}, native_body(error, request_id)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_write_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self._last:
+            self._keep_alive = False
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The peer sends no more: it may have closed, or (after shutdown(SHUT_WR)) still read its answer. Only what is
+        sent to it shows which, so it is probed; whoever has closed is found gone within some seconds."""
+        if self._receiving or self._lingering or self.cycle is None or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        self._probe_timer = self.loop.call_later(PROBE_SECONDS[0], self._probe, PROBE_SECONDS[1:])
+        return True
+
+    def shutdown(self) -> None:
+        """The server stops. A request may be on its way on a connection that was just made: it is answered."""
+        if self.cycle is None and not self.transport.is_closing():
+            self._last = True
+            self.loop.call_later(LAST_SECONDS, self._end_unused)
+        else:
+            super().shutdown()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_write_timer()
+        left = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self._end_unwritten, left)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _end_unwritten(self, before: int) -> None:
+        """`before`: bytes that were left at the last look."""
+        left = self.transport.get_write_buffer_size()
+        if left > before - READ_BYTES:
+            self.transport.abort()
+        else:
+            self._write_timer = self.loop.call_later(WRITE_SECONDS, self._end_unwritten, left)
+
+    def _probe(self, pauses: tuple[float, ...]) -> None:
+        cycle = self._answered
+        if cycle is None or self.transport.is_closing() or cycle.response_complete:
+            return
+        piece = cycle.scope["state"].get(PROBE)
+        if cycle.scope["http_version"] != "1.1":
+            pass  # the peer knows neither interim answers nor chunks
+        elif not cycle.response_started:
+            self.transport.write(CONTINUE)
+        elif piece and cycle.chunked_encoding:
+            self.transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        if pauses:
+            self._probe_timer = self.loop.call_later(pauses[0], self._probe, pauses[1:])
+
+    def _end_unused(self) -> None:
+        if self.cycle is None:
+            super().shutdown()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

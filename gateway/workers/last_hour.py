@@ -1,0 +1,40 @@
+"""What a function did in the last hour, by the minute, on this gateway worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.workers.sliding_sums import SlidingSums, Sums
+
+MINUTES = 60
+MAX_FUNCTIONS = 2000
+"""Functions that are counted at once; the one that was called least recently is forgotten."""
+
+
+class Counts(Sums):
+    """Sums over some time."""
+
+    invocations: int = 0
+    failures: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_tokens: int = 0
+    ttft_seconds: float = 0.0
+
+
+class LastHour(SlidingSums[Counts]):
+    """By tenant and function. `clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock, "hour", Counts, seconds=60, windows=(MINUTES,), most=MAX_FUNCTIONS)
+
+    def note(self, tenant: str, function: str, counts: Counts) -> None:
+        self.add(name_of(tenant, function), counts)
+
+    def sums(self, tenant: str, function: str) -> Counts:
+        return self.of(name_of(tenant, function))[0]
+
+
+def name_of(tenant: str, function: str) -> str:
+    """Neither name has a slash."""
+    return f"{tenant}/{function}"

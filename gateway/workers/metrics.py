@@ -1,0 +1,261 @@
+"""Prometheus metrics of the gateway, in a registry of their own.
+
+With several workers each keeps its numbers in files of one directory (prometheus_client's multiprocess mode, which it
+takes from PROMETHEUS_MULTIPROC_DIR when it is first imported), and whichever is asked adds them up. What is known of
+the nodes is set only for the answer, from the cluster state, and is never added up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from cluster.messages import ColdStart
+from cluster.news import NodeRecord
+from cluster.node_book import NodeView
+from gateway.workers.attainment import PROMISES, WINDOWS, Kept, Promise
+
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+
+MAX_LABELS = 200
+"""Distinct tenants, and distinct functions, that get a label of their own; later ones share `other`."""
+
+DECISION_SECONDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class LabelCap:
+    """Bounds the values of a label: names come from users, and each value costs memory for ever."""
+
+    def __init__(self, limit: int = MAX_LABELS) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def __call__(self, value: str) -> str:
+        if value not in self._known:
+            if len(self._known) >= self._limit:
+                return "other"
+            self._known.add(value)
+        return value
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._tenant = LabelCap()
+        self._function = LabelCap()
+        self._node = LabelCap()
+        own = self.registry
+        owner = ("tenant", "function")
+        self._requests = Counter("garnish_requests", "Replies by route and status", ("route", "status"), registry=own)
+        self._invocations = Counter("garnish_invocations", "Invocations by outcome", (*owner, "outcome"), registry=own)
+        self._tokens = Counter("garnish_tokens", "Tokens by kind", (*owner, "kind"), registry=own)
+        self._ttft = Histogram("garnish_ttft_seconds", "Receipt to first token", owner, buckets=SECONDS, registry=own)
+        self._tpot = Histogram("garnish_tpot_seconds", "Between two tokens", owner, buckets=SECONDS, registry=own)
+        self._cold = Counter(
+            "garnish_cold_starts", "Invocations by where the adapter was", ("tier", "plan"), registry=own
+        )
+        self._exposed = Counter("garnish_exposed_load_seconds", "Computation waiting for adapter bytes", registry=own)
+        self._loads = Counter(
+            "garnish_cold_load_seconds",
+            "Loads of invocations' adapters: in all, and of that from the store or the disk",
+            ("part",),
+            registry=own,
+        )
+        self._forecast_error = Histogram(
+            "garnish_exposed_forecast_error_seconds",
+            "Exposed load, planned and real, apart",
+            buckets=SECONDS,
+            registry=own,
+        )
+        self._layers = Counter(
+            "garnish_cold_layers", "Layers begun before the whole adapter was there", ("where",), registry=own
+        )
+        self._replays = Counter("garnish_cold_replays", "Prompt chunks that a CPU worker failed", registry=own)
+        self._schedule = Histogram(
+            "garnish_schedule_seconds", "Placing one request", buckets=DECISION_SECONDS, registry=own
+        )
+        self._first_token_error = Histogram(
+            "garnish_ttft_forecast_error_seconds",
+            "First token, forecast at placement and real, apart",
+            ("came",),
+            buckets=SECONDS,
+            registry=own,
+        )
+        self._retries = Counter("garnish_retries", "Generations sent to another node after one failed", registry=own)
+        self._refusals = Counter(
+            "garnish_limited", "Calls refused by a limit of their tenant or function", ("tenant", "limit"), registry=own
+        )
+        self._opened = Counter(
+            "garnish_circuits_opened", "Nodes given up for a while, by a worker each", ("node",), registry=own
+        )
+        self._promises = Counter(
+            "garnish_slo_calls", "Calls to which a TTFT, a TPOT or any was promised", ("tenant", "slo"), registry=own
+        )
+        self._held = Counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"), registry=own)
+        self._preemptions = Counter(
+            "garnish_preemptions", "Places given up to strict requests", ("tenant",), registry=own
+        )
+        self._open = Gauge(
+            "garnish_open_invocations", "Invocations in progress", registry=own, multiprocess_mode="livesum"
+        )
+
+    def count_request(self, route: str, status: int) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    def count_invocation(self, tenant: str, function: str, outcome: str) -> None:
+        self._invocations.labels(self._tenant(tenant), self._function(function), outcome).inc()
+
+    def count_tokens(self, tenant: str, function: str, prompt: int, completion: int) -> None:
+        owner = (self._tenant(tenant), self._function(function))
+        self._tokens.labels(*owner, "prompt").inc(prompt)
+        self._tokens.labels(*owner, "completion").inc(completion)
+
+    def observe_speed(self, tenant: str, function: str, ttft: float, tpot: float | None) -> None:
+        owner = (self._tenant(tenant), self._function(function))
+        self._ttft.labels(*owner).observe(ttft)
+        if tpot is not None:
+            self._tpot.labels(*owner).observe(tpot)
+
+    def count_cold_start(self, cold: ColdStart) -> None:
+        self._cold.labels(cold.state, cold.plan).inc()
+        self._exposed.inc(cold.exposed)
+        self._loads.labels("load").inc(cold.load)
+        self._loads.labels("fetch").inc(cold.fetch)
+        self._layers.labels("cpu").inc(cold.layers_cpu)
+        self._layers.labels("device").inc(cold.layers_device)
+        self._replays.inc(cold.replays)
+        if cold.plan not in ("none", "wait"):
+            self._forecast_error.observe(abs(cold.exposed - cold.forecast))
+
+    def count_promises(self, tenant: str, held: dict[Promise, bool]) -> None:
+        for promise, kept in held.items():
+            labels = (self._tenant(tenant), promise)
+            self._promises.labels(*labels).inc()
+            self._held.labels(*labels).inc(kept)
+
+    def count_preemptions(self, tenant: str, count: int) -> None:
+        if count:
+            self._preemptions.labels(self._tenant(tenant)).inc(count)
+
+    def observe_schedule(self, seconds: float) -> None:
+        self._schedule.observe(seconds)
+
+    def observe_forecast(self, forecast: float, real: float) -> None:
+        """Seconds from a request's placement to its first token."""
+        came = "later" if real > forecast else "sooner"
+        self._first_token_error.labels(came).observe(abs(real - forecast))
+
+    def count_retry(self) -> None:
+        self._retries.inc()
+
+    def count_refusal(self, tenant: str, why: str) -> None:
+        self._refusals.labels(self._tenant(tenant), why).inc()
+
+    def count_opened_circuit(self, node_id: str) -> None:
+        self._opened.labels(self._node(node_id)).inc()
+
+    def change_open(self, by: int) -> None:
+        self._open.inc(by)
+
+    def render(
+        self, nodes: Iterable[NodeView], attained: Mapping[str, list[Kept]] | None = None, stale: float | None = None
+    ) -> bytes:
+        """Prometheus text format, of all workers, of the nodes as they are known now, and of what was kept of promises
+        by tenant and window; `stale`: since how many seconds it knows no better."""
+        asked = CollectorRegistry()
+        if MULTIPROCESS in os.environ:
+            MultiProcessCollector(asked)  # type: ignore[no-untyped-call]
+        else:
+            asked.register(_Again(self.registry))
+        asked.register(_Nodes(list(nodes), stale or 0.0))
+        asked.register(_Promises(attained or {}, self._tenant))
+        return generate_latest(asked)
+
+
+class _Again(Collector):
+    """The metrics of another registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._registry.collect())
+
+
+class _Nodes(Collector):
+    def __init__(self, views: list[NodeView], stale: float) -> None:
+        self._views, self._stale = views, stale
+        self._nodes = [view.record for view in views]
+
+    def collect(self) -> Iterator[Metric]:
+        told = "Since when the worker that answers has been without Redis"
+        yield GaugeMetricFamily("garnish_cluster_stale_seconds", told, value=self._stale)
+        states = GaugeMetricFamily("garnish_nodes", "Nodes by state", labels=("state",))
+        for state, count in sorted(Tally(node.state for node in self._nodes).items()):
+            states.add_metric((state,), count)
+        yield states
+        yield self._each("garnish_node_running", "Requests in a node's batch", lambda node: node.running)
+        yield self._each("garnish_node_queued", "Requests in a node's queue", lambda node: node.queued)
+        yield self._each("garnish_node_kv_blocks", "Blocks of the KV cache", lambda node: node.kv_blocks)
+        yield self._each("garnish_node_kv_blocks_free", "Of them free", lambda node: node.kv_blocks_free)
+        yield self._each("garnish_node_adapter_bytes", "Adapter memory on the device", lambda node: node.adapter_bytes)
+        yield self._each("garnish_node_adapter_bytes_free", "Of it free", lambda node: node.adapter_bytes_free)
+        yield self._forecasts()
+        yield from self._residency()
+
+    def _forecasts(self) -> GaugeMetricFamily:
+        told = "Observed over forecast time of a node's last passes, median"
+        family = GaugeMetricFamily("garnish_node_forecast_ratio", told, labels=("node",))
+        for node in self._nodes:
+            if node.forecast_ratio is not None:
+                family.add_metric((node.id,), node.forecast_ratio)
+        return family
+
+    def _each(self, name: str, told: str, value: Callable[[NodeRecord], int]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, told, labels=("node",))
+        for node in self._nodes:
+            family.add_metric((node.id,), value(node))
+        return family
+
+    def _residency(self) -> Iterator[Metric]:
+        adapters = GaugeMetricFamily("garnish_resident_adapters", "Adapters by tier", labels=("node", "tier"))
+        size = GaugeMetricFamily("garnish_resident_bytes", "Bytes of adapters by tier", labels=("node", "tier"))
+        for view in self._views:
+            count, total = Tally[str](), Tally[str]()
+            for resident in view.residents.values():
+                count[resident.tier] += 1
+                total[resident.tier] += resident.bytes
+            for tier in sorted(count):
+                adapters.add_metric((view.record.id, tier), count[tier])
+                size.add_metric((view.record.id, tier), total[tier])
+        yield adapters
+        yield size
+
+
+class _Promises(Collector):
+    def __init__(self, attained: Mapping[str, list[Kept]], label: Callable[[str], str]) -> None:
+        self._attained, self._label = attained, label
+
+    def collect(self) -> Iterator[Metric]:
+        sums: dict[tuple[str, int], Kept] = {}
+        for tenant, windows in self._attained.items():
+            for seconds, kept in zip(WINDOWS, windows, strict=True):
+                sums.setdefault((self._label(tenant), seconds), Kept()).add(kept)
+        family = GaugeMetricFamily(
+            "garnish_slo_attainment",
+            "Share of calls that got what was promised",
+            labels=("tenant", "slo", "window"),
+        )
+        for (tenant, seconds), kept in sums.items():
+            for promise in PROMISES:
+                share = kept.share(promise)
+                if share is not None:
+                    family.add_metric((tenant, promise, f"{seconds}s"), share)
+        yield family

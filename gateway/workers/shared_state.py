@@ -1,0 +1,58 @@
+"""What the gateway's workers share: in the memory of the only one, or in Redis."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+from cluster.leases import Leases, MemoryLeases, RedisLeases
+from cluster.limits import LimitState, MemoryLimits
+from cluster.redis_limits import RedisLimits
+from cluster.redis_link import RedisLink, prefix_of
+from cluster.redis_state import RedisClusterState
+from cluster.state import ClusterState, MemoryClusterState
+from gateway.config import GatewayConfig
+from gateway.workers.peers import Peers
+
+START_SECONDS = 60.0
+"""A worker that starts while Redis is away takes no calls for so long: the others know the nodes, it would not."""
+
+log = logging.getLogger("gateway")
+
+
+@dataclass(frozen=True)
+class Shared:
+    cluster: ClusterState
+    limits: LimitState
+    leases: Leases
+    peers: Peers
+    link: RedisLink | None
+    workers: Callable[[], int]
+    """Of all gateways of the cluster, this one included; as last known while Redis is away."""
+
+
+@asynccontextmanager
+async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Shared]:
+    if config.redis is None:
+        cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
+        yield Shared(cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None), None, lambda: 1)
+        return
+    worker = f"{os.getpid()}-{secrets.token_hex(4)}"
+    link = RedisLink(config.redis, prefix_of(secret), worker, monotonic)
+    shared = Shared(
+        RedisClusterState(link, expiry=config.record_expiry),
+        RedisLimits(link, config.workers),
+        RedisLeases(link),
+        Peers(link),
+        link,
+        lambda: max(config.workers, link.workers),
+    )
+    async with link.running(), shared.peers.running():
+        if not await link.wait_until_up(START_SECONDS):
+            log.error("Redis is still away: this worker starts without knowing any nodes")
+        yield shared
