@@ -58,6 +58,7 @@ lint: install-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.check_pages
 
 bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.exactness --json benchmarks/results/exactness.json
@@ -82,13 +83,13 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 
-# Half an hour: parts of a service are killed, a minute apart and in a storm; docs/benchmarks.md.
+# Half an hour: parts of a service are killed, a minute apart and in a storm; docs/results/benchmarks.md.
 chaos: install-dev demo-model
 	$(BIN)/python -m benchmarks.chaos --minutes 10 --every 60 --json benchmarks/results/chaos_minute.json
 	$(BIN)/python -m benchmarks.chaos --minutes 20 --json benchmarks/results/chaos.json
 	$(BIN)/python -m benchmarks.tables
 
-# vLLM's and guidellm's load generators, each in an environment of its own, against the service; docs/clients.md.
+# vLLM's and guidellm's load generators, each in an environment of its own, against the service; docs/guide/clients.md.
 foreign-clients: install-dev demo-model
 	$(BIN)/python -m benchmarks.foreign_clients --json benchmarks/results/foreign_clients.json
 

@@ -44,4 +44,4 @@ def autoscale_text(document: dict[str, Any]) -> str:
         f"{figures['ttft_p50_ms_before']:.0f} ms until then and {figures['ttft_p50_ms_three_nodes']:.0f} ms with "
         f"three. {figures['nodes_at_end']:.0f} nodes at the end."
     )
-    return f"{caption(document, text)}\n\n![Callers, nodes and TTFT over time](images/autoscale.svg)"
+    return f"{caption(document, text)}\n\n![Callers, nodes and TTFT over time](../images/autoscale.svg)"

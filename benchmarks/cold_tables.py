@@ -1,4 +1,4 @@
-"""The tables of docs/cold-start.md that come from coldstart.py's report."""
+"""The tables of docs/design/cold-start.md that come from coldstart.py's report."""
 
 from __future__ import annotations
 

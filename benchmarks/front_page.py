@@ -33,8 +33,8 @@ def status(reports: Reports) -> str:
     studies = ", ".join(f"`{name}` ({gpu})" for name, gpu in sorted(gpus.items()))
     on_gpu = f" **On a GPU:** only the study {studies}." if gpus else ""
     text = (
-        f"{never}. Both are written and tested without them ([kernels](docs/kernels.md), "
-        f"[node pools](docs/node-pools.md)).{on_gpu} **Served:** bases of the Llama, Mistral, Qwen2 and Qwen3 "
+        f"{never}. Both are written and tested without them ([kernels](docs/design/kernels.md), "
+        f"[node pools](docs/operate/node-pools.md)).{on_gpu} **Served:** bases of the Llama, Mistral, Qwen2 and Qwen3 "
         f"architectures. **Measured:** {', '.join(sorted(models))} and random weights, on {', '.join(hosts)}."
     )
     return "\n".join(f"> {line}" for line in wrapped(text, width=WIDTH - 2).splitlines())
@@ -48,14 +48,15 @@ def benefits(reports: Reports) -> str:
     times = (f"{kind.upper()} {each.median:.2f} ({each.worst:.1f})" for kind, each in zip(TIMES, cold, strict=True))
     ties = f", {exact['ties']} a tie" if exact["ties"] else ""
     return "\n".join([
-        "- **[Deploy like a function](docs/quickstart.md)**: versions, aliases, canaries, rollback",
-        f"- **[Any mix of ranks](docs/benchmarks.md#serving)** in one batch: {mixed.median:.1f}x PEFT's tokens/s "
-        f"({mixed.worst:.1f}x)",
-        f"- **[Cold/warm](docs/cold-start.md)**, simulated: {', '.join(times)}",
-        f"- **[The tokens of PEFT](docs/benchmarks.md)**: {exact['tokens']:,} compared in fp32, "
+        "- **[Deploy like a function](docs/guide/quickstart.md)**: versions, aliases, canaries, rollback",
+        "- **[Any mix of ranks](docs/results/benchmarks.md#serving)** in one batch: "
+        f"{mixed.median:.1f}x PEFT's tokens/s ({mixed.worst:.1f}x)",
+        f"- **[Cold/warm](docs/design/cold-start.md)**, simulated: {', '.join(times)}",
+        f"- **[The tokens of PEFT](docs/results/benchmarks.md)**: {exact['tokens']:,} compared in fp32, "
         f"{exact['mismatches']} differ{ties}",
-        f"- **[Fair shares](docs/tenants.md)** within {fair['share_error']:.2%} of the weights; SLO classes, limits",
-        "- **[From a laptop to pools](docs/node-pools.md)**: plan, apply and scale nodes by their load",
+        f"- **[Fair shares](docs/guide/tenants.md)** within {fair['share_error']:.2%} of the weights; "
+        "SLO classes, limits",
+        "- **[From a laptop to pools](docs/operate/node-pools.md)**: plan, apply and scale nodes by their load",
     ])  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def _engine(report: dict[str, Any], name: str) -> str:
         f"**Engine** over `generate` of transformers and PEFT, tokens/s with equal threads, worst round in brackets: "
         f"{parts}. {_first_tokens(of)}{settings['model']}, {dtypes(settings)}, {host(report)}."
     )
-    return _source(text, "docs/benchmarks.md#the-engine-against-peft", name)
+    return _source(text, "docs/results/benchmarks.md#the-engine-against-peft", name)
 
 
 def _first_tokens(of: dict[str, float]) -> str:
@@ -132,7 +133,7 @@ def _serving(report: dict[str, Any], name: str) -> str:
     )
     where = f"{dtypes(report['settings'])}, {host(report)}"
     text = f"**Two models**, the same with eight requests at once: {parts}. {where}."
-    return _source(text, "docs/benchmarks.md#serving", name)
+    return _source(text, "docs/results/benchmarks.md#serving", name)
 
 
 def _cold(report: dict[str, Any]) -> str:
@@ -152,7 +153,7 @@ def _cold(report: dict[str, Any]) -> str:
         f"{', '.join(parts)}. Means of a round's calls; a simulated link and CPU workers (`node.simulate` in "
         f"serverless.yml), {host(report)}. ASSIST's TTFT over FULL's, ranks 64 and 128: {gains}."
     )
-    return _source(text, "docs/cold-start.md#the-ways-of-loading", "coldstart")
+    return _source(text, "docs/design/cold-start.md#the-ways-of-loading", "coldstart")
 
 
 def _exact(report: dict[str, Any]) -> str:
@@ -161,7 +162,7 @@ def _exact(report: dict[str, Any]) -> str:
         f"**The tokens of PEFT**: {of['tokens']:,} greedy tokens of {of['cases']:,} drawn cases in fp32, "
         f"{of['mismatches']} differ, {of['ties']} excused as a tie of PEFT's own logits. {report['settings']['model']}."
     )
-    return _source(text, "docs/benchmarks.md#the-same-tokens-as-peft", "exactness")
+    return _source(text, "docs/results/benchmarks.md#the-same-tokens-as-peft", "exactness")
 
 
 def _fair(report: dict[str, Any]) -> str:
@@ -180,7 +181,7 @@ def _fair(report: dict[str, Any]) -> str:
         f"tenant that asks for ten times its share the others have, with it over without it: {ratios}. Calls within "
         f"their SLO beside three times the capacity of best effort{model}: {shares}. {host(report)}."
     )
-    return _source(text, "docs/benchmarks.md#fair-shares", "fairness")
+    return _source(text, "docs/results/benchmarks.md#fair-shares", "fairness")
 
 
 def _of_rounds(found: tuple[float, float]) -> str:
@@ -199,7 +200,7 @@ def _faults(storm: dict[str, Any], minute: dict[str, Any]) -> str:
     usual = told(minute, f"killed, one every {minute['settings']['every']:.0f} s")
     worst = told(storm, f"killed, hung or emptied, one every {storm['settings']['pause']:.0f} s")
     text = f"**Faults**: {usual} A storm of {worst} {storm['settings']['model']}."
-    return _source(text, "docs/benchmarks.md#faults", "chaos_minute", "chaos")
+    return _source(text, "docs/results/benchmarks.md#faults", "chaos_minute", "chaos")
 
 
 def _gateway(report: dict[str, Any]) -> str:
@@ -212,15 +213,15 @@ def _gateway(report: dict[str, Any]) -> str:
         f"{stolen:.0%} of the processors away); {settings['workers']} workers, {settings['streams']} streams, "
         f"{host(report)}."
     )
-    return _source(text, "docs/benchmarks.md#the-gateway", "gateway")
+    return _source(text, "docs/results/benchmarks.md#the-gateway", "gateway")
 
 
 def _simulated(found: Iterable[dict[str, Any]]) -> str:
     cases = [case for report in found for case in simulated_cases(report["rows"])]
     text = f"**Routing, simulated** (60 nodes, two profiles, each rate with all policies): {verdict(cases)}"
-    return _source(text, "docs/simulate.md#policies-compared", "scheduling", "scheduling_measured")
+    return _source(text, "docs/guide/simulate.md#policies-compared", "scheduling", "scheduling_measured")
 
 
 def _routed(report: dict[str, Any], text: str) -> str:
     text = f"**Routing** behind a real gateway and eight nodes timed by two profiles, {host(report)}: {text}"
-    return _source(text, "docs/simulate.md#behind-the-real-gateway", "testbed")
+    return _source(text, "docs/guide/simulate.md#behind-the-real-gateway", "testbed")

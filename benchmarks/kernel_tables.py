@@ -1,4 +1,4 @@
-"""The tables of docs/kernels.md, from the report of benchmarks.kernels."""
+"""The tables of docs/design/kernels.md, from the report of benchmarks.kernels."""
 
 from __future__ import annotations
 

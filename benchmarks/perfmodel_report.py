@@ -7,7 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from benchmarks.report import origin
+from benchmarks.report import caption
+from benchmarks.rule import wrapped
 
 TERMS = {
     "max_rank": "rows x largest rank", "request_ranks": "sum of ranks over requests",
@@ -25,8 +26,11 @@ def perfmodel_table(document: dict[str, Any]) -> str:
     )
     beyond = f" from row {decode['flat_rows'] + 1} on" if decode.get("flat_rows") else ""
     lines = [
-        f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads, median of {settings['rounds'] - 1} "
-        f"rounds, adapters on q, k, v. {origin(document)}",
+        caption(
+            document,
+            f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads, median of "
+            f"{settings['rounds'] - 1} rounds, adapters on q, k, v.",
+        ),
         "",
         "| | R^2 | held-out error, median | configurations (set aside) |",
         "|---|---|---|---|",
@@ -42,17 +46,19 @@ def perfmodel_table(document: dict[str, Any]) -> str:
         f"| paper's form, BGMV: batch x largest rank | {figures['r2_paper_bgmv']:.4f} | | {bgmv['samples']} |",
         f"| paper's form, MBGMV: sum of ranks | {figures['r2_paper_mbgmv']:.4f} | | {mbgmv['samples']} |",
         "",
-        f"A decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.0f} us a row{beyond} + "
-        f"{decode['per_context'] * 1e9:.0f} ns a token of context + {decode['per_rank'] * 1e6:.2f} us of the "
-        f"{TERMS[decode['rank_term']]}. A pass over prompts: {prefill['base'] * 1e3:.2f} ms + "
-        f"{prefill['per_token'] * 1e6:.0f} us a token + {prefill['per_token2'] * 1e9:.1f} ns a token squared + "
-        f"{prefill['per_token_rank'] * 1e9:.0f} ns a token and rank. Mean held-out error by rank term: "
-        + ", ".join(f"{TERMS[term]} {error:.2%}" for term, error in model["heldout_by_term"].items())
-        + f". A forecast takes {figures['eval_us']:.1f} us.",
+        wrapped(
+            f"A decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.0f} us a row{beyond} + "
+            f"{decode['per_context'] * 1e9:.0f} ns a token of context + {decode['per_rank'] * 1e6:.2f} us of the "
+            f"{TERMS[decode['rank_term']]}. A pass over prompts: {prefill['base'] * 1e3:.2f} ms + "
+            f"{prefill['per_token'] * 1e6:.0f} us a token + {prefill['per_token2'] * 1e9:.1f} ns a token squared + "
+            f"{prefill['per_token_rank'] * 1e9:.0f} ns a token and rank. Mean held-out error by rank term: "
+            + ", ".join(f"{TERMS[term]} {error:.2%}" for term, error in model["heldout_by_term"].items())
+            + f". A forecast takes {figures['eval_us']:.1f} us."
+        ),
         "",
         f"Contention probe: {figures['probe_before_ms']:.2f} ms before, {figures['probe_after_ms']:.2f} ms after.",
         "",
-        "![Residuals of both models, and the paper's form on its grid](images/perfmodel-residuals.svg)",
+        "![Residuals of both models, and the paper's form on its grid](../images/perfmodel-residuals.svg)",
     ]
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """Writes the figures of README and docs from the reports in benchmarks/results/, between their markers.
 
-The rule by which a figure is stated is in benchmarks/rule.py, for readers in docs/benchmarks.md.
+The rule by which a figure is stated is in benchmarks/rule.py, for readers in docs/results/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "figures: benefits": front_page.benefits,
         "figures": front_page.figures,
     },
-    ROOT / "docs" / "benchmarks.md": {
+    ROOT / "docs" / "results" / "benchmarks.md": {
         "engine": each(ENGINE, engine_table),
         "exactness": one("exactness", exactness_table),
         "serve": each(SERVE, serve_table),
@@ -100,28 +100,28 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "fairness": one("fairness", fairness_table),
         "chaos": each(("chaos_minute", "chaos"), chaos_table),
     },
-    ROOT / "docs" / "kernels.md": {
+    ROOT / "docs" / "design" / "kernels.md": {
         "floors": one("kernels", floor_table),
         "resources": one("kernels", resource_table),
         "cpu": one("kernels", cpu_table),
     },
-    ROOT / "docs" / "scheduling.md": {
+    ROOT / "docs" / "design" / "scheduling.md": {
         "placement": one("placement", placement_table),
     },
-    ROOT / "docs" / "cold-start.md": {
+    ROOT / "docs" / "design" / "cold-start.md": {
         "coldstart": one("coldstart", coldstart_table),
         "planning": one("coldstart", planning_table),
         "streaming": one("coldstart", streaming_table),
         "handoff": one("handoff", handoff_table),
     },
-    ROOT / "docs" / "simulate.md": {
+    ROOT / "docs" / "guide" / "simulate.md": {
         "fidelity": one("fidelity", fidelity_table),
         "scheduling": one("scheduling", scheduling_table),
         "scheduling-measured": one("scheduling_measured", scheduling_table),
         "testbed": one("testbed", scheduling_table),
     },
-    ROOT / "docs" / "autoscale.md": {"autoscale": one("autoscale", autoscale_text)},
-    ROOT / "docs" / "performance-model.md": {"perfmodel": one("perfmodel", perfmodel_table)},
+    ROOT / "docs" / "operate" / "autoscale.md": {"autoscale": one("autoscale", autoscale_text)},
+    ROOT / "docs" / "operate" / "performance-model.md": {"perfmodel": one("perfmodel", perfmodel_table)},
 }
 """Page -> marker -> what makes the lines between its markers"""
 

@@ -86,8 +86,8 @@ class Client:
     ) -> InvokeReply | Iterator[Event]:
         """Call a function (`name`, `name:alias` or `name:version`) with a prompt, its token ids, or messages.
 
-        `options` are the request's other fields (docs/invoke.md): max_tokens, temperature, n, stop, logit_bias, ...;
-        and `session`: calls with equal ones are on the same side of an alias that splits its calls.
+        `options` are the request's other fields (docs/guide/invoke.md): max_tokens, temperature, n, stop, logit_bias,
+        ...; and `session`: calls with equal ones are on the same side of an alias that splits its calls.
         With `stream` it yields TokenEvent after TokenEvent and at last one DoneEvent; closing the iterator cancels.
         """
         call = invoke_call(name, prompt, stream, options)

@@ -78,7 +78,7 @@ def read_operator_keys(file: Path) -> OperatorKeys:
         claim = parse_key(key)
         if key and (claim is None or claim.tenant != owner):
             field, form = ("admin_key", "gak_…") if owner is None else (f"keys.{owner}", f"gsk_{owner}_…")
-            raise StartError(f"{where}: {field} is not a key of the form {form} (docs/tenants.md shows it)")
+            raise StartError(f"{where}: {field} is not a key of the form {form} (docs/guide/tenants.md shows it)")
     return chosen
 
 

@@ -47,7 +47,7 @@ def document() -> Schema:
     definitions["variable"] = {"type": "string", "pattern": r"\$\{env:[A-Za-z_][A-Za-z0-9_]*\}"}
     head = {
         "title": "serverless.yml",
-        "description": "A service; docs/serverless-yml.md describes every key.",
+        "description": "A service; docs/guide/serverless-yml.md describes every key.",
     }
     whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, **head, "$defs": definitions}
     for path, parse in QUANTITIES.items():

@@ -1,4 +1,4 @@
-"""The contracts between engine, runner, adapter memory and cold start (docs/seams.md).
+"""The contracts between engine, runner, adapter memory and cold start (docs/design/seams.md).
 
 Shapes: T tokens, R rows (sequences), Q rows whose logits are wanted, S segments (maximal runs of tokens of one
 adapter).

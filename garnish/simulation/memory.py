@@ -1,6 +1,7 @@
 """The adapters on a node, by tier, as `node_agent/adapter_memory` keeps them: least recently used goes first.
 
-Sizes are in bytes and pages are not modelled, so a little more fits than on a real node (docs/adapter-memory.md).
+Sizes are in bytes and pages are not modelled, so a little more fits than on a real node
+(docs/design/adapter-memory.md).
 """
 
 from __future__ import annotations

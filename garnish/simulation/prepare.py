@@ -9,7 +9,8 @@ from garnish.simulation.profile import NodeProfile
 from garnish.simulation.slo import Slo
 
 STATED_TOKENS = 256
-"""`max_tokens` of a call that states none (docs/invoke.md). Who got a longer answer is taken to have asked for it."""
+"""`max_tokens` of a call that states none (docs/guide/invoke.md). Who got a longer answer is taken to have asked for
+it."""
 
 
 def make_jobs(requests: Sequence[TraceRequest], profile: NodeProfile, slo: Slo) -> list[Job]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from cluster.errors import ServiceError
 
-DOCS = "docs/invoke.md#what-other-services-have"
+DOCS = "docs/guide/invoke.md#what-other-services-have"
 
 
 class Unserved(NamedTuple):

@@ -1,4 +1,4 @@
-"""Adapters in host and device memory (docs/adapter-memory.md).
+"""Adapters in host and device memory (docs/design/adapter-memory.md).
 
 `store.AdapterStore.announce` starts a load, `acquire` leases a slot on the device, `release` gives it back. `loader`
 moves bytes: `fetch` from the object store, or from `disk_cache`, to host memory (`host`), `device_copy` from there into

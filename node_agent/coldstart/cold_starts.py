@@ -46,7 +46,7 @@ WAYS = {
 
 
 class ColdStarts:
-    """A ColdStart (docs/seams.md). Called by the engine's thread alone."""
+    """A ColdStart (docs/design/seams.md). Called by the engine's thread alone."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The engine: continuous batching at iteration level, with hot and cold passes (docs/seams.md)."""
+"""The engine: continuous batching at iteration level, with hot and cold passes (docs/design/seams.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A ModelRunner over LightLLM's layers and Triton attention, for NVIDIA GPUs.
 
 Not yet a value of `node.runner`: nothing chooses it and no GPU has run it; its kernels are tested in Triton's
-interpreter (docs/seams.md).
+interpreter (docs/design/seams.md).
 """
 
 from __future__ import annotations

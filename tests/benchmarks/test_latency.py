@@ -1,4 +1,4 @@
-"""Latencies are what docs/benchmarks.md says they are, and percentiles are those of another implementation."""
+"""Latencies are what docs/results/benchmarks.md says they are, and percentiles are those of another implementation."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.check_pages import INDEX, pages, problems
 from benchmarks.cold_plots import ratios_plot, timeline_plot
 from benchmarks.plots import cpu_plot, floor_plot, memory_plot, save
 from benchmarks.report import ROOT, load
-from benchmarks.rule import WIDTH
 from benchmarks.tables import TABLES, committed, render
 
 
@@ -21,16 +21,22 @@ def test_tables_are_those_of_the_reports(page: Path) -> None:
         render(page, text.replace("<!-- /", "<!-- ", 1), reports)
 
 
-NARROW = ["README.md", *(f"docs/{name}.md" for name in (
-    "benchmarks", "cold-start", "fair-shares", "map", "simulate",
-))]  # fmt: skip
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_pages_can_be_read_and_followed(page: Path) -> None:
+    assert problems(page) == []
 
 
-@pytest.mark.parametrize("page", NARROW)
-def test_lines_fit_a_screen(page: str) -> None:
-    """But for an address or a key that can't be cut, inside a block of code."""
-    lines = (ROOT / page).read_text().splitlines()
-    assert [line for line in lines if len(line) > WIDTH and not line.startswith("  curl")] == []
+@pytest.mark.parametrize(("text", "problem"), [
+    ("a" * 101, "a line of 101 columns"),
+    ("[here](nowhere.md)", "which does not exist"),
+    ("[here](guide/invoke.md#not-there)", "no such heading"),
+    ("|a|b|c|d|e|f|\n|---|---|---|---|---|---|", "a table of 6 columns"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_page_is_said(text: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = INDEX.with_name("drawn.md")
+    monkeypatch.setattr(Path, "read_text", lambda path: text if path == page else path.read_bytes().decode())
+    assert [found for found in problems(page) if problem in found]
+    assert problems(page)[-1].endswith("not linked from docs/README.md")
 
 
 def test_plots(tmp_path: Path) -> None:

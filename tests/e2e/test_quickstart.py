@@ -1,4 +1,4 @@
-"""What docs/quickstart.md and README.md have a new user paste: trained, deployed, called, rolled back."""
+"""What docs/guide/quickstart.md and README.md have a new user paste: trained, deployed, called, rolled back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from whole_service import Service, free_port
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "quickstart.md"
+PAGE = ROOT / "docs" / "guide" / "quickstart.md"
 HEADING = "## Train one, try it on a few calls, go back"
 BLOCK = re.compile(r"^```sh\n(.*?)^```\n(?:```\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

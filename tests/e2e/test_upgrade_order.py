@@ -1,4 +1,4 @@
-"""A service goes from the release before to this one and back, in the order of docs/upgrade.md, while calls go on."""
+"""A service goes from the release before to this one and back, in the order of docs/operate/upgrade.md, under calls."""
 
 from __future__ import annotations
 

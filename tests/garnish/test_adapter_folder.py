@@ -167,7 +167,7 @@ def test_a_pickle_is_converted_by_the_command_that_is_told(
 
 
 def test_the_page_has_the_same_command() -> None:
-    page = Path(__file__).parents[2] / "docs" / "adapters.md"
+    page = Path(__file__).parents[2] / "docs" / "guide" / "adapters.md"
     assert f'python -c "{CONVERT}" FOLDER' in page.read_text()
 
 

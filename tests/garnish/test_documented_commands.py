@@ -19,7 +19,7 @@ COMMAND = re.compile(r"^(?:\.venv/bin/)?garnish (.+)$", re.MULTILINE)
 
 def documented() -> list[tuple[str, str]]:
     """(page, arguments) of each."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [
         (page.name, found)
         for page in pages

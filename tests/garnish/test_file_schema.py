@@ -102,7 +102,7 @@ def test_variables_stand_for_any_value(value: dict[str, Any]) -> None:
 
 
 def test_files_that_are_given_to_users() -> None:
-    page = (ROOT / "docs" / "serverless-yml.md").read_text()
+    page = (ROOT / "docs" / "guide" / "serverless-yml.md").read_text()
     examples = [block.partition("```")[0] for block in page.split("```yaml\n")[1:]]
     for example in [(ROOT / "serverless.yml").read_text(), *examples]:
         VALIDATOR.validate(YAML(typ="safe").load(example))

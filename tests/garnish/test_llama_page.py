@@ -1,4 +1,4 @@
-"""The figures of docs/llama-3.1-8b.md, from the code that allocates and transformers' own model."""
+"""The figures of docs/guide/llama-3.1-8b.md, from the code that allocates and transformers' own model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from node_agent.adapter_memory.layout import ROW_ALIGN, lay_out_uniform
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.runner.transformers_runner import ROPE_TYPES, kv_bytes_per_token
 
-PAGE = (Path(__file__).parents[2] / "docs" / "llama-3.1-8b.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "llama-3.1-8b.md").read_text()
 MIB, GIB = 1 << 20, 1 << 30
 CONFIG = {  # what meta-llama/Llama-3.1-8B-Instruct has in its config.json
     "hidden_size": 4096,

@@ -227,6 +227,6 @@ def test_environment_gives_any_kind_of_value(tmp_path: Path) -> None:
 
 
 def test_the_files_in_the_documentation(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "serverless-yml.md").read_text()
+    page = (ROOT / "docs" / "guide" / "serverless-yml.md").read_text()
     examples = [block.partition("```")[0] for block in page.split("```yaml\n")[1:]]
     assert [load(tmp_path, example).service for example in examples] == ["demo", "support-desk"]

@@ -143,7 +143,7 @@ def test_an_uploaded_pickle_by_its_own_name(gateway: Running, pirate: dict) -> N
     assert (reply.status_code, error["type"], error["param"]) == (422, "validation_failed", "adapter_model.bin")
     assert error["message"] == (
         "adapter_model.bin is a pickle, which is never read, for it could run code: "
-        "docs/adapters.md says how to convert it"
+        "docs/guide/adapters.md says how to convert it"
     )
     assert leftovers(gateway) == []
 

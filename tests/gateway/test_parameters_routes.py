@@ -119,10 +119,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1.5]}, "prompt", "float"),
     ({"prompt": [1] * 600}, "prompt", "the prompt has 600 tokens"),
     ({"best_of": 2}, "best_of", "best_of is not served; use n, which returns all choices"),
-    ({"use_beam_search": True}, "use_beam_search", "docs/invoke.md"),
+    ({"use_beam_search": True}, "use_beam_search", "docs/guide/invoke.md"),
     ({"response_format": {"type": "json_object"}}, "response_format", "describe the form in the prompt"),
-    ({"guided_json": {}}, "guided_json", "docs/invoke.md"),
-    ({"structured_outputs": {"json": {}}}, "structured_outputs", "docs/invoke.md"),
+    ({"guided_json": {}}, "guided_json", "docs/guide/invoke.md"),
+    ({"structured_outputs": {"json": {}}}, "structured_outputs", "docs/guide/invoke.md"),
     ({"tools": [{"type": "function"}]}, "tools", "parse the text"),
     ({"priority": 3}, "priority", "slo_class"),
 ]
