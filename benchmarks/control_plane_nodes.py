@@ -29,11 +29,11 @@ from cluster.state import MemoryClusterState
 from gateway.scheduling.placement import Trace, place
 from gateway.scheduling.policy import make_policy
 from gateway.scheduling.request import PlacementRequest
-from node_agent.api_desk import Desk
-from node_agent.api_request import Limits
+from node_agent.api.publisher import Publisher
+from node_agent.api.request import Limits
+from node_agent.api.requests import Desk
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready, Stats
-from node_agent.publisher import Publisher
 
 try:
     from cluster.news import Resident

@@ -127,7 +127,7 @@ class ModelNode:
             self._timer = loop.call_later(max(0.0, node.next_time - time.monotonic()), self._catch_up)
 
     async def publish(self) -> None:
-        """Until cancelled, as `node_agent/publisher.py` does. The gateway may not be there yet."""
+        """Until cancelled, as `node_agent/api/publisher.py` does. The gateway may not be there yet."""
         headers = {**authorization(self._config.secret), "content-type": "application/msgpack"}
         url = self._config.gateway + "/cluster/record"
         async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=2)) as session:

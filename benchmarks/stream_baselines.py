@@ -10,8 +10,8 @@ import torch
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.workers import Handoff, WorkerPool
-from node_agent.lora import SegmentedLora
-from node_agent.lora_choice import StartLora
+from node_agent.runner.lora import SegmentedLora
+from node_agent.runner.lora_choice import StartLora
 
 
 def plain_torch(store: AdapterStore) -> StartLora:

@@ -19,7 +19,6 @@ from adapters.base_model import BaseModel
 from cluster.frames import FrameError, Frames
 from cluster.logs import CAPACITY, set_up_logging
 from node_agent.adapter_memory.integrity import heal
-from node_agent.capacity import capacity_of
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import EngineProcessConfig
 from node_agent.device import flush_denormals
@@ -28,6 +27,7 @@ from node_agent.engine.setup import build_engine
 from node_agent.engine.stats import stats_of
 from node_agent.heartbeat import NAME, Heartbeat
 from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, command_decoder, encode
+from node_agent.performance.capacity import capacity_of
 from node_agent.performance.idle import QUIET_S, IdleMeasurement
 from node_agent.performance.setup import use_performance
 

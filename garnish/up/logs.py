@@ -21,7 +21,7 @@ UNKNOWN = ""
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """As node_agent.capacity writes it; that module loads torch."""
+    """As node_agent.performance.capacity writes it; that module loads torch."""
 
     device_adapters: dict[str, int]
     """By rank: how many adapters of all seven projections fit at once, if no others are there."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from node_agent.adapter_memory.pinned import Pinned
 from node_agent.adapter_memory.pool import Pool
 from node_agent.device import free_memory
-from node_agent.pinned import Pinned
 
 REGISTER_CHUNK = 256 << 20
 """Bytes that are pinned at a time: a multiple of every page size, so that no copy crosses a border."""

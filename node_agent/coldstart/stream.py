@@ -26,11 +26,11 @@ import torch
 from kernels.handoff import SEQUENCE_BITS
 from kernels.handoff_device import StreamKernels
 from node_agent.adapter_memory.host_map import HostMap
+from node_agent.adapter_memory.pinned import Pinned
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout
 from node_agent.coldstart.workers import STALL_LIMIT_S, WAIT_LIMIT_S, Counters, Part, WorkerPool
 from node_agent.device import Event, record_event
-from node_agent.pinned import Pinned
 
 
 class BrokenHandoff(RuntimeError):

@@ -30,8 +30,8 @@ from node_agent.engine.rows import choose_hot
 from node_agent.engine.scheduler import Admission
 from node_agent.engine.waiting import WaitingQueue
 from node_agent.ipc import Admitted, EngineEvent, Generated, Submit, Top
-from node_agent.lora_choice import choose_lora
 from node_agent.performance.drift import Drift
+from node_agent.runner.lora_choice import choose_lora
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.runner.score_rules import ScoreRules, changes_scores
 from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput

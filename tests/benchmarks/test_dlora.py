@@ -11,7 +11,7 @@ from benchmarks.cold_rig import make_adapters
 from benchmarks.dlora import MergingLora
 from benchmarks.local_engine import LocalEngine
 from cluster.messages import Adapter
-from node_agent.lora import SegmentedLora
+from node_agent.runner.lora import SegmentedLora
 
 Served = tuple[LocalEngine, list[Adapter]]
 

@@ -16,7 +16,7 @@ from benchmarks.redis_server import RedisServer
 from cluster.news import RECORD_EXPIRY, RECORD_INTERVAL, WHOLE, News, NodeRecord, Resident
 from cluster.old_record import record_of_old
 from cluster.state import ClusterState
-from node_agent.residency_log import ResidencyLog
+from node_agent.api.residency_log import ResidencyLog
 
 RESIDENTS = st.dictionaries(
     st.sampled_from("uvwxyz"), st.tuples(st.sampled_from(["device", "host", "disk"]), st.integers(0, 2)), max_size=5
@@ -31,7 +31,7 @@ STEPS = st.lists(
 
 
 class Node:
-    """As node_agent.publisher posts."""
+    """As node_agent.api.publisher posts."""
 
     def __init__(self) -> None:
         self.epoch = self.seq = 0

@@ -18,9 +18,9 @@ from cluster.http_protocol import BoundedHttp
 from cluster.messages import Event, GenerateRequest, Sampling, decode_event
 from cluster.news import WHOLE, Facts, News, NodeRecord, Resident, record_from
 from cluster.secret import authorization, create_secret
-from node_agent.api import create_app, listen, url_of
-from node_agent.api_desk import Desk
-from node_agent.api_request import read_limits
+from node_agent.api.app import create_app, listen, url_of
+from node_agent.api.request import read_limits
+from node_agent.api.requests import Desk
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready
 from tests.node_agent.scripted_engine import READY, ScriptedEngine

@@ -11,7 +11,7 @@ from cluster.messages import Adapter, Done, Sampling, Started, Token, TokenLogpr
 from cluster.news import Resident
 from cluster.secret import authorization
 from cluster.text import BaseText
-from node_agent.api import listen, url_of
+from node_agent.api.app import listen, url_of
 from node_agent.ipc import Generated, Submit, Top
 from tests.node_agent.scripted_engine import READY, admitted, finished, stats, tokens
 from tests.node_agent.served_node import Node, request_of, run_scenario, served_node

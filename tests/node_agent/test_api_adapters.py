@@ -10,7 +10,8 @@ import pytest
 
 from cluster.messages import Adapter
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
-from node_agent import api_adapters, api_questions
+from node_agent.api import adapters as api_adapters
+from node_agent.api import questions as api_questions
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch
 from tests.node_agent.served_node import Node, run_scenario, served_node
 

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.messages import Done, Event, Failed, Sampling, Started, Token
 from cluster.text import BaseText
-from node_agent.api_desk import EVENT_LIMIT
+from node_agent.api.requests import EVENT_LIMIT
 from node_agent.ipc import Generated, Top
 from tests.node_agent.scripted_engine import ScriptedEngine, admitted, finished, tokens
 from tests.node_agent.served_node import Node, request_of, run_scenario, served_node

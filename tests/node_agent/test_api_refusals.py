@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from cluster.errors import ServiceError
 from cluster.messages import NEWEST_VERSION, Done, Failed, GenerateRequest, Sampling
-from node_agent.api_request import BODY_OVERHEAD, decode_request, read_body
+from node_agent.api.request import BODY_OVERHEAD, decode_request, read_body
 from tests.node_agent.scripted_engine import READY, ScriptedEngine, finished
 from tests.node_agent.served_node import Node, request_of, run_scenario, served_node
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cluster.messages import Done, Event, Failed, GenerateRequest, PromptLogprobs, Sampling, Started, Token
 from cluster.text import BaseText
-from node_agent.api_reply import Reply
-from node_agent.detokenize import TokenText
+from node_agent.api.detokenize import TokenText
+from node_agent.api.reply import Reply
 from node_agent.ipc import Generated, PromptScored, Top
 from tests.node_agent.scripted_engine import admitted, finished
 from tests.node_agent.served_node import request_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cluster.text import BaseText
-from node_agent.detokenize import KEEP, WINDOW, IncrementalDetokenizer, TokenText
+from node_agent.api.detokenize import KEEP, WINDOW, IncrementalDetokenizer, TokenText
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = "Once upon a time, there was a café; naïve 日本語 text and \U0001f9d1‍\U0001f680 rockets.\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.frames import frame
-from node_agent.engine_link import EngineLink, LinkDown
+from node_agent.api.engine_link import EngineLink, LinkDown
 from node_agent.ipc import Cancel, EngineEvent, Ready, encode
 from tests.node_agent.scripted_engine import READY, ScriptedEngine, admitted, finished
 from tests.node_agent.served_node import run_scenario

@@ -16,7 +16,7 @@ from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import TIE, PeftReference
 from cluster.text import BaseText
-from node_agent.detokenize import IncrementalDetokenizer, TokenText
+from node_agent.api.detokenize import IncrementalDetokenizer, TokenText
 
 POOL = 512 << 10
 """Bytes; the drawn adapters take 992 KiB together, the largest 304 KiB."""

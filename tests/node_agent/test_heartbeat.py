@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.local_engine import MakeEngine
 from cluster.messages import Done, Failed, Started, Token
-from node_agent.api_desk import SILENT_S
+from node_agent.api.requests import SILENT_S
 from node_agent.engine.pulse import FIRST_S, LONGEST_S, Pulse
 from node_agent.heartbeat import NAME, Heartbeat, Watch
 from node_agent.supervisor import LONGEST_SILENCE_S, LOOK_S, Child

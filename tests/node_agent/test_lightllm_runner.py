@@ -29,7 +29,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import EngineConfig
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.request import Request
-from node_agent.lora import SegmentedLora
+from node_agent.runner.lora import SegmentedLora
 from node_agent.types import GROUPS, PassLora
 from tests.node_agent.adapter_world import loaded_lease
 

@@ -12,10 +12,10 @@ from aiohttp import web
 
 from cluster.news import ABSENT_TIER, WHOLE, Changes, News, Resident
 from cluster.secret import authorization
-from node_agent.api_desk import Desk
-from node_agent.api_request import Limits
+from node_agent.api.publisher import Publisher
+from node_agent.api.request import Limits
+from node_agent.api.requests import Desk
 from node_agent.config import NodeConfig
-from node_agent.publisher import Publisher
 from tests.node_agent.scripted_engine import admitted, finished, stats
 from tests.node_agent.served_node import Gateway, gateway_server, node_config, request_of, run_scenario, served_node
 
@@ -95,7 +95,7 @@ def test_a_gateway_that_is_away_is_tried_until_it_is_back(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     gateway = Gateway()
-    caplog.set_level(logging.INFO, "node_agent.publisher")
+    caplog.set_level(logging.INFO, "node_agent.api.publisher")
 
     async def scenario() -> None:
         desk = WatchedDesk(node_config(tmp_path, stories_dir, "unused"))

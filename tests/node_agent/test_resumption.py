@@ -12,8 +12,8 @@ import pytest
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.messages import RESUMPTION_VERSION, Adapter, Done, Event, GenerateRequest, Sampling, Token
 from cluster.text import BaseText
-from node_agent.api_reply import Reply
-from node_agent.detokenize import TokenText
+from node_agent.api.detokenize import TokenText
+from node_agent.api.reply import Reply
 from node_agent.ipc import Generated
 from tests.node_agent.served_node import request_of
 

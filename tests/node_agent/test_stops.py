@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from node_agent.stops import StopMatcher
+from node_agent.api.stops import StopMatcher
 
 LETTERS = "ab\u20ac"
 """Few letters, so that drawn stop strings overlap themselves, each other and the text."""

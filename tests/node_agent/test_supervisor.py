@@ -300,7 +300,7 @@ def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path, stories_dir
     assert b"is gone" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["node_agent.api", "node_agent.supervisor"])
+@pytest.mark.parametrize("module", ["node_agent.api.app", "node_agent.supervisor"])
 def test_only_the_engine_pays_for_torch(module: str) -> None:
     probe = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, timeout=60).returncode == 0

@@ -15,7 +15,7 @@ from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from kernels.launch import Launch
 from kernels.view import GroupView, KernelArgumentError
-from node_agent.triton_lora import TritonLora
+from node_agent.runner.triton_lora import TritonLora
 from node_agent.types import LoraBatch
 
 SMALL = Launch(tokens=16, ranks=64, shrink_width=64, expand_width=256, splits=1, rank_programs=1)

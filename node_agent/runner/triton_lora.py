@@ -14,7 +14,7 @@ from kernels.sgmv import sgmv
 from kernels.view import MAX_PROJECTIONS, GroupView
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.adapter_memory.weights import AdapterWeights
-from node_agent.lora import table_views
+from node_agent.runner.lora import table_views
 from node_agent.types import GROUPS, Lease, LoraBatch
 
 Weights = Callable[[Lease], AdapterWeights]

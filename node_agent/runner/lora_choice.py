@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.lora import SegmentedLora, compiled_lora
+from node_agent.runner.lora import SegmentedLora, compiled_lora
 from node_agent.types import LoraBatch, PassLora
 
 StartLora = Callable[[LoraBatch, bool], PassLora]
@@ -16,7 +16,7 @@ def choose_lora(store: AdapterStore, max_rows: int, chunk_tokens: int) -> StartL
     """For passes of at most `max_rows` sequences that advance `chunk_tokens` prompt tokens at most."""
     table, pool, base = store.table, store.pool.data, store.base
     if pool.device.type == "cuda":
-        from node_agent.triton_lora import TritonLora  # a host without a GPU need not load Triton
+        from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
 
         return TritonLora(table, pool, base, store.weights, max_rows, max(max_rows, chunk_tokens)).start
     compiled = compiled_lora(table, pool, base)

@@ -8,7 +8,7 @@ from adapters.base_model import PROJECTIONS, BaseModel
 from node_agent.adapter_memory.layout import lay_out_uniform
 from node_agent.adapter_memory.pool import Pool
 from node_agent.engine.loop import Engine
-from node_agent.speed import tokens_per_second
+from node_agent.performance.speed import tokens_per_second
 
 RANKS = (8, 16, 32, 64, 128)
 

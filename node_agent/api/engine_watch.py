@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from node_agent.api_desk import Desk
+from node_agent.api.requests import Desk
 from node_agent.heartbeat import Watch
 
 LOOK_S = 0.2

@@ -11,7 +11,7 @@ import msgspec
 
 from cluster.news import RECORD_INTERVAL, WHOLE
 from cluster.secret import authorization
-from node_agent.api_desk import Desk
+from node_agent.api.requests import Desk
 
 POST_SECONDS = 1.0
 """A gateway that takes longer counts as away; the record would be old by then."""

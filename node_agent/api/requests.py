@@ -16,11 +16,12 @@ from cluster.errors import ServiceError
 from cluster.messages import NEWEST_VERSION, GenerateRequest
 from cluster.news import News, NodeRecord, Resident, StrictRoom, rank_sums, whole
 from cluster.received import Received
-from node_agent.api_questions import Questions
-from node_agent.api_reply import RETRY_AFTER, RequestEvent
-from node_agent.api_request import Limits, check_request
+from node_agent.api.engine_link import EngineLink, LinkDown
+from node_agent.api.questions import Questions
+from node_agent.api.reply import RETRY_AFTER, RequestEvent
+from node_agent.api.request import Limits, check_request
+from node_agent.api.residency_log import ResidencyLog
 from node_agent.config import NodeConfig
-from node_agent.engine_link import EngineLink, LinkDown
 from node_agent.exit_note import clear_exit, read_exit
 from node_agent.ipc import (
     Admitted,
@@ -36,7 +37,6 @@ from node_agent.ipc import (
     Stats,
     Submit,
 )
-from node_agent.residency_log import ResidencyLog
 
 EVENT_LIMIT = 4096
 """Events of one request that may wait for a gateway that reads slowly; beyond it the request is cancelled."""

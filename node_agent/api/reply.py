@@ -19,9 +19,9 @@ from cluster.messages import (
     TokenLogprob,
     TopLogprob,
 )
-from node_agent.detokenize import IncrementalDetokenizer, TokenText
+from node_agent.api.detokenize import IncrementalDetokenizer, TokenText
+from node_agent.api.stops import StopMatcher
 from node_agent.ipc import Admitted, Finished, Generated, PromptScored, Top
-from node_agent.stops import StopMatcher
 
 RETRYABLE = frozenset({"unavailable", "overloaded", "node_failed", "internal"})
 """Failures that another node may not have."""

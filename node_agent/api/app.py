@@ -24,17 +24,17 @@ from cluster.http_protocol import BoundedHttp
 from cluster.logs import set_up_logging
 from cluster.secret import is_authorized, read_secret
 from cluster.text import BaseText
-from node_agent.api_adapters import adapter_routes
-from node_agent.api_desk import Desk
-from node_agent.api_generate import Generate
-from node_agent.api_request import read_limits
+from node_agent.api.adapters import adapter_routes
+from node_agent.api.detokenize import TokenText
+from node_agent.api.engine_link import EngineLink
+from node_agent.api.engine_watch import watch_engine
+from node_agent.api.generate import Generate
+from node_agent.api.publisher import Publisher
+from node_agent.api.request import read_limits
+from node_agent.api.requests import Desk
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import ApiProcessConfig, NodeConfig
-from node_agent.detokenize import TokenText
-from node_agent.engine_link import EngineLink
-from node_agent.engine_watch import watch_engine
 from node_agent.heartbeat import NAME
-from node_agent.publisher import Publisher
 
 NOTICE_SECONDS = 0.3
 """Between being told to stop and not listening any more: the gateway hears of it first, and sends nothing then."""
@@ -182,7 +182,3 @@ def main() -> None:
     set_up_logging("api")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,8 +14,8 @@ from adapters.names import DIGEST
 from cluster.errors import ServiceError
 from cluster.messages import VersionMismatch, check_version
 from cluster.residency import EvictOrder, Moved, PrefetchOrder
-from node_agent.api_desk import Desk
-from node_agent.api_request import read_body
+from node_agent.api.request import read_body
+from node_agent.api.requests import Desk
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 
 ANSWER_SECONDS = 10.0

@@ -10,10 +10,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ServiceError
 from cluster.messages import Event, Failed, GenerateRequest, encode_event
-from node_agent.api_desk import Desk, Ended, InFlight
-from node_agent.api_reply import RETRYABLE, Reply
-from node_agent.api_request import decode_request, read_body
-from node_agent.detokenize import TokenText
+from node_agent.api.detokenize import TokenText
+from node_agent.api.reply import RETRYABLE, Reply
+from node_agent.api.request import decode_request, read_body
+from node_agent.api.requests import Desk, Ended, InFlight
 
 SLACK = 10.0
 """Seconds after the desk's own bound within which even a caller that reads nothing is let go."""
