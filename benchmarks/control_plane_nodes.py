@@ -1,8 +1,8 @@
-"""Many nodes without engines in one process: each node's API process's own desk and publisher tell of 2,000 adapters.
+"""Many nodes without engines in one process: each has its API process's registry and publisher, and 2,000 adapters.
 
 Run by path with PYTHONPATH set to the tree that is measured, so that it may be of another release: what is told, and
 how, is that tree's own code. Which adapters come to the device and go is drawn by the weights of Azure's functions.
-`--place` reckons the CPU time of placements instead, over the same desks and a state in memory.
+`--place` reckons the CPU time of placements instead, over the same registries and a state in memory.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ from cluster.state import MemoryClusterState
 from gateway.scheduling.placement import Trace, place
 from gateway.scheduling.policy import make_policy
 from gateway.scheduling.request import PlacementRequest
-from node_agent.api.publisher import Publisher
-from node_agent.api.request import Limits
-from node_agent.api.requests import Desk
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready, Stats
 
 try:
     from cluster.news import Resident
-except ImportError:
-    from cluster.messages import Resident  # type: ignore[attr-defined,no-redef]  # of the earlier release
+    from node_agent.api.publisher import Publisher
+    from node_agent.api.request import Limits
+    from node_agent.api.requests import RequestRegistry
+except ImportError:  # of the earlier release
+    from node_agent.api_desk import Desk as RequestRegistry  # type: ignore[import-not-found,no-redef]
+    from node_agent.api_request import Limits  # type: ignore[import-not-found,no-redef]
+    from node_agent.publisher import Publisher  # type: ignore[import-not-found,no-redef]
 
-TELLS_CHANGES = hasattr(Desk, "news")
-"""Of a release whose records are sums and changes. What differs has no one type: desk and state are Any here."""
+    from cluster.messages import Resident  # type: ignore[attr-defined,no-redef]
+
+TELLS_CHANGES = hasattr(RequestRegistry, "news")
+"""Of a release whose records are sums and changes. What differs has no one type: registry and state are Any here."""
 ON_DEVICE = 64
 SPARE = 1.2
 """Adapters that a node's callers ask for, for each that it holds."""
@@ -81,9 +85,9 @@ class Node:
             node_id=f"node-{number:03}", gateway_url=wanted.gateway, secret_file=wanted.secret_file, run_dir="run",
             engine=engine,
         )  # fmt: skip
-        self.desk: Any = Desk(config, Limits(49152, 8192))
-        self.desk.engine_ready(Ready(wanted.base, "cpu", "float32", 8192, 4000, 16, 1 << 33, 32))
-        self.publisher = Publisher(self.desk, wanted.gateway, wanted.secret)
+        self.registry: Any = RequestRegistry(config, Limits(49152, 8192))
+        self.registry.engine_ready(Ready(wanted.base, "cpu", "float32", 8192, 4000, 16, 1 << 33, 32))
+        self.publisher = Publisher(self.registry, wanted.gateway, wanted.secret)
         self.tell()
 
     def call(self) -> None:
@@ -121,14 +125,14 @@ class Node:
             batch_ranks=[16] * count, batch_contexts=[300] * count, residents=list(self.residents.values()),
             batch_slots=list(range(count)),
         )  # fmt: skip
-        self.desk.engine_events([stats])
+        self.registry.engine_events([stats])
 
     def received(self, request: GenerateRequest) -> None:
         if TELLS_CHANGES:
-            self.desk._received = self.desk._received.with_one(request.place)
+            self.registry._received = self.registry._received.with_one(request.place)
         else:
-            self.desk._acknowledged.append(request.id)
-            self.desk.changed.set()
+            self.registry._acknowledged.append(request.id)
+            self.registry.changed.set()
 
     async def generate(self, request: web.Request) -> web.Response:
         asked = msgspec.msgpack.decode(await request.read(), type=GenerateRequest)
@@ -150,7 +154,7 @@ class Nodes:
 
     async def serve(self) -> None:
         for node in self.all:
-            node.desk.url = await _listen([web.post("/generate", node.generate)])
+            node.registry.url = await _listen([web.post("/generate", node.generate)])
         control = await _listen([web.post("/pace", self.pace)])
         print(control, flush=True)
         async with asyncio.TaskGroup() as group:
@@ -206,16 +210,16 @@ async def placements(wanted: Wanted) -> dict[str, float]:
     known = [-1] * len(nodes)
 
     async def publish(index: int) -> None:
-        desk = nodes[index].desk
+        registry = nodes[index].registry
         if TELLS_CHANGES:
-            news = desk.news(known[index])
+            news = registry.news(known[index])
             assert await state.publish(news) == "taken"
             known[index] = news.changes.at
         else:
-            await state.publish(desk.record())
+            await state.publish(registry.record())
 
     for index, node in enumerate(nodes):
-        node.desk.url = "http://127.0.0.1:1"
+        node.registry.url = "http://127.0.0.1:1"
         await publish(index)
     draw, spent = random.Random(1), list[float]()
     for number in range(wanted.placements):

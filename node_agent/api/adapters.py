@@ -15,7 +15,7 @@ from cluster.errors import ServiceError
 from cluster.messages import VersionMismatch, check_version
 from cluster.residency import EvictOrder, Moved, PrefetchOrder
 from node_agent.api.request import read_body
-from node_agent.api.requests import Desk
+from node_agent.api.requests import RequestRegistry
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 
 ANSWER_SECONDS = 10.0
@@ -25,21 +25,21 @@ ORDER_BYTES = 1 << 16
 Order = TypeVar("Order", PrefetchOrder, EvictOrder)
 
 
-def adapter_routes(desk: Desk) -> list[Route]:
+def adapter_routes(registry: RequestRegistry) -> list[Route]:
     async def adapters(_request: Request) -> Response:
-        return _packed((await _ask(desk, ListAdapters(_id()))).found)
+        return _packed((await _ask(registry, ListAdapters(_id()))).found)
 
     async def prefetch(request: Request) -> Response:
         order = await _order(request, PrefetchOrder)
         digest = _checked(order.adapter.digest)
-        answer = await desk.ask(Prefetch(_id(), order.adapter), ANSWER_SECONDS)
+        answer = await registry.ask(Prefetch(_id(), order.adapter), ANSWER_SECONDS)
         if answer is None:
             return _packed(Moved(digest, None), status=202)
         return _packed(Moved(digest, answer.tier))
 
     async def evict(request: Request) -> Response:
         digest = _checked((await _order(request, EvictOrder)).digest)
-        return _packed(Moved(digest, (await _ask(desk, Evict(_id(), digest))).tier))
+        return _packed(Moved(digest, (await _ask(registry, Evict(_id(), digest))).tier))
 
     return [
         Route("/adapters", adapters, methods=["GET"]),
@@ -48,8 +48,8 @@ def adapter_routes(desk: Desk) -> list[Route]:
     ]
 
 
-async def _ask(desk: Desk, question: Question) -> Answer:
-    answer = await desk.ask(question, ANSWER_SECONDS)
+async def _ask(registry: RequestRegistry, question: Question) -> Answer:
+    answer = await registry.ask(question, ANSWER_SECONDS)
     if answer is None:
         raise ServiceError("timeout", f"the engine did not answer within {ANSWER_SECONDS:g} s")
     return answer

@@ -31,7 +31,7 @@ from node_agent.api.engine_watch import watch_engine
 from node_agent.api.generate import Generate
 from node_agent.api.publisher import Publisher
 from node_agent.api.request import read_limits
-from node_agent.api.requests import Desk
+from node_agent.api.requests import RequestRegistry
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import ApiProcessConfig, NodeConfig
 from node_agent.heartbeat import NAME
@@ -43,18 +43,18 @@ KEEP_ALIVE = 90
 just being closed here."""
 
 
-def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str) -> ASGIApp:
-    """The service of one node. Its lifespan listens for the engine and publishes records from `desk.url`."""
+def create_app(config: NodeConfig, engine_socket: Path, registry: RequestRegistry, secret: str) -> ASGIApp:
+    """The service of one node. Its lifespan listens for the engine and publishes records from `registry.url`."""
     text = BaseText(Path(config.engine.model_dir))
-    generate = Generate(desk, TokenText(text), config.node_id)
+    generate = Generate(registry, TokenText(text), config.node_id)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        link = EngineLink(engine_socket, desk)
-        desk.attach(link)
+        link = EngineLink(engine_socket, registry)
+        registry.attach(link)
         await link.start()
-        publishing = asyncio.create_task(Publisher(desk, config.gateway_url, secret).run())
-        watching = asyncio.create_task(watch_engine(desk, engine_socket.with_name(NAME)))
+        publishing = asyncio.create_task(Publisher(registry, config.gateway_url, secret).run())
+        watching = asyncio.create_task(watch_engine(registry, engine_socket.with_name(NAME)))
         try:
             yield
         finally:
@@ -67,14 +67,14 @@ def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str)
         return JSONResponse({"status": "ok"})
 
     async def record(_request: Request) -> Response:
-        return Response(msgspec.msgpack.encode(desk.all_news()), media_type="application/msgpack")
+        return Response(msgspec.msgpack.encode(registry.all_news()), media_type="application/msgpack")
 
     async def drain(_request: Request) -> Response:
-        desk.set_draining(True)
+        registry.set_draining(True)
         return Response(status_code=204)
 
     async def undrain(_request: Request) -> Response:
-        desk.set_draining(False)
+        registry.set_draining(False)
         return Response(status_code=204)
 
     routes = [
@@ -83,7 +83,7 @@ def create_app(config: NodeConfig, engine_socket: Path, desk: Desk, secret: str)
         Route("/drain", drain, methods=["POST"]),
         Route("/undrain", undrain, methods=["POST"]),
         Route("/generate", generate, methods=["POST"]),
-        *adapter_routes(desk),
+        *adapter_routes(registry),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={ServiceError: _answer_error})
     return RequireSecret(app, secret)
@@ -142,12 +142,12 @@ def _address_towards(url: str) -> str:
 class _Server(uvicorn.Server):
     """Told to stop, it says that it is draining, and then lets open streams end."""
 
-    def __init__(self, config: uvicorn.Config, desk: Desk) -> None:
+    def __init__(self, config: uvicorn.Config, registry: RequestRegistry) -> None:
         super().__init__(config)
-        self._desk = desk
+        self._registry = registry
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._desk.set_draining(True)
+        self._registry.set_draining(True)
         await asyncio.sleep(NOTICE_SECONDS)
         await super().shutdown(sockets)
 
@@ -157,11 +157,11 @@ async def serve(config: ApiProcessConfig) -> None:
     node = config.node
     secret = read_secret(Path(node.secret_file))
     listener = listen(node.host, node.port)
-    desk = Desk(node, read_limits(Path(node.engine.model_dir)))
-    desk.url = url_of(listener, node.gateway_url)
+    registry = RequestRegistry(node, read_limits(Path(node.engine.model_dir)))
+    registry.url = url_of(listener, node.gateway_url)
     server = _Server(
         uvicorn.Config(
-            create_app(node, Path(config.socket), desk, secret),
+            create_app(node, Path(config.socket), registry, secret),
             http=BoundedHttp,
             ws="none",
             lifespan="on",
@@ -171,7 +171,7 @@ async def serve(config: ApiProcessConfig) -> None:
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=math.ceil(node.stop_seconds),
         ),
-        desk,
+        registry,
     )
     await server.serve(sockets=[listener])
 

@@ -13,10 +13,10 @@ from cluster.messages import Event, Failed, GenerateRequest, encode_event
 from node_agent.api.detokenize import TokenText
 from node_agent.api.reply import RETRYABLE, Reply
 from node_agent.api.request import decode_request, read_body
-from node_agent.api.requests import Desk, Ended, InFlight
+from node_agent.api.requests import Ended, InFlight, RequestRegistry
 
 SLACK = 10.0
-"""Seconds after the desk's own bound within which even a caller that reads nothing is let go."""
+"""Seconds after the registry's own bound within which even a caller that reads nothing is let go."""
 RESUMED_AT_ONCE = 64
 """Tokens; some milliseconds."""
 
@@ -24,18 +24,18 @@ RESUMED_AT_ONCE = 64
 class Generate:
     """Every reply is 200 and a stream of frames, once the body is a request: what then fails is a Failed frame."""
 
-    def __init__(self, desk: Desk, tokens: TokenText, node_id: str) -> None:
-        self._desk = desk
+    def __init__(self, registry: RequestRegistry, tokens: TokenText, node_id: str) -> None:
+        self._registry = registry
         self._tokens = tokens
         self._node_id = node_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received = time.monotonic()
-        body = await read_body(Request(scope, receive), self._desk.limits.body_bytes)
+        body = await read_body(Request(scope, receive), self._registry.limits.body_bytes)
         writer = FrameWriter(send)
         try:
             request = decode_request(body)
-            entry = self._desk.submit(request)
+            entry = self._registry.submit(request)
         except ServiceError as error:
             if error.type == "invalid_request":
                 raise
@@ -46,10 +46,10 @@ class Generate:
             reply = Reply(request, self._node_id, self._tokens, received)
             await self._resume(reply, request.generated)
             if reply.stopped:  # the node before could not say so any more
-                self._desk.cancel(entry)
+                self._registry.cancel(entry)
             await self._serve(request, reply, entry, receive, writer)
         finally:
-            self._desk.cancel(entry)
+            self._registry.cancel(entry)
 
     async def _resume(self, reply: Reply, generated: list[int]) -> None:
         """In parts, for other streams' tokens are not to wait for a long text."""
@@ -66,7 +66,7 @@ class Generate:
         try:
             done, _ = await asyncio.wait(
                 {streaming, leaving},
-                timeout=request.timeout + self._desk.backstop + SLACK,
+                timeout=request.timeout + self._registry.backstop + SLACK,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if streaming in done:
@@ -91,7 +91,7 @@ class Generate:
                 if translated is not None:
                     out.append(translated)
             if reply.stopped and not was_stopped:
-                self._desk.cancel(entry)
+                self._registry.cancel(entry)
             if out:
                 await writer.write(out, last=reply.ended)
 

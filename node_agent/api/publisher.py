@@ -11,7 +11,7 @@ import msgspec
 
 from cluster.news import RECORD_INTERVAL, WHOLE
 from cluster.secret import authorization
-from node_agent.api.requests import Desk
+from node_agent.api.requests import RequestRegistry
 
 POST_SECONDS = 1.0
 """A gateway that takes longer counts as away; the record would be old by then."""
@@ -20,10 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Posts the desk's news to one gateway until it is cancelled. A gateway that is away is tried again for ever."""
+    """Posts the registry's news to one gateway until cancelled. A gateway that is away is tried again for ever."""
 
-    def __init__(self, desk: Desk, gateway_url: str, secret: str, interval: float = RECORD_INTERVAL) -> None:
-        self._desk = desk
+    def __init__(
+        self, registry: RequestRegistry, gateway_url: str, secret: str, interval: float = RECORD_INTERVAL
+    ) -> None:
+        self._registry = registry
         self._url = gateway_url.rstrip("/") + "/cluster/record"
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
         self._interval = interval
@@ -39,7 +41,7 @@ class Publisher:
                 await asyncio.sleep(max(due - time.monotonic(), self._interval / 4))
 
     async def _post(self, session: aiohttp.ClientSession) -> None:
-        news, problem = self._desk.news(self._known), None
+        news, problem = self._registry.news(self._known), None
         try:
             async with session.post(self._url, data=msgspec.msgpack.encode(news)) as response:
                 if response.status == 204:

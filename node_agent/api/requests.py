@@ -80,7 +80,7 @@ class InFlight:
         self._cancelled = False
 
     async def events(self) -> list[RequestEvent]:
-        """What came since the last call, at least one. Raises Ended. Bounded by the desk's own timer."""
+        """What came since the last call, at least one. Raises Ended. Bounded by the registry's own timer."""
         await self._wakeup.wait()
         self._wakeup.clear()
         if self._events:
@@ -107,7 +107,7 @@ class InFlight:
         self._wakeup.set()
 
 
-class Desk:
+class RequestRegistry:
     """Takes requests in, hands the engine's events to them, and reports the node's state."""
 
     def __init__(self, config: NodeConfig, limits: Limits, backstop: float = BACKSTOP) -> None:

@@ -20,7 +20,7 @@ from cluster.news import WHOLE, Facts, News, NodeRecord, Resident, record_from
 from cluster.secret import authorization, create_secret
 from node_agent.api.app import create_app, listen, url_of
 from node_agent.api.request import read_limits
-from node_agent.api.requests import Desk
+from node_agent.api.requests import RequestRegistry
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready
 from tests.node_agent.scripted_engine import READY, ScriptedEngine
@@ -60,11 +60,11 @@ class Gateway:
 class Node:
     """A served node and the means to talk to it from both sides."""
 
-    def __init__(self, url: str, socket: Path, secret: str, desk: Desk, gateway: Gateway) -> None:
+    def __init__(self, url: str, socket: Path, secret: str, registry: RequestRegistry, gateway: Gateway) -> None:
         self.url = url
         self.socket = socket
         self.secret = secret
-        self.desk = desk
+        self.registry = registry
         self.gateway = gateway
         self.engines: list[ScriptedEngine] = []
         self.residents: list[Resident] = []
@@ -141,16 +141,16 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
     secret = create_secret(directory / "cluster.secret")
     async with gateway_server(gateway) as gateway_url:
         config = node_config(directory, model_dir, gateway_url, **engine)
-        desk = Desk(config, read_limits(model_dir), backstop)
+        registry = RequestRegistry(config, read_limits(model_dir), backstop)
         listener = listen(config.host, config.port)
-        desk.url = url_of(listener, gateway_url)
+        registry.url = url_of(listener, gateway_url)
         socket = Path(config.run_dir) / "engine.sock"
-        app = create_app(config, socket, desk, secret)
+        app = create_app(config, socket, registry, secret)
         server = uvicorn.Server(
             uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="on", timeout_graceful_shutdown=1)
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        node = Node(desk.url, socket, secret, desk, gateway)
+        node = Node(registry.url, socket, secret, registry, gateway)
         try:
             await gateway.records.get()
             yield node

@@ -14,7 +14,7 @@ from cluster.news import ABSENT_TIER, WHOLE, Changes, News, Resident
 from cluster.secret import authorization
 from node_agent.api.publisher import Publisher
 from node_agent.api.request import Limits
-from node_agent.api.requests import Desk
+from node_agent.api.requests import RequestRegistry
 from node_agent.config import NodeConfig
 from tests.node_agent.scripted_engine import admitted, finished, stats
 from tests.node_agent.served_node import Gateway, gateway_server, node_config, request_of, run_scenario, served_node
@@ -98,10 +98,10 @@ def test_a_gateway_that_is_away_is_tried_until_it_is_back(
     caplog.set_level(logging.INFO, "node_agent.api.publisher")
 
     async def scenario() -> None:
-        desk = WatchedDesk(node_config(tmp_path, stories_dir, "unused"))
-        publishing = asyncio.create_task(Publisher(desk, f"http://127.0.0.1:{port}", "secret").run())
+        registry = WatchedRegistry(node_config(tmp_path, stories_dir, "unused"))
+        publishing = asyncio.create_task(Publisher(registry, f"http://127.0.0.1:{port}", "secret").run())
         for _ in range(4):
-            await desk.made.get()
+            await registry.made.get()
         app = web.Application()
         app.router.add_post("/cluster/record", gateway.receive)
         runner = web.AppRunner(app)
@@ -117,7 +117,7 @@ def test_a_gateway_that_is_away_is_tried_until_it_is_back(
     assert [record.message for record in caplog.records] == ["gateway does not hear us", "gateway hears us"]
 
 
-class WatchedDesk(Desk):
+class WatchedRegistry(RequestRegistry):
     """Says when news are made."""
 
     def __init__(self, config: NodeConfig) -> None:
@@ -134,13 +134,13 @@ def test_news_come_at_their_interval_whatever_happens(tmp_path: Path, stories_di
     gateway = Gateway()
 
     async def scenario() -> None:
-        desk = Desk(node_config(tmp_path, stories_dir, "unused"), LIMITS)
+        registry = RequestRegistry(node_config(tmp_path, stories_dir, "unused"), LIMITS)
         async with gateway_server(gateway) as url:
-            publishing = asyncio.create_task(Publisher(desk, url, "secret", interval=1.0).run())
+            publishing = asyncio.create_task(Publisher(registry, url, "secret", interval=1.0).run())
             begin = asyncio.get_running_loop().time()
             for index in range(3):
                 for _ in range(50):
-                    desk.set_draining(not desk.draining)
+                    registry.set_draining(not registry.draining)
                 await gateway.records.get()
                 assert asyncio.get_running_loop().time() - begin >= 0.99 * index
             publishing.cancel()
