@@ -7,48 +7,35 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import httpx
 import pytest
-from running_gateway import Running, upload
-from served_app import served
-
-from adapters.base_model import load_base_model
-from adapters.local_store import LocalStore
-from adapters.tenants import Tenants
-from cluster.secret import create_secret
-from gateway.app import create_app
-from gateway.config import GatewayConfig
+from running_gateway import Running, start_gateway, upload
 
 
 @pytest.fixture
 def start(stories_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """start(**config) -> a gateway whose nodes' records never expire within a test."""
     with ExitStack() as stack:
+        yield lambda **changed: start_gateway(stack, stories_dir, tmp_path, **changed)
 
-        def begin(**changed: Any) -> Running:
-            store = LocalStore(tmp_path / "registry")
-            tenants = Tenants(store)
-            keys = {"admin": tenants.add_admin_key()[0]}
-            for tenant in ("acme", "other"):
-                tenants.put(tenant)
-                keys[tenant] = tenants.add_key(tenant)[0]
-            secret_file = tmp_path / "secret" / "cluster.secret"
-            secret = create_secret(secret_file)
-            config = GatewayConfig(
-                model_dir=str(stories_dir),
-                base_id="stories260K",
-                registry=str(tmp_path / "registry"),
-                secret_file=str(secret_file),
-                tmp_dir=str(tmp_path / "uploads"),
-                record_expiry=600.0,
-                node_silence=600.0,
-            )
-            config = msgspec.structs.replace(config, **changed)
-            running = Running(config, load_base_model(stories_dir, "stories260K"), secret, keys, stack)
-            running.url = stack.enter_context(served(create_app(config)))
-            return running
 
-        yield begin
+@pytest.fixture(scope="module")
+def shared_gateway(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A gateway with one echoing node for all tests of a module: each leaves it as it likes, and relies on nothing."""
+    with ExitStack() as stack:
+        running = start_gateway(stack, stories_dir, tmp_path_factory.mktemp("gateway"))
+        running.node()
+        yield running
+
+
+@pytest.fixture
+def deployed(shared_gateway: Running, pirate: dict[str, Any]) -> Running:
+    """The module's gateway with the function `pirate` as it is after its first deploy."""
+    with httpx.Client(base_url=shared_gateway.url, timeout=60) as client:
+        client.headers["authorization"] = f"Bearer {shared_gateway.keys['acme']}"
+        assert client.delete("/functions/pirate", params={"force": "true"}).status_code in (204, 404)
+        assert client.post("/deploy/pirate", files=pirate).status_code == 201
+    return shared_gateway
 
 
 @pytest.fixture

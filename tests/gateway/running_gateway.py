@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+from served_app import served
 from stub_node import Script, StubNode, echo, stub_node
 
-from adapters.base_model import BaseModel
+from adapters.base_model import BaseModel, load_base_model
+from adapters.local_store import LocalStore
+from adapters.tenants import Tenants
+from cluster.secret import create_secret
+from gateway.app import create_app
 from gateway.config import GatewayConfig
 
 
@@ -44,6 +50,31 @@ class Running:
         if publish:
             assert node.publish(self.url, **record).status_code == 204
         return node
+
+
+def start_gateway(stack: ExitStack, model: Path, folder: Path, **changed: Any) -> Running:
+    """A gateway over a registry in `folder`, with an admin key and the tenants `acme` and `other`; its nodes' records
+    never expire within a test. `changed`: fields of GatewayConfig. It is stopped when the stack is closed."""
+    tenants = Tenants(LocalStore(folder / "registry"))
+    keys = {"admin": tenants.add_admin_key()[0]}
+    for tenant in ("acme", "other"):
+        tenants.put(tenant)
+        keys[tenant] = tenants.add_key(tenant)[0]
+    secret_file = folder / "secret" / "cluster.secret"
+    secret = create_secret(secret_file)
+    config = GatewayConfig(
+        model_dir=str(model),
+        base_id="stories260K",
+        registry=str(folder / "registry"),
+        secret_file=str(secret_file),
+        tmp_dir=str(folder / "uploads"),
+        record_expiry=600.0,
+        node_silence=600.0,
+    )
+    config = msgspec.structs.replace(config, **changed)
+    running = Running(config, load_base_model(model, "stories260K"), secret, keys, stack)
+    running.url = stack.enter_context(served(create_app(config)))
+    return running
 
 
 def upload(folder: Path) -> dict[str, Any]:

@@ -69,12 +69,6 @@ def validators() -> dict[str, Draft202012Validator]:
     }
 
 
-@pytest.fixture
-def deployed(gateway: Running, pirate: dict) -> Running:
-    assert gateway.client().post("/deploy/pirate", files=pirate).status_code == 201
-    return gateway
-
-
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import schemathesis
@@ -32,12 +31,6 @@ CHECKS = [
 DOCUMENT = json.loads(FILE.read_text())
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
-
-
-@pytest.fixture
-def deployed(gateway: Running, pirate: dict[str, Any]) -> Running:
-    gateway.client().post("/deploy/pirate", files=pirate).raise_for_status()
-    return gateway
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
