@@ -56,14 +56,16 @@ def listening(port: int) -> int:
     raise LookupError(f"nobody listens on port {port}")
 
 
-def kill(service: Service, node: str, part: str) -> None:
-    """The node's API process, its engine, or its supervisor, with which both go."""
+def kill(service: Service, node: str, part: str, number: signal.Signals = signal.SIGKILL) -> int:
+    """The node's API process, its engine, or its supervisor, with which both go. Returns the process's id."""
     url = next(record["url"] for record in records(service) if record["id"] == node)
     api = listening(int(url.rpartition(":")[2]))
     supervisor = int(Path(f"/proc/{api}/stat").read_text().rpartition(")")[2].split()[1])
     below = descendants(supervisor)
     engine = next(pid for pid, command in below.items() if "node_agent.engine_process" in command)
-    os.kill({"api": api, "engine": engine, "node": supervisor}[part], signal.SIGKILL)
+    pid = {"api": api, "engine": engine, "node": supervisor}[part]
+    os.kill(pid, number)
+    return pid
 
 
 def read(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -75,20 +77,26 @@ def read(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, json.loads(line[6:])
 
 
-def streamed(service: Service, way: dict[str, Any], cuts: list[tuple[int, str]]) -> tuple[list[int], str, Any]:
-    """Token ids, text and the last event. `cuts`: after how many tokens which part of the serving node is killed."""
+def streamed(
+    service: Service, way: dict[str, Any], cuts: list[tuple[int, str]], number: signal.Signals = signal.SIGKILL
+) -> tuple[list[int], str, Any]:
+    """Token ids, text and the last event. `cuts`: after how many tokens which part of the serving node is killed, or
+    gets another signal and is killed at the end."""
     ids: list[int] = []
-    text, left, killed = "", list(cuts), set[str]()
+    text, left, killed, stopped = "", list(cuts), set[str](), list[int]()
     body = {**CALL, **way, "stream": True}
     with service.client("acme") as http, http.stream("POST", "/invoke/dragon", json=body) as reply:
         for name, said in read(reply.iter_lines()):
             if name != "token":
+                for pid in stopped:
+                    os.kill(pid, signal.SIGKILL)
                 return ids, text, said
             ids += [said["token_id"]] if said["token_id"] is not None else []
             text += said["text"]
             if left and len(ids) >= left[0][0] and (serving := serves(service, killed)):
                 killed.add(serving)
-                kill(service, serving, left.pop(0)[1])
+                pid = kill(service, serving, left.pop(0)[1], number)
+                stopped += [] if number == signal.SIGKILL else [pid]
     raise AssertionError("the stream has no end")
 
 
@@ -135,6 +143,18 @@ def check_kills(service: Service, count: int, seed: int) -> None:
         assert last["usage"] == usual[number][2]["usage"]
         resumed += last["timing"]["resumed"]
         assert eventually(lambda: all_ready(service), 120), service.logs()
+
+
+def test_a_stopped_engine_breaks_no_answer(trio: Service) -> None:
+    """It keeps its connection and says nothing more: only its heartbeat tells."""
+    usual = streamed(trio, WAYS[0], [])
+    for _ in range(TRIES):
+        ids, _, last = streamed(trio, WAYS[0], [(20, "engine")], signal.SIGSTOP)
+        assert eventually(lambda: all_ready(trio), 120), trio.logs()
+        assert ids == usual[0]
+        if last["timing"]["resumed"]:
+            return
+    raise AssertionError("calls end before their engines are stopped")
 
 
 def test_killed_nodes_break_no_answer(trio: Service) -> None:
