@@ -32,7 +32,7 @@ class NameWatch:
         self._clock = clock
         self._seconds = seconds
         self._known: Epoch | None = None
-        self._read_at = float("-inf")
+        self.read_at = float("-inf")
         """When the newest reading began."""
         self._dirty: dict[str, float] = {}
         """Until when each marked record may still be committed."""
@@ -47,7 +47,7 @@ class NameWatch:
 
     def confirmed(self, key: str) -> float:
         """Until when nothing was committed of the record, since it was last read or forgotten; by `clock`."""
-        return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self._read_at
+        return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self.read_at
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -88,7 +88,7 @@ class NameWatch:
             if known is not None:
                 self.on_mark(mark)
         self._end_dirty(began)
-        self._read_at = began
+        self.read_at = began
 
     def _begins_anew(self, epoch: Epoch) -> bool:
         """Whether there may be marks that this worker has not seen and that the epoch no longer names."""
