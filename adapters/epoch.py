@@ -4,6 +4,9 @@ A writer marks a record before it commits a change of it. So whoever has read th
 knows that nothing was committed until then, whichever process wrote: one that was killed before it could tell anybody,
 or one that shares no Redis with the reader. What is read of a marked record may be from before the commit, and is to be
 read again for DIRTY_SECONDS.
+
+Whoever reads the epoch for the first time, or has missed marks, learns from their times which of them still count, and
+from `since` whether others do that are no longer named.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from adapters.store import ObjectStore
 
 EPOCH_KEY = "epoch.json"
 MAX_MARKS = 200
-"""Newest marks that are kept, some 80 bytes each. A reader that has missed one takes everything for marked."""
+"""Newest marks that are kept, some 100 bytes each."""
 MARK_SECONDS = 20.0
 """For which a mark covers attempts to commit; then the writer marks again."""
 DIRTY_SECONDS = 120.0
@@ -39,6 +42,8 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     """Why the function's generations are to end now; empty: they may go on."""
     id: str = ""
     """Of what was `ended`, by which those who hear of it twice know it."""
+    at: float = 0.0
+    """By the store's clock, some seconds before the mark at most; 0: made before `since`."""
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -47,6 +52,9 @@ class Epoch(msgspec.Struct, frozen=True):
     id: str
     """Drawn when the object is made: the numbers of another one say nothing."""
     marks: tuple[Mark, ...] = ()
+    since: float | None = None
+    """By the store's clock: all marks that were made later are here. None: whoever wrote last was of a release that
+    does not say, and nothing is known of the marks' times."""
 
     @property
     def number(self) -> int:
@@ -60,16 +68,19 @@ def read_epoch(store: ObjectStore) -> Epoch:
     except CorruptRecord:
         store.delete(EPOCH_KEY)
         found = None
-    return found[0] if found else update_record(store, EPOCH_KEY, Epoch, lambda known: known or _new())
+    return found[0] if found else update_record(store, EPOCH_KEY, Epoch, lambda known: known or _new(store.now()))
 
 
 def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:
     """The record is about to change, or generations of its function end. Raises StoreUnavailable."""
 
     def marked(known: Epoch | None) -> Epoch:
-        epoch = known or _new()
-        new = Mark(epoch.number + 1, key, ended, number)
-        return Epoch(epoch.id, (*epoch.marks[1 - MAX_MARKS :], new))
+        now = store.now()
+        epoch = known or _new(now)
+        since = now if epoch.since is None else epoch.since
+        marks = (*epoch.marks, Mark(epoch.number + 1, key, ended, number, now))
+        dropped, kept = marks[:-MAX_MARKS], marks[-MAX_MARKS:]
+        return Epoch(epoch.id, kept, max([since, *(each.at for each in dropped)]))
 
     try:
         update_record(store, EPOCH_KEY, Epoch, marked)
@@ -91,5 +102,5 @@ def update_marked(store: ObjectStore, key: str, kind: type[T], change: Callable[
     return update_record(store, key, kind, change, marked)
 
 
-def _new() -> Epoch:
-    return Epoch(secrets.token_hex(8))
+def _new(now: float) -> Epoch:
+    return Epoch(secrets.token_hex(8), since=now)

@@ -21,6 +21,7 @@ from uvicorn_worker import UvicornWorker
 from cluster.lifeline import die_with_parent
 from cluster.logs import log_handler, set_up_logging
 from cluster.redis_link import RedisAway, check_redis
+from gateway.background import background
 from gateway.config import ConfigError, GatewayConfig, check_config
 from gateway.http.protocol import GatewayHttp
 
@@ -143,11 +144,8 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
         }
 
         async def _serve(self) -> None:
-            beating = asyncio.create_task(self._beat())
-            try:
+            async with background(self._beat):
                 await super()._serve()
-            finally:
-                beating.cancel()
 
         async def _beat(self) -> None:
             """uvicorn tells the arbiter that it lives until it begins to stop; open streams may last much longer."""

@@ -239,7 +239,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         text_threads=LeavableThreads(TEXT_THREADS),
         registry=registry,
         threads=threads,
-        probe=StoreProbe(config, threads, store, monotonic),
+        probe=StoreProbe(config, threads, store, monotonic, lambda: name_watch.read_at),
         tenants=tenants,
         callers=Callers(config, tenants, threads, monotonic, name_watch.confirmed),
         name_watch=name_watch,

@@ -53,7 +53,8 @@ class Hold:
         return not serving(await self._state.table(), self._base, without)
 
     async def wait(self, until: float, cut: asyncio.Future[ServiceError]) -> None:
-        """Returns when a node is ready, at `until` (by the clock), or when `cut` has a result."""
+        """Returns when a node is ready, at `until` (by the clock), or when `cut` has a result. Raises what looking for
+        nodes raises."""
         if self._waiting is None or self._waiting.done():
             if self._since is None or self._clock() - self._last > MOST_RETRY:
                 self._since = self._clock()
@@ -63,6 +64,8 @@ class Hold:
             ends: list[asyncio.Future[Any]] = [self._waiting, cut]
             left = max(0.0, until - self._clock())
             await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if self._waiting.done() and not self._waiting.cancelled():
+                self._waiting.result()
         finally:
             self._held, self._last = self._held - 1, self._clock()
             if not self._held and not self._waiting.done():

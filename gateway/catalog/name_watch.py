@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from adapters.epoch import DIRTY_SECONDS, Epoch, Mark, read_epoch
 from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
+from gateway.background import background
 from gateway.catalog.threads import StoreThreads
 
 POLL_SHARE = 0.8
@@ -31,7 +32,7 @@ class NameWatch:
         self._clock = clock
         self._seconds = seconds
         self._known: Epoch | None = None
-        self._read_at = float("-inf")
+        self.read_at = float("-inf")
         """When the newest reading began."""
         self._dirty: dict[str, float] = {}
         """Until when each marked record may still be committed."""
@@ -39,9 +40,14 @@ class NameWatch:
         self.on_mark: Callable[[Mark], None] = lambda _: None
         self.forget_all: Callable[[], None] = lambda: None
 
+    def read(self) -> tuple[Epoch, float | None]:
+        """The epoch; where `apply` needs it, the store's time, too. Blocks. Raises StoreUnavailable."""
+        epoch = read_epoch(self._store)
+        return epoch, self._store.now() if self._begins_anew(epoch) else None
+
     def confirmed(self, key: str) -> float:
         """Until when nothing was committed of the record, since it was last read or forgotten; by `clock`."""
-        return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self._read_at
+        return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self.read_at
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -49,20 +55,15 @@ class NameWatch:
         if self._seconds <= 0:
             yield
             return
-        task = asyncio.create_task(self._poll())
-        try:
+        async with background(self._poll):
             yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
     async def _poll(self) -> None:
         away = False
         while True:
             began = self._clock()
             try:
-                self.apply(await self._threads.read(read_epoch, self._store), began)
+                self.apply(*await self._threads.read(self.read), began)
                 away = False
             except StoreUnavailable as error:
                 if not away:
@@ -70,18 +71,36 @@ class NameWatch:
                 away = True
             await asyncio.sleep(max(0.0, POLL_SHARE * self._seconds - (self._clock() - began)))
 
-    def apply(self, epoch: Epoch, began: float) -> None:
-        """The epoch as a reading found it that `began` then."""
+    def apply(self, epoch: Epoch, now: float | None, began: float) -> None:
+        """What `read` has found, which `began` then."""
         known, self._known = self._known, epoch
-        if known is None or known.id != epoch.id or (epoch.marks and epoch.marks[0].number > known.number + 1):
-            self._all_dirty_until = began + DIRTY_SECONDS
+        marks = epoch.marks
+        if now is None:
+            assert known is not None
+            marks = tuple(mark for mark in marks if mark.number > known.number)
+        else:
+            self._all_dirty_until = max(self._all_dirty_until or 0.0, self._dirty_until(epoch.since, now))
             self.forget_all()
-        for mark in epoch.marks:
-            if known is not None and (known.id != epoch.id or mark.number > known.number):
-                self._dirty[mark.key] = began + DIRTY_SECONDS
+        for mark in marks:
+            until = self._dirty_until(mark.at, now)
+            if until > began:
+                self._dirty[mark.key] = max(until, self._dirty.get(mark.key, 0.0))
+            if known is not None:
                 self.on_mark(mark)
         self._end_dirty(began)
-        self._read_at = began
+        self.read_at = began
+
+    def _begins_anew(self, epoch: Epoch) -> bool:
+        """Whether there may be marks that this worker has not seen and that the epoch no longer names."""
+        known = self._known
+        if known is None or known.id != epoch.id or epoch.number < known.number:
+            return True
+        return bool(epoch.marks) and epoch.marks[0].number > known.number + 1
+
+    def _dirty_until(self, marked: float | None, now: float | None) -> float:
+        """By `clock`: until when what was marked then may still be committed. `now`: the store's time, a moment ago."""
+        ago = 0.0 if marked is None or now is None else max(0.0, now - marked)
+        return self._clock() - ago + DIRTY_SECONDS
 
     def _end_dirty(self, now: float) -> None:
         """What was read of them until now may be from before the commit."""

@@ -25,13 +25,21 @@ log = logging.getLogger("gateway")
 
 class StoreProbe:
     def __init__(
-        self, config: GatewayConfig, threads: StoreThreads, store: ObjectStore, clock: Callable[[], float]
+        self,
+        config: GatewayConfig,
+        threads: StoreThreads,
+        store: ObjectStore,
+        clock: Callable[[], float],
+        answered: Callable[[], float],
     ) -> None:
+        """`answered`: when the store was last asked for something else that it answered, by `clock`."""
         self._store = store
         self._reads = threads
         self._writes = LeavableThreads(1)  # its own: a store that hangs in writes is still read
         self._seconds = config.store_seconds
-        self._answers = GraceCache(self._read, clock=clock, fresh=config.cache_seconds, grace=0.0)
+        self._answers = GraceCache(
+            self._read, clock=clock, fresh=config.cache_seconds, grace=0.0, confirmed=lambda _: answered()
+        )
         self._writable = GraceCache(self._write, clock=clock, fresh=WRITE_EVERY, grace=0.0)
 
     async def check_answers(self) -> None:

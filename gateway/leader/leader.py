@@ -10,10 +10,12 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from adapters.errors import StoreUnavailable
 from cluster.leases import Leases
 from cluster.redis_link import RedisAway
+from gateway.background import background
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.turn import Job, Turn, TurnEnded
 
@@ -57,13 +59,10 @@ class Leader:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Keeps the lease and runs the jobs as long as the context lasts, then gives the lease back."""
-        tasks = [asyncio.create_task(work) for work in (self._beats(), *(self._turns(job) for job in self._jobs))]
         try:
-            yield
+            async with background(self._beats, *(partial(self._turns, job) for job in self._jobs)):
+                yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self._resign()
 
     async def beat(self) -> None:
@@ -101,10 +100,7 @@ class Leader:
 
     async def _beats(self) -> None:
         while True:
-            try:
-                await self.beat()
-            except Exception:  # a worker that never beats again would never lead again
-                log.exception("a heartbeat of the leader failed; the next one follows")
+            await self.beat()
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _turns(self, job: Job) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +14,11 @@ import msgspec
 
 from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
+from gateway.background import background
 from gateway.catalog.threads import LeavableThreads
 from gateway.usage.counts import UsageCounts, add_to
 from gateway.usage.hours import HOUR, hour_name, hour_start
-from gateway.usage.journal import LEFT, Journal, JournalError, Line, Sums, abandoned, claim
+from gateway.usage.journal import LEFT, Journal, Line, Sums, abandoned, claim
 from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
@@ -94,10 +95,7 @@ class UsageLedger:
     async def run(self, seconds: float) -> None:
         """Flush again and again, until cancelled."""
         while True:
-            try:
-                await self.flush()
-            except Exception:  # whatever it is must not end the metering
-                log.exception("usage could not be written; it is tried again")
+            await self.flush()
             await asyncio.sleep(seconds)
 
     async def begin(self) -> None:
@@ -159,29 +157,26 @@ async def open_ledger(
     try:
         ledger = UsageLedger(journal, store, clock)
         await ledger.begin()
-        task = asyncio.create_task(_take_over_and_run(ledger, folder, store, seconds))
         try:
-            yield ledger
+            async with background(partial(_take_over, folder, store), partial(ledger.run, seconds)):
+                yield ledger
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
             await _last_flush(ledger)
     finally:
         journal.close()
 
 
-async def _take_over_and_run(ledger: UsageLedger, folder: Path, store: ObjectStore, seconds: float) -> None:
+async def _take_over(folder: Path, store: ObjectStore) -> None:
+    """What processes have left that are gone."""
     for left in await asyncio.to_thread(lambda: list(abandoned(folder))):
         try:
             other = UsageLedger(left, store, time.time)
             await other.begin()
             await _last_flush(other)
-        except (JournalError, OSError) as error:
+        except Exception as error:  # whatever is wrong with one, the others are written
             log.error(LEFT, exc_info=error)
         finally:
             left.close()
-    await ledger.run(seconds)
 
 
 async def _last_flush(ledger: UsageLedger) -> None:

@@ -12,10 +12,12 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 
 from cluster.redis_link import RedisAway, RedisLink
+from gateway.background import background
 
 CHANNEL = "peers"
 MAX_WAITING = 10_000
@@ -117,21 +119,17 @@ class Peers:
         if self._link is None:
             yield
             return
-        task = asyncio.create_task(self._send(self._link))
-        try:
+        async with background(partial(self._send, self._link)):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _send(self, link: RedisLink) -> None:
         while True:
-            await self._some.wait()
-            self._some.clear()
             while self._waiting:
                 letter = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOGETHER))]
                 while not await self._sent(link, letter):
                     await link.wait_until_up(LINK_SECONDS)
+            self._some.clear()
+            await self._some.wait()
 
     async def _sent(self, link: RedisLink, letter: list[Message]) -> bool:
         try:

@@ -9,15 +9,16 @@ what Redis has lost a worker tells again. Meanwhile, and without Redis, the answ
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from cluster.redis_link import RedisAway, RedisLink, Value
+from gateway.background import background
 from gateway.workers.attainment import Attainment, Kept
 from gateway.workers.last_hour import Counts, LastHour, name_of
 from gateway.workers.pool_loads import PoolLoad, PoolLoads, add_up
@@ -33,8 +34,6 @@ SLICES_TOGETHER = 30
 """Scripts that add or read more would hold up whoever reserves a place."""
 
 AWAY = (RedisAway, TimeoutError)
-
-log = logging.getLogger("gateway")
 
 
 class Windows:
@@ -78,12 +77,10 @@ class Windows:
         if self._link is None:
             yield
             return
-        task = asyncio.create_task(self._tick(self._link))
         try:
-            yield
+            async with background(partial(self._tick, self._link)):
+                yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             with suppress(*AWAY):
                 async with asyncio.timeout(READ_SECONDS):
                     await self._flush(self._link)
@@ -91,12 +88,8 @@ class Windows:
     async def _tick(self, link: RedisLink) -> None:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
-            try:
+            with suppress(RedisAway):
                 await self._flush(link)
-            except RedisAway:
-                continue
-            except Exception:  # whatever it was, this worker's pools and counts must not fall silent
-                log.exception("what was counted could not be told")
 
     async def _of(self, sums: SlidingSums[Sum], name: str) -> list[Sum]:
         found = await self._read(sums, name)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 from running_gateway import Running, until
 
+from adapters.epoch import EPOCH_KEY
 from adapters.local_store import LocalStore
+from adapters.store import Object, ObjectInfo
 from gateway.catalog import store_probe
-from gateway.catalog.store_probe import WRITE_KEY
+from gateway.catalog.store_probe import READ_KEY, WRITE_KEY
 
 TOLD = "the registry can't be written to (full or read-only): deploys fail"
 
@@ -56,3 +58,27 @@ def test_writes_are_rare_and_leave_one_object(start: Callable[..., Running], mon
     for _ in range(100):
         assert client.get("/readyz").status_code == 200
     assert 1 <= writes.count(WRITE_KEY) <= 3
+
+
+def test_the_epoch_answers_for_the_registry(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is read, nothing else is read for those who ask whether the registry answers."""
+    read: list[str] = []
+    get, head = LocalStore.get, LocalStore.head
+
+    def counted_get(self: LocalStore, key: str) -> Object:
+        read.append(key)
+        return get(self, key)
+
+    def counted_head(self: LocalStore, key: str) -> ObjectInfo | None:
+        read.append(key)
+        return head(self, key)
+
+    monkeypatch.setattr(LocalStore, "get", counted_get)
+    monkeypatch.setattr(LocalStore, "head", counted_head)
+    running = start(cache_seconds=2.0)
+    running.node()
+    client = running.client(None)
+    read.clear()
+    while read.count(EPOCH_KEY) < 4:
+        assert client.get("/readyz").status_code == 200
+    assert read.count(READ_KEY) <= 2  # the first answer, and one after a reading that was late

@@ -1,0 +1,35 @@
+"""Tasks beside the requests: none ends unseen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+AGAIN_SECONDS = 1.0
+"""After which work that failed begins anew."""
+
+log = logging.getLogger("gateway")
+
+
+@asynccontextmanager
+async def background(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Each of them runs as long as the context lasts. What it raises is logged, and it begins anew: so it may be
+    begun at any time, and handles what it expects itself."""
+    tasks = [asyncio.create_task(_kept(work)) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _kept(work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            return await work()
+        except Exception:  # whatever it was, nobody else would ever do this work
+            log.exception("a background task failed; it begins anew")
+        await asyncio.sleep(AGAIN_SECONDS)
