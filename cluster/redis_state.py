@@ -11,17 +11,18 @@ and places are reserved in this worker alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from contextlib import suppress
+from typing import Unpack
 
 import msgspec
 
 from cluster.crowd import room_for_others
 from cluster.messages import check_version
-from cluster.news import ABSENT_TIER, RECORD_EXPIRY, WHOLE, Beat, Changes, Facts, News, Resident
-from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView
-from cluster.node_table import Demand, NodeTable
+from cluster.news import ABSENT_TIER, WHOLE, Beat, Changes, Facts, News, Resident
+from cluster.node_book import PAST_EPOCHS
+from cluster.node_table import Demand
 from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
-from cluster.state import MAX_NODES, RESERVATION_SECONDS, Taken, TooManyNodes, reserve_in, take_in
+from cluster.state import ClusterState, StateSettings, Taken, TooManyNodes
 
 CATCH_UP_SECONDS = 0.1
 """Longest wait for a change that Redis has told already."""
@@ -56,26 +57,17 @@ _residents = msgspec.msgpack.Decoder(Resident)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class RedisClusterState:
+class RedisClusterState(ClusterState):
     """`link` must not run yet: it keeps the mirror up to date from its start on."""
 
-    def __init__(
-        self,
-        link: RedisLink,
-        *,
-        expiry: float = RECORD_EXPIRY,
-        reservation_seconds: float = RESERVATION_SECONDS,
-        max_nodes: int = MAX_NODES,
-        forget_seconds: float = FORGET_SECONDS,
-    ) -> None:
+    def __init__(self, link: RedisLink, **settings: Unpack[StateSettings]) -> None:
+        super().__init__(link.clock, link.aged, **settings)
         self._link = link
-        self._clock, self._aged = link.clock, link.aged
-        self._expiry, self._reservation_seconds = expiry, reservation_seconds
-        self._book = NodeBook(expiry=expiry, max_nodes=max_nodes, forget_seconds=forget_seconds)
         self._version = 0
         self._ahead: dict[str, int] = {}
         """The version of our own latest reservation on a node, as long as its message is still to come."""
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._version_risen = asyncio.Event()
+        """Another one for each version."""
         self._beaten = 0
         link.on_message[CHANGES] = self._changed
         link.on_resume.append(self._resume)
@@ -92,7 +84,7 @@ class RedisClusterState:
         try:
             taken, version = await self._publish(news, 0.0)
         except RedisAway:
-            return take_in(self._book, news, self._aged())
+            return self._publish_here(news)
         if taken == -1:
             raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {news.beat.id} was not added")
         if taken == 1:
@@ -100,21 +92,13 @@ class RedisClusterState:
             return "taken"
         return "older" if taken == 0 else "gap"
 
-    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
-        return self._book.residents(node_id, epoch)
-
-    async def table(self) -> NodeTable:
-        return self._book.current(self._clock(), self._aged())
-
-    async def nodes(self) -> list[NodeView]:
-        return self._book.views(self._clock(), self._aged())
-
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
         try:
             return await self._reserved(node_id, request_id, demand, seen)
         except RedisAway:
-            end = self._clock() + min(AWAY_SECONDS, self._reservation_seconds)
-            return 0 if reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, end) else None
+            seconds = min(AWAY_SECONDS, self._reservation_seconds)
+            held = await self._reserve_here(node_id, request_id, demand, seen, seconds=seconds, number=0)
+            return 0 if held else None
         except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
             await self._free(node_id, request_id)
             raise
@@ -147,9 +131,6 @@ class RedisClusterState:
             await self._link.run("release", self._keys(node_id), [request_id, payload, self._channel])
         except RedisAway:
             return  # it ends by itself
-
-    async def silence(self, node_id: str, epoch: str) -> float:
-        return self._book.silence(node_id, epoch, self._aged())
 
     # --- what Redis is asked
 
@@ -298,15 +279,11 @@ class RedisClusterState:
 
     async def _catch_up(self, version: int) -> None:
         """Returns when the mirror has this version, or soon."""
-        if version <= self._version:
-            return
-        told = asyncio.get_running_loop().create_future()
-        self._waiting.append((version, told))
-        await asyncio.wait([told], timeout=CATCH_UP_SECONDS)
-        told.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                while version > self._version:
+                    await self._version_risen.wait()
 
     def _wake(self) -> None:
-        for version, told in self._waiting:
-            if version <= self._version and not told.done():
-                told.set_result(None)
-        self._waiting = [entry for entry in self._waiting if not entry[1].done()]
+        self._version_risen.set()
+        self._version_risen = asyncio.Event()
