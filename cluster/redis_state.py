@@ -68,10 +68,11 @@ class RedisClusterState(ClusterState):
         """The version of our own latest reservation on a node, as long as its message is still to come."""
         self._version_risen = asyncio.Event()
         """Another one for each version."""
-        self._beaten = 0
+        self._version_before = 0
+        """What Redis had at the last heartbeat."""
         link.on_message[CHANGES] = self._changed
         link.on_resume.append(self._resume)
-        link.on_beat.append(self._check_version)
+        link.on_heartbeat.append(self._check_version)
 
     @property
     def stale(self) -> float | None:
@@ -264,17 +265,17 @@ class RedisClusterState(ClusterState):
                 seconds = min(left / 1000, self._reservation_seconds)
                 self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
             self._book.set_generation(beat.id, generation)
-        self._version = self._beaten = version
+        self._version = self._version_before = version
         self._ahead.clear()
         self._wake()
         for node_id in [name for name in self._book.ids() if name not in there]:
             await self._restore(node_id, resuming=True)
 
     def _check_version(self, version: int) -> None:
-        """Every beat. What the one before told must have come by now, and there is no way back but to be emptied."""
-        lost = self._version < self._beaten or version < self._beaten or version == 0 < self._version
-        self._beaten = version
-        if lost:
+        """At every heartbeat. What Redis had by the one before must have come here by now, and its version falls only
+        when it is emptied."""
+        before, self._version_before = self._version_before, version
+        if self._version < before or version < before or version == 0 < self._version:
             raise OutOfStep(f"Redis is at version {version}, this worker at {self._version}")
 
     async def _catch_up(self, version: int) -> None:
