@@ -39,6 +39,10 @@ class _Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     facts: Facts | None
     changes: Changes
 
+    @property
+    def node(self) -> str:
+        return self.beat.id
+
 
 class _Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     node: str
@@ -209,16 +213,15 @@ class RedisClusterState(ClusterState):
             raise OutOfStep(f"version {version} follows {self._version}")
         self._version = version
         change = _decoder.decode(payload)
-        node_id = change.beat.id if isinstance(change, _Put) else change.node
-        counted = self._book.generation(node_id)
-        self._apply(change, self._end(), int(number))
-        if version >= self._ahead.get(node_id, 0):  # else it tells of a time before our own latest reservation
-            self._ahead.pop(node_id, None)
-            counted = int(generation)
-        self._book.set_generation(node_id, counted)
+        is_newest = version >= self._ahead.get(change.node, 0)  # else it is of before our own latest reservation
+        if is_newest:
+            self._ahead.pop(change.node, None)
+        self._apply(change, self._end(), int(number), int(generation) if is_newest else None)
         self._wake()
 
-    def _apply(self, change: _Put | _Held | _Freed, end: float, number: int) -> None:
+    def _apply(self, change: _Put | _Held | _Freed, end: float, number: int, generation: int | None = None) -> None:
+        """`generation`: the node's, after the change; None: it stays as it was."""
+        after = self._book.generation(change.node) if generation is None else generation
         match change:
             case _Put(beat, facts, changes):
                 self._put(News(beat, facts, changes), self._aged())
@@ -226,15 +229,14 @@ class RedisClusterState(ClusterState):
                 self._book.hold(node, request, demand, end, number)
             case _Freed(node, request):
                 self._book.drop(node, request)
+        self._book.set_generation(change.node, after)
 
     def _hold_ahead(self, held: _Held, version: int, generation: int, number: int) -> None:
         """A place of our own, before its message comes; answers to reservations may come in another order."""
-        counted, latest = self._book.generation(held.node), self._ahead.get(held.node, 0)
-        self._apply(held, self._end(), number)
-        if version > latest:
+        is_newest = version > self._ahead.get(held.node, 0)
+        if is_newest:
             self._ahead[held.node] = version
-            counted = generation
-        self._book.set_generation(held.node, counted)
+        self._apply(held, self._end(), number, generation if is_newest else None)
 
     def _end(self) -> float:
         return self._clock() + self._reservation_seconds
