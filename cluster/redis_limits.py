@@ -38,7 +38,7 @@ class RedisLimits:
                 why, wait = await self._take(call)
             except RedisAway:
                 self._unreported.update(owner.name for owner in call.owners)  # it may have taken them all the same
-                return self._take_alone(call)
+                return await self._take_alone(call)
             if why == 0:
                 self._here.count(call.owners, call.places)
                 return None
@@ -46,8 +46,8 @@ class RedisLimits:
             return Refusal("places", call.owners[why - 3])
         return Refusal("requests" if why == 1 else "tokens", seconds=wait / 1000)
 
-    def _take_alone(self, call: Call) -> Refusal | None:
-        refusal = self._here.take_now(call)
+    async def _take_alone(self, call: Call) -> Refusal | None:
+        refusal = await self._here.take(call)
         if refusal is None:
             self._alone[call] = self._alone.get(call, 0) + 1
         return refusal
@@ -57,7 +57,7 @@ class RedisLimits:
             return
         async with self._gate.passing():
             alone = self._was_alone(call)
-            self._here.settle_now(call, unused_tokens if alone else 0)
+            await self._here.settle(call, unused_tokens if alone else 0)
             tpm = call.rates.tokens_per_minute
             unused: Value = 0 if alone else unused_tokens
             args: list[Value] = [self._link.worker, call.places, unused, "" if tpm is None else tpm]
