@@ -1,7 +1,7 @@
 """Whose turn it is: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants, and in a tenant of
 functions.
 
-A counter tells the service that its owner has had, divided by its weight; the next to be served is the one with the
+A counter holds the service that its owner has had, divided by its weight; the next to be served is the one with the
 least. Who comes to wait after a pause is lifted to the least counter of those who wait, so that a pause banks no
 credit. Between any two who wait all the time, service per weight then differs by no more than one request's prompt or
 one batch's output costs, whatever they send. The engine and the simulator share this code.
@@ -27,7 +27,7 @@ def token_cost(prompt: int, output: int, rank: int) -> float:
 
 
 class Counters:
-    """One level of them. `join` and `leave` tell when an owner's requests come to wait and wait no more."""
+    """One level of them. `join` and `leave` are called when an owner's requests come to wait and wait no more."""
 
     def __init__(self, most_idle: int) -> None:
         self._most_idle = most_idle

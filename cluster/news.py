@@ -1,7 +1,7 @@
-"""What a node tells of itself: sums that change all the time, facts that hardly do, and which adapters it holds.
+"""What a node reports of itself: sums that change all the time, facts that hardly do, and which adapters it holds.
 
 A node posts News every RECORD_INTERVAL seconds, and passes on only what changed since the gateway last took it in.
-cluster.old_record has what nodes of the release before tell.
+cluster.old_record has what nodes of the release before report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cluster.performance_model import PerformanceModel
 from cluster.received import Received
 
 RECORD_VERSION = 2
-"""Of what nodes tell; cluster.old_record has version 1."""
+"""Of what nodes report; cluster.old_record has version 1."""
 RECORD_INTERVAL = 0.2
 """Seconds between two records of a node."""
 RECORD_EXPIRY = 2.0
@@ -81,7 +81,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The least that any request here, waiting or running, was promised between two tokens (seconds), but for what the
     node could not keep for one request alone."""
     strict: StrictRoom | None = None
-    """None: it does not tell, and strict requests find what all find."""
+    """None: it does not report it, and strict requests find what all find."""
     loading_bytes: int = 0
     """On their way to the device."""
     adapter_bytes_free: int = 0
@@ -95,7 +95,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What hardly ever changes, and is told when it does."""
+    """What hardly ever changes, and is reported when it does."""
 
     url: str
     base: str
@@ -188,7 +188,7 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
-    """What a node tells the gateway."""
+    """What a node reports to the gateway."""
 
     beat: Beat
     facts: Facts | None = None
@@ -197,7 +197,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
 
 def whole(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> News:
-    """All that there is to tell of a node."""
+    """All that there is to report of a node."""
     return News(beat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
 
 

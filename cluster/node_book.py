@@ -20,7 +20,7 @@ from cluster.news import WHOLE, Beat, News, NodeRecord, Resident, facts_of, reco
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
-"""An expired record is kept this long, so that streams of a silent node can tell for how long it has been silent."""
+"""An expired record is kept this long, so that streams of a silent node can learn for how long it has been silent."""
 PAST_EPOCHS = 8
 """Replaced epochs remembered per node, so that a record delayed on its way can't bring back a dead process."""
 
@@ -106,7 +106,7 @@ class NodeBook:
         return node is None or node.record.epoch != news.beat.epoch or changes.since > node.at
 
     def put(self, news: News, heard: float) -> None:
-        """Take in what a node tells, whatever its `seq`; it must not lack anything. Ends the places of requests that
+        """Take in what a node reports, whatever its `seq`; it must not lack anything. Ends the places of requests that
         came, and all of an epoch before. Raises TooManyNodes."""
         beat, changes, is_whole = news.beat, news.changes, news.changes.since == WHOLE
         node = self._nodes.get(beat.id)

@@ -1,4 +1,4 @@
-"""Records of protocol version 1, which nodes of the release before tell: lists in place of sums, and all residents.
+"""Records of protocol version 1, which nodes of the release before send: lists in place of sums, and all residents.
 
 They become News where they come in, and nothing behind that knows of them.
 """

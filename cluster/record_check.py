@@ -1,4 +1,4 @@
-"""What a gateway believes of what a node tells.
+"""What a gateway believes of what a node reports.
 
 The cluster secret says that the sender belongs to the cluster, not that what it says is right: a broken node must not
 make every placement wrong, and no node may have the gateway send prompts and the secret to a host that is not itself.

@@ -1,8 +1,8 @@
 """Cluster state that several gateway workers share, in Redis.
 
-Scripts in Redis decide (is a record newer, is a place free), by Redis's clock. Every change has a version and is told
-to all workers, each of which keeps a mirror; so the table needs no round trip, and a reservation one. A worker that
-misses a version asks for the whole again.
+Scripts in Redis decide (is a record newer, is a place free), by Redis's clock. Every change has a version and is
+published to all workers, each of which keeps a mirror; so the table needs no round trip, and a reservation one. A
+worker that misses a version asks for the whole again.
 
 While Redis is away the mirror is all there is: records do not grow old (RedisLink.aged), since none could have come,
 and places are reserved in this worker alone.
@@ -25,9 +25,9 @@ from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
 from cluster.state import ClusterState, StateSettings, Taken, TooManyNodes
 
 CATCH_UP_SECONDS = 0.1
-"""Longest wait for a change that Redis has told already."""
+"""Longest wait for a change that Redis has published already."""
 AWAY_SECONDS = 1.0
-"""Length of a reservation while Redis is away, and with it the numbers: by then the node's record tells of the
+"""Length of a reservation while Redis is away, and with it the numbers: by then the node's record shows the
 request."""
 CHANGES = "changes"
 

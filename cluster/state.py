@@ -28,7 +28,7 @@ RESERVATION_SECONDS = 5.0
 MAX_NODES = 1024
 
 Taken = Literal["taken", "older", "gap"]
-"""What became of news: they are older than what is known; or they build on what is not, and all is to be told."""
+"""What became of news: they are older than what is known; or they build on what is not, and all is to be reported."""
 
 
 class StateSettings(TypedDict, total=False):

@@ -152,7 +152,7 @@ def claim(folder: Path) -> Journal:
 
 def abandoned(folder: Path) -> Iterator[Journal]:
     """The other slots that are there and that nobody has, to be written out and closed. Those that can't be read are
-    told in the log, and stay."""
+    logged, and stay."""
     for path in sorted(folder.iterdir()):
         try:
             journal = _take(path) if path.name.isdecimal() and path.is_dir() else None
