@@ -16,11 +16,11 @@ from typing import Unpack
 
 import msgspec
 
-from cluster.crowd import room_for_others
 from cluster.messages import check_version
 from cluster.news import ABSENT_TIER, WHOLE, Beat, Changes, Facts, News, Resident
 from cluster.node_book import PAST_EPOCHS
 from cluster.node_table import Demand
+from cluster.queue_shares import room_for_others
 from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
 from cluster.state import ClusterState, StateSettings, Taken, TooManyNodes
 
