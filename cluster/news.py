@@ -54,7 +54,7 @@ class StrictRoom(msgspec.Struct, frozen=True, array_like=True):
     """NodeRecord's, of strict requests alone: best effort pauses as far as it asks for."""
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What changes all the time: sums and maxima, so that its size depends on nothing (some 200 bytes). New fields come
     last."""
 
@@ -122,8 +122,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The newest version of GenerateRequest that it serves."""
 
 
-class NodeRecord(Beat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
-    """A node as the scheduler sees it: its latest Beat with its latest Facts."""
+class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
+    """A node as the scheduler sees it: its latest Heartbeat with its latest Facts."""
 
     url: str
     base: str
@@ -143,12 +143,12 @@ class NodeRecord(Beat, frozen=True, array_like=False, kw_only=True, omit_default
     accepts: int = PROTOCOL_VERSION
 
 
-def record_from(beat: Beat, facts: Facts) -> NodeRecord:
-    return NodeRecord(**msgspec.structs.asdict(beat), **msgspec.structs.asdict(facts))
+def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:
+    return NodeRecord(**msgspec.structs.asdict(heartbeat), **msgspec.structs.asdict(facts))
 
 
-def beat_of(record: NodeRecord) -> Beat:
-    return Beat(**{name: getattr(record, name) for name in Beat.__struct_fields__})
+def heartbeat_of(record: NodeRecord) -> Heartbeat:
+    return Heartbeat(**{name: getattr(record, name) for name in Heartbeat.__struct_fields__})
 
 
 def facts_of(record: NodeRecord) -> Facts:
@@ -190,7 +190,7 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
 class News(msgspec.Struct, frozen=True, array_like=True):
     """What a node reports to the gateway."""
 
-    beat: Beat
+    heartbeat: Heartbeat
     facts: Facts | None = None
     """None: as they were."""
     changes: Changes = Changes()
@@ -198,7 +198,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
 def whole(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> News:
     """All that there is to report of a node."""
-    return News(beat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
+    return News(heartbeat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
 
 
 class Wanted(msgspec.Struct, frozen=True):

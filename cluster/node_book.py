@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from cluster.news import WHOLE, Beat, News, NodeRecord, Resident, facts_of, record_from, whole
+from cluster.news import WHOLE, Heartbeat, News, NodeRecord, Resident, facts_of, record_from, whole
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
@@ -87,45 +87,45 @@ class NodeBook:
     def ids(self) -> list[str]:
         return list(self._nodes)
 
-    def is_newer(self, beat: Beat, aged: float) -> bool:
+    def is_newer(self, heartbeat: Heartbeat, aged: float) -> bool:
         """Within an epoch the greater `seq` wins; a new epoch is a new process. One that was replaced counts again when
         the one that replaced it is silent: what a dead process had sent may have come late."""
-        node = self._nodes.get(beat.id)
+        node = self._nodes.get(heartbeat.id)
         if node is None:
             return True
-        if beat.epoch == node.record.epoch:
-            return beat.seq > node.record.seq
-        return beat.epoch not in node.past or aged - self.heard(beat.id) >= self.expiry
+        if heartbeat.epoch == node.record.epoch:
+            return heartbeat.seq > node.record.seq
+        return heartbeat.epoch not in node.past or aged - self.heard(heartbeat.id) >= self.expiry
 
     def lacks(self, news: News) -> bool:
         """Whether it builds on what is not known here."""
         changes = news.changes
         if changes.since == WHOLE:
             return news.facts is None
-        node = self._nodes.get(news.beat.id)
-        return node is None or node.record.epoch != news.beat.epoch or changes.since > node.at
+        node = self._nodes.get(news.heartbeat.id)
+        return node is None or node.record.epoch != news.heartbeat.epoch or changes.since > node.at
 
     def put(self, news: News, heard: float) -> None:
         """Take in what a node reports, whatever its `seq`; it must not lack anything. Ends the places of requests that
         came, and all of an epoch before. Raises TooManyNodes."""
-        beat, changes, is_whole = news.beat, news.changes, news.changes.since == WHOLE
-        node = self._nodes.get(beat.id)
+        heartbeat, changes, is_whole = news.heartbeat, news.changes, news.changes.since == WHOLE
+        node = self._nodes.get(heartbeat.id)
         if node is None and len(self._nodes) >= self.max_nodes:
-            raise TooManyNodes(f"{self.max_nodes} nodes are known already; {beat.id} was not added")
+            raise TooManyNodes(f"{self.max_nodes} nodes are known already; {heartbeat.id} was not added")
         came = list(changes.acknowledged)
         if node is not None:
-            came += [request for request, place in node.places.items() if beat.received.has(place.number)]
+            came += [request for request, place in node.places.items() if heartbeat.received.has(place.number)]
         facts = news.facts if news.facts is not None or node is None else facts_of(node.record)
         assert facts is not None
-        record = record_from(beat, facts)
+        record = record_from(heartbeat, facts)
         residents, changed = (changes.residents, []) if is_whole else (None, changes.residents)
         row = self.table.put(record, heard, residents=residents, changed=changed, acknowledged=came)
         if node is None:
-            node = self._nodes[beat.id] = _Node(row)
-        elif beat.epoch != node.record.epoch:
+            node = self._nodes[heartbeat.id] = _Node(row)
+        elif heartbeat.epoch != node.record.epoch:
             node.places.clear()
-            if beat.epoch in node.past:
-                node.past.remove(beat.epoch)
+            if heartbeat.epoch in node.past:
+                node.past.remove(heartbeat.epoch)
             node.past.append(node.record.epoch)
         for request_id in came:
             node.places.pop(request_id, None)

@@ -18,8 +18,8 @@ from cluster.news import (
     NodeRecord,
     Resident,
     StrictRoom,
-    beat_of,
     facts_of,
+    heartbeat_of,
     rank_sums,
 )
 
@@ -79,4 +79,4 @@ def news_of_old(old: OldRecord, known: Mapping[str, Resident] | None) -> News:
     gone = [digest for digest in known or () if digest not in residents]
     changed += [Resident(digest, ABSENT_TIER, 0, 0) for digest in gone]
     since = WHOLE if known is None else 0
-    return News(beat_of(record), facts_of(record), Changes(since, old.seq, changed, old.acknowledged))
+    return News(heartbeat_of(record), facts_of(record), Changes(since, old.seq, changed, old.acknowledged))

@@ -36,19 +36,19 @@ class BadRecord(ValueError):
 
 def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
     """`peer`: the address that they came from. Raises BadRecord."""
-    beat, facts = news.beat, news.facts
-    _check_id(beat.id)
-    if not 0 < len(beat.epoch) <= 200:
+    heartbeat, facts = news.heartbeat, news.facts
+    _check_id(heartbeat.id)
+    if not 0 < len(heartbeat.epoch) <= 200:
         raise BadRecord("epoch: expected 1 to 200 characters")
-    if beat.state not in STATES:
-        raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {beat.state[:60]!r}")
-    if len(beat.received.came) > WINDOW // 8:
+    if heartbeat.state not in STATES:
+        raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {heartbeat.state[:60]!r}")
+    if len(heartbeat.received.came) > WINDOW // 8:
         raise BadRecord(f"received: expected at most {WINDOW // 8} bytes")
-    for whose, part in (("", beat), ("", facts), ("strict.", beat.strict), ("received.", beat.received)):
+    for whose, part in (("", heartbeat), ("", facts), ("strict.", heartbeat.strict), ("received.", heartbeat.received)):
         for field, value in msgspec.structs.asdict(part).items() if part is not None else ():
             if isinstance(value, int) and not 0 <= value <= MOST:
                 raise BadRecord(f"{whose}{field}: {value} is below 0 or above 2^53")
-    for whose, promise in (("", beat), ("strict.", beat.strict)):
+    for whose, promise in (("", heartbeat), ("strict.", heartbeat.strict)):
         tpot = promise.tightest_tpot if promise is not None else None
         if tpot is not None and not 0 < tpot < math.inf:
             raise BadRecord(f"{whose}tightest_tpot: {tpot} is no time")

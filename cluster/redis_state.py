@@ -17,7 +17,7 @@ from typing import Unpack
 import msgspec
 
 from cluster.messages import check_version
-from cluster.news import ABSENT_TIER, WHOLE, Beat, Changes, Facts, News, Resident
+from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, Heartbeat, News, Resident
 from cluster.node_book import PAST_EPOCHS
 from cluster.node_table import Demand
 from cluster.queue_shares import room_for_others
@@ -35,13 +35,13 @@ CHANGES = "changes"
 class _Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     """News; the script that publishes them puts their parts together."""
 
-    beat: Beat
+    heartbeat: Heartbeat
     facts: Facts | None
     changes: Changes
 
     @property
     def node(self) -> str:
-        return self.beat.id
+        return self.heartbeat.id
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
@@ -56,7 +56,7 @@ class _Freed(msgspec.Struct, frozen=True, array_like=True, tag="freed"):
 
 
 _decoder = msgspec.msgpack.Decoder(_Put | _Held | _Freed)
-_beats, _facts = msgspec.msgpack.Decoder(Beat), msgspec.msgpack.Decoder(Facts)
+_heartbeats, _facts = msgspec.msgpack.Decoder(Heartbeat), msgspec.msgpack.Decoder(Facts)
 _residents = msgspec.msgpack.Decoder(Resident)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -84,14 +84,14 @@ class RedisClusterState(ClusterState):
         return None if since is None else self._clock() - since
 
     async def publish(self, news: News) -> Taken:
-        check_version(news.beat.v)
+        check_version(news.heartbeat.v)
         self._book.forget(self._aged())
         try:
             taken, version = await self._publish(news, 0.0)
         except RedisAway:
             return self._publish_here(news)
         if taken == -1:
-            raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {news.beat.id} was not added")
+            raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {news.heartbeat.id} was not added")
         if taken == 1:
             await self._catch_up(version)
             return "taken"
@@ -148,17 +148,17 @@ class RedisClusterState(ClusterState):
         return [key("node", node_id), key("ends", node_id), key("demands", node_id), key("version")]
 
     async def _publish(self, news: News, age: float, *, resuming: bool = False) -> tuple[int, int]:
-        beat, changes = news.beat, news.changes
-        record = self._book.known(beat.id)
+        heartbeat, changes = news.heartbeat, news.changes
+        record = self._book.known(heartbeat.id)
         limit = news.facts.queue_limit if news.facts else record.queue_limit if record else 0
         args: list[Value] = [
-            beat.id,
-            beat.epoch,
-            beat.seq,
-            _encode(beat),
+            heartbeat.id,
+            heartbeat.epoch,
+            heartbeat.seq,
+            _encode(heartbeat),
             _encode(news.facts),
             _encode(changes),
-            beat.queued,
+            heartbeat.queued,
             limit,
             round(age * 1000),
             self._channel,
@@ -167,15 +167,15 @@ class RedisClusterState(ClusterState):
             PAST_EPOCHS,
             changes.since,
             changes.at,
-            beat.received.last,
-            beat.received.came,
+            heartbeat.received.last,
+            heartbeat.received.came,
             round(min(self._expiry, self._book.forget_seconds) * 1000),
             len(changes.acknowledged),
             *changes.acknowledged,
         ]
         for resident in changes.residents:
             args += [resident.digest, b"" if resident.tier == ABSENT_TIER else _encode(resident)]
-        keys = [self._link.key("nodes"), *self._keys(beat.id), self._link.key("residents", beat.id)]
+        keys = [self._link.key("nodes"), *self._keys(heartbeat.id), self._link.key("residents", heartbeat.id)]
         run = self._link.catch_up_run if resuming else self._link.run
         taken, version = await run("publish", keys, args)
         return taken, version
@@ -223,8 +223,8 @@ class RedisClusterState(ClusterState):
         """`generation`: the node's, after the change; None: it stays as it was."""
         after = self._book.generation(change.node) if generation is None else generation
         match change:
-            case _Put(beat, facts, changes):
-                self._put(News(beat, facts, changes), self._aged())
+            case _Put(heartbeat, facts, changes):
+                self._put(News(heartbeat, facts, changes), self._aged())
             case _Held(node, request, demand):
                 self._book.hold(node, request, demand, end, number)
             case _Freed(node, request):
@@ -245,8 +245,8 @@ class RedisClusterState(ClusterState):
         """Redis has taken them in, so there is room once those are forgotten that Redis has forgotten. Raises
         OutOfStep."""
         if self._book.lacks(news):
-            raise OutOfStep(f"of node {news.beat.id} something was missed")
-        if self._book.known(news.beat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
+            raise OutOfStep(f"of node {news.heartbeat.id} something was missed")
+        if self._book.known(news.heartbeat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
             self._book.remove(min(self._book.ids(), key=self._book.heard))
         self._book.put(news, heard)
 
@@ -256,17 +256,17 @@ class RedisClusterState(ClusterState):
         begins = [key("node", ""), key("ends", ""), key("demands", ""), key("residents", "")]
         version, *nodes = await self._link.catch_up_run("snapshot", [key("nodes"), key("version")], begins)
         there = set()
-        for beat_bytes, facts, at, age, generation, held, residents in nodes:
-            beat = _beats.decode(beat_bytes)
-            there.add(beat.id)
+        for heartbeat_bytes, facts, at, age, generation, held, residents in nodes:
+            heartbeat = _heartbeats.decode(heartbeat_bytes)
+            there.add(heartbeat.id)
             changes = Changes(WHOLE, at, [_residents.decode(resident) for resident in residents])
-            self._put(News(beat, _facts.decode(facts), changes), self._aged() - age / 1000)
-            self._book.drop_all(beat.id)
+            self._put(News(heartbeat, _facts.decode(facts), changes), self._aged() - age / 1000)
+            self._book.drop_all(heartbeat.id)
             for left, stored in zip(held[::2], held[1::2], strict=True):
                 number, place = stored.split(b":", 1)
                 seconds = min(left / 1000, self._reservation_seconds)
                 self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
-            self._book.set_generation(beat.id, generation)
+            self._book.set_generation(heartbeat.id, generation)
         self._version = self._version_before = version
         self._ahead.clear()
         self._wake()

@@ -96,7 +96,7 @@ class ClusterState(ABC):
     def _publish_here(self, news: News) -> Taken:
         """As `publish`, into this process's own book. Raises TooManyNodes."""
         heard = self._aged()
-        if not self._book.is_newer(news.beat, heard):
+        if not self._book.is_newer(news.heartbeat, heard):
             return "older"
         if self._book.lacks(news):
             return "gap"
@@ -128,7 +128,7 @@ class MemoryClusterState(ClusterState):
         """Counted from the clock, so that numbers of a gateway before do not come again."""
 
     async def publish(self, news: News) -> Taken:
-        check_version(news.beat.v)
+        check_version(news.heartbeat.v)
         self._book.forget(self._aged())
         return self._publish_here(news)
 
