@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
@@ -155,7 +156,7 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
     """Each once: of the tenant with the least counter and its function with the least counter, the one that is due
     first. Counters may be charged meanwhile: they are read anew for each, but must not fall."""
     groups: dict[str, dict[str, list[R]]] = {}
-    for request in sorted(waiting, key=_due):
+    for request in sorted(waiting, key=attrgetter("due")):
         groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)
 
     def of_tenant(tenant: str, functions: dict[str, list[R]]) -> tuple[float, Iterator[R]]:
@@ -164,10 +165,6 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
         return due, _by_turns(turns, lambda name: shares.function(tenant, name))
 
     return _by_turns({name: of_tenant(name, functions) for name, functions in groups.items()}, shares.tenant)
-
-
-def _due(request: Waits) -> float:
-    return request.due
 
 
 def _by_turns(owners: dict[str, tuple[float, Iterator[R]]], counter: Callable[[str], float]) -> Iterator[R]:

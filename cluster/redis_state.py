@@ -143,6 +143,11 @@ class RedisClusterState(ClusterState):
     def _channel(self) -> str:
         return self._link.key(CHANGES)
 
+    @property
+    def _longest_silence_ms(self) -> int:
+        """Of a node that still counts as alive; one that is forgotten is not there."""
+        return round(min(self._expiry, self._book.forget_seconds) * 1000)
+
     def _keys(self, node_id: str) -> list[str]:
         key = self._link.key
         return [key("node", node_id), key("ends", node_id), key("demands", node_id), key("version")]
@@ -169,7 +174,7 @@ class RedisClusterState(ClusterState):
             changes.at,
             heartbeat.received.last,
             heartbeat.received.came,
-            round(min(self._expiry, self._book.forget_seconds) * 1000),
+            self._longest_silence_ms,
             len(changes.acknowledged),
             *changes.acknowledged,
         ]
@@ -185,11 +190,9 @@ class RedisClusterState(ClusterState):
     ) -> tuple[int, int, int, int]:
         """What the script returns. Raises RedisAway."""
         payload = msgspec.msgpack.encode(_Held(node_id, request_id, demand))
-        expiry = round(min(self._expiry, self._book.forget_seconds) * 1000)  # a node that is forgotten is not there
-        known = "" if seen is None else seen
         record = self._book.known(node_id)
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
-        args: list[Value] = [request_id, payload, known, expiry]
+        args: list[Value] = [request_id, payload, "" if seen is None else seen, self._longest_silence_ms]
         args += [round(self._reservation_seconds * 1000), self._channel, room]
         taken, version, generation, number = await self._link.run("reserve", self._keys(node_id), args)
         return taken, version, generation, number
