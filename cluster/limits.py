@@ -93,6 +93,14 @@ class Bucket:
     def change(self, by: float) -> None:
         self.level = min(self.capacity, self.level + by)
 
+    def take(self, amount: float, now: float) -> bool:
+        """Let time pass, then take the amount. Returns False, taking nothing, if it holds less."""
+        self.adjust(self.rate, self.capacity, now)
+        if self.wait(amount) > 0:
+            return False
+        self.change(-amount)
+        return True
+
     def is_full(self, now: float) -> bool:
         return self.level + (now - self._at) * self.rate >= self.capacity
 

@@ -105,8 +105,4 @@ class RecordRates:
         self._buckets.move_to_end(node_id)
         if len(self._buckets) > MOST_RATES:
             self._buckets.popitem(last=False)
-        bucket.adjust(RECORDS_PER_SECOND, capacity, now)
-        if bucket.wait(1) > 0:
-            return False
-        bucket.change(-1)
-        return True
+        return bucket.take(1, now)
