@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.redis_server import redis_server
 from benchmarks.report import arguments, contention_probe, publish, report
-from cluster.news import ABSENT_TIER, Changes, News, NodeRecord, Resident, beat_of, rank_sums, whole
+from cluster.news import ABSENT_TIER, Changes, News, NodeRecord, Resident, heartbeat_of, rank_sums, whole
 from cluster.node_table import ASSUMED
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
@@ -61,7 +61,7 @@ def next_news(draw: random.Random, index: int, before: Node | None = None) -> tu
         return Node(record, came), whole(record, came, record.seq)
     gone = [Resident(resident.digest, ABSENT_TIER, 0, 0) for resident in before.residents[:count]]
     changes = Changes(before.record.seq, record.seq, [*gone, *came])
-    return Node(record, before.residents[count:] + came), News(beat_of(record), None, changes)
+    return Node(record, before.residents[count:] + came), News(heartbeat_of(record), None, changes)
 
 
 def next_record(draw: random.Random, index: int, before: NodeRecord | None) -> NodeRecord:

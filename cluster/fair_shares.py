@@ -1,7 +1,7 @@
 """Whose turn it is: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants, and in a tenant of
 functions.
 
-A counter tells the service that its owner has had, divided by its weight; the next to be served is the one with the
+A counter holds the service that its owner has had, divided by its weight; the next to be served is the one with the
 least. Who comes to wait after a pause is lifted to the least counter of those who wait, so that a pause banks no
 credit. Between any two who wait all the time, service per weight then differs by no more than one request's prompt or
 one batch's output costs, whatever they send. The engine and the simulator share this code.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
@@ -27,7 +28,7 @@ def token_cost(prompt: int, output: int, rank: int) -> float:
 
 
 class Counters:
-    """One level of them. `join` and `leave` tell when an owner's requests come to wait and wait no more."""
+    """One level of them. `join` and `leave` are called when an owner's requests come to wait and wait no more."""
 
     def __init__(self, most_idle: int) -> None:
         self._most_idle = most_idle
@@ -155,7 +156,7 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
     """Each once: of the tenant with the least counter and its function with the least counter, the one that is due
     first. Counters may be charged meanwhile: they are read anew for each, but must not fall."""
     groups: dict[str, dict[str, list[R]]] = {}
-    for request in sorted(waiting, key=_due):
+    for request in sorted(waiting, key=attrgetter("due")):
         groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)
 
     def of_tenant(tenant: str, functions: dict[str, list[R]]) -> tuple[float, Iterator[R]]:
@@ -164,10 +165,6 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
         return due, _by_turns(turns, lambda name: shares.function(tenant, name))
 
     return _by_turns({name: of_tenant(name, functions) for name, functions in groups.items()}, shares.tenant)
-
-
-def _due(request: Waits) -> float:
-    return request.due
 
 
 def _by_turns(owners: dict[str, tuple[float, Iterator[R]]], counter: Callable[[str], float]) -> Iterator[R]:

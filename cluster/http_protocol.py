@@ -65,12 +65,24 @@ class _LingeringTransport:
         return getattr(self._transport, name)
 
 
-class _TooLargeHead(Exception):
+class Timer:
+    """Calls back later, unless it is stopped or started again before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
+        self.stop()
+        self._handle = self._loop.call_later(seconds, callback, *args)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+class _Refused(Exception):
     """Ends the parsing; the answer is made where that is noticed."""
-
-
-class _TooManyRequests(Exception):
-    """Likewise."""
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -83,15 +95,14 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         # uvicorn warns of each broken request. Anyone may send those, and fill the disk.
         self.logger = log
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer(self.loop)
+        """Until the end of a head, or of lingering."""
         self._progress = False
         self._overhead = 0
         """Bytes since a head was complete or content came."""
         self._head_bytes = self._head_lines = 0
         """Of this head (or these trailers) so far."""
         self._receiving = self._in_head = False
-        self._upgrades = False
-        """Whether the parser takes what follows the head for another protocol."""
         self._answered: RequestResponseCycle | None = None
         """The request that is being answered, or was last; `cycle` is the newest."""
         self._keep_alive = False
@@ -106,10 +117,10 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.transport = _LingeringTransport(transport, self._linger)  # type: ignore[assignment]
-        self._start_timer()
+        self._timer.start(HEAD_SECONDS, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._timer.stop()
         self._receiving = False
         self._disconnect()
         super().connection_lost(exc)
@@ -131,7 +142,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self._receiving = self._in_head = True
         self._head_bytes = self._head_lines = 0
-        self._start_timer()
+        self._timer.start(HEAD_SECONDS, self._expire)
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -144,14 +155,13 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._upgrades = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-        if self._upgrades:
+        if self._upgrades():
             return
         if len(self.pipeline) >= MOST_WAITING:
-            raise _TooManyRequests
+            raise _Refused("too many requests wait for an answer")
         self._progress = True
         self._head_bytes = self._head_lines = 0
-        self._stop_timer()
+        self._timer.stop()
         super().on_headers_complete()
         self._in_head = False
         if not self.pipeline:
@@ -163,7 +173,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._upgrades:
+        if self._upgrades():
             return
         self._progress = True
         self._receiving = False
@@ -194,6 +204,10 @@ class BoundedHttp(HttpToolsProtocol):
         else:
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, left)
 
+    def _upgrades(self) -> bool:
+        """Whether the parser takes what follows the head for another protocol."""
+        return bool(self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT")
+
     def _parse(self, data: bytes) -> None:
         try:
             while data:
@@ -207,7 +221,7 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            if not self._upgrades:
+            if not self._upgrades():
                 raise httptools.HttpParserError("CONNECT") from None
             start = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
             lines = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
@@ -225,7 +239,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
         if self._is_too_large():
-            raise _TooLargeHead
+            raise _Refused("too large a head")
 
     def _is_too_large(self) -> bool:
         return self._head_bytes > HEAD_BYTES or self._head_lines > HEAD_LINES
@@ -260,11 +274,11 @@ class BoundedHttp(HttpToolsProtocol):
         if not self._receiving or self._lingering or self.transport.is_closing():
             return False
         self._lingering = True
-        self._stop_timer()
+        self._timer.stop()
         self._disconnect()
         self.transport.write_eof()
         self.flow.resume_reading()
-        self._timer = self.loop.call_later(LINGER_IDLE_SECONDS, self._end_lingering, LINGER_IDLE_SECONDS, 0)
+        self._timer.start(LINGER_IDLE_SECONDS, self._end_lingering, LINGER_IDLE_SECONDS, 0)
         return True
 
     def _disconnect(self) -> None:
@@ -279,21 +293,12 @@ class BoundedHttp(HttpToolsProtocol):
         if self._dropped == dropped or seconds >= LINGER_SECONDS:
             self.transport.abort()
             return
-        later = seconds + LINGER_IDLE_SECONDS
-        self._timer = self.loop.call_later(LINGER_IDLE_SECONDS, self._end_lingering, later, self._dropped)
-
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._expire)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.start(LINGER_IDLE_SECONDS, self._end_lingering, seconds + LINGER_IDLE_SECONDS, self._dropped)
 
     def _expire(self) -> None:
-        self._timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self._start_timer()  # an earlier request on this connection is still being answered
+            self._timer.start(
+                HEAD_SECONDS, self._expire
+            )  # an earlier request on this connection is still being answered
         else:
             self.transport.abort()

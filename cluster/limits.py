@@ -93,12 +93,21 @@ class Bucket:
     def change(self, by: float) -> None:
         self.level = min(self.capacity, self.level + by)
 
+    def take(self, amount: float, now: float) -> bool:
+        """Let time pass, then take the amount. Returns False, taking nothing, if it holds less."""
+        self.adjust(self.rate, self.capacity, now)
+        if self.wait(amount) > 0:
+            return False
+        self.change(-amount)
+        return True
+
     def is_full(self, now: float) -> bool:
         return self.level + (now - self._at) * self.rate >= self.capacity
 
 
 class MemoryLimits:
-    """Of one process. `share`: of each limit, what this process may give away; a place at least."""
+    """Of one process, where nothing is waited for: a call is taken or settled in one step. `share`: of each limit, what
+    this process may give away; a place at least."""
 
     def __init__(self, clock: Callable[[], float], share: Callable[[], float] = lambda: 1.0) -> None:
         self._clock = clock
@@ -108,12 +117,6 @@ class MemoryLimits:
         """Places by owner."""
 
     async def take(self, call: Call) -> Refusal | None:
-        return self.take_now(call)
-
-    async def settle(self, call: Call, unused_tokens: int) -> None:
-        self.settle_now(call, unused_tokens)
-
-    def take_now(self, call: Call) -> Refusal | None:
         share = self._share()
         for owner in call.owners:
             allowed = math.inf if owner.limit is None else max(1, math.floor(owner.limit * share))
@@ -131,7 +134,7 @@ class MemoryLimits:
         self.count(call.owners, call.places)
         return None
 
-    def settle_now(self, call: Call, unused_tokens: int) -> None:
+    async def settle(self, call: Call, unused_tokens: int) -> None:
         self.count(call.owners, -call.places)
         bucket = self._buckets.get((call.tenant, "tokens"))
         if bucket is not None and call.rates.tokens_per_minute is not None:

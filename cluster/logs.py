@@ -21,7 +21,7 @@ CAPACITY = "capacity"
 SETTING = "GARNISH_LOG"
 """Environment variable: `json` asks for JSON on a terminal, too."""
 SERVERS = ("gunicorn.error", "uvicorn.error")
-"""Loggers of the servers below ours: what they say of a start in good order is told by our own lines."""
+"""Loggers of the servers below ours: what they say of a start in good order our own lines say too."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 _SHOWN_APART = ("time", "level", "process", "logger", "message", "exception")
 _LEVELS = {"warning": "WARN", "critical": "CRIT"}

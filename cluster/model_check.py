@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from cluster.performance_model import PerformanceModel
 
 MAX_SECONDS = 1e6
@@ -18,25 +20,13 @@ def problem_of(model: PerformanceModel, base: str = "") -> str | None:
     A NaN would make every comparison false, a negative coefficient would make a crowded node look the cheapest, and a
     bandwidth of 0 a load infinite.
     """
-    named = {
-        "decode.base": model.decode.base,
-        "decode.per_row": model.decode.per_row,
-        "decode.per_context": model.decode.per_context,
-        "decode.per_rank": model.decode.per_rank,
-        "decode.flat_rows": model.decode.flat_rows,
-        "prefill.base": model.prefill.base,
-        "prefill.per_token": model.prefill.per_token,
-        "prefill.per_token2": model.prefill.per_token2,
-        "prefill.per_token_rank": model.prefill.per_token_rank,
-        "to_device.latency": model.to_device.latency,
-        "from_store.latency": model.from_store.latency,
-    }
-    for name, value in named.items():
-        if not 0.0 <= value <= MAX_SECONDS:
-            return f"{name} is {value}, not between 0 and {MAX_SECONDS:g}"
-    for name, bandwidth in (("to_device", model.to_device.bandwidth), ("from_store", model.from_store.bandwidth)):
-        if not (MIN_BANDWIDTH <= bandwidth < math.inf):
-            return f"{name}.bandwidth is {bandwidth}, not a finite number of {MIN_BANDWIDTH:g} byte/s or more"
+    for part in ("decode", "prefill", "to_device", "from_store"):
+        for field, value in msgspec.structs.asdict(getattr(model, part)).items():
+            if field == "bandwidth":
+                if not MIN_BANDWIDTH <= value < math.inf:
+                    return f"{part}.{field} is {value}, not a finite number of {MIN_BANDWIDTH:g} byte/s or more"
+            elif isinstance(value, (int, float)) and not 0.0 <= value <= MAX_SECONDS:
+                return f"{part}.{field} is {value}, not between 0 and {MAX_SECONDS:g}"
     if not 0.0 <= model.exposed_share <= 1.0:
         return f"exposed_share is {model.exposed_share}, not between 0 and 1"
     if model.decode.seconds(1, 0, 0) <= 0.0:

@@ -1,7 +1,7 @@
-"""What a node tells of itself: sums that change all the time, facts that hardly do, and which adapters it holds.
+"""What a node reports of itself: sums that change all the time, facts that hardly do, and which adapters it holds.
 
 A node posts News every RECORD_INTERVAL seconds, and passes on only what changed since the gateway last took it in.
-cluster.old_record has what nodes of the release before tell.
+cluster.old_record has what nodes of the release before report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cluster.performance_model import PerformanceModel
 from cluster.received import Received
 
 RECORD_VERSION = 2
-"""Of what nodes tell; cluster.old_record has version 1."""
+"""Of what nodes report; cluster.old_record has version 1."""
 RECORD_INTERVAL = 0.2
 """Seconds between two records of a node."""
 RECORD_EXPIRY = 2.0
@@ -54,7 +54,7 @@ class StrictRoom(msgspec.Struct, frozen=True, array_like=True):
     """NodeRecord's, of strict requests alone: best effort pauses as far as it asks for."""
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What changes all the time: sums and maxima, so that its size depends on nothing (some 200 bytes). New fields come
     last."""
 
@@ -81,7 +81,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The least that any request here, waiting or running, was promised between two tokens (seconds), but for what the
     node could not keep for one request alone."""
     strict: StrictRoom | None = None
-    """None: it does not tell, and strict requests find what all find."""
+    """None: it does not report it, and strict requests find what all find."""
     loading_bytes: int = 0
     """On their way to the device."""
     adapter_bytes_free: int = 0
@@ -95,7 +95,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What hardly ever changes, and is told when it does."""
+    """What hardly ever changes, and is reported when it does."""
 
     url: str
     base: str
@@ -122,8 +122,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The newest version of GenerateRequest that it serves."""
 
 
-class NodeRecord(Beat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
-    """A node as the scheduler sees it: its latest Beat with its latest Facts."""
+class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
+    """A node as the scheduler sees it: its latest Heartbeat with its latest Facts."""
 
     url: str
     base: str
@@ -143,12 +143,12 @@ class NodeRecord(Beat, frozen=True, array_like=False, kw_only=True, omit_default
     accepts: int = PROTOCOL_VERSION
 
 
-def record_from(beat: Beat, facts: Facts) -> NodeRecord:
-    return NodeRecord(**msgspec.structs.asdict(beat), **msgspec.structs.asdict(facts))
+def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:
+    return NodeRecord(**msgspec.structs.asdict(heartbeat), **msgspec.structs.asdict(facts))
 
 
-def beat_of(record: NodeRecord) -> Beat:
-    return Beat(**{name: getattr(record, name) for name in Beat.__struct_fields__})
+def heartbeat_of(record: NodeRecord) -> Heartbeat:
+    return Heartbeat(**{name: getattr(record, name) for name in Heartbeat.__struct_fields__})
 
 
 def facts_of(record: NodeRecord) -> Facts:
@@ -188,17 +188,17 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
-    """What a node tells the gateway."""
+    """What a node reports to the gateway."""
 
-    beat: Beat
+    heartbeat: Heartbeat
     facts: Facts | None = None
     """None: as they were."""
     changes: Changes = Changes()
 
 
 def whole(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> News:
-    """All that there is to tell of a node."""
-    return News(beat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
+    """All that there is to report of a node."""
+    return News(heartbeat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
 
 
 class Wanted(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""One process's picture of the nodes: their latest records, when they were heard of, and places that are held.
+"""One process's snapshot of the nodes: their latest records, when they were heard of, and places that are held.
 
 It decides nothing about who may write it: MemoryClusterState owns one, and RedisClusterState keeps one as a mirror.
 `now` is monotonic seconds of this process. `aged`, and when a node was heard of, are of the clock by which records grow
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from cluster.news import WHOLE, Beat, News, NodeRecord, Resident, facts_of, record_from, whole
+from cluster.news import WHOLE, Heartbeat, News, NodeRecord, Resident, facts_of, record_from, whole
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
-"""An expired record is kept this long, so that streams of a silent node can tell for how long it has been silent."""
+"""An expired record is kept this long, so that streams of a silent node can learn for how long it has been silent."""
 PAST_EPOCHS = 8
 """Replaced epochs remembered per node, so that a record delayed on its way can't bring back a dead process."""
 
@@ -40,22 +41,25 @@ class NodeView(msgspec.Struct, frozen=True):
     """Its adapters by digest. Changes with the node's news."""
 
 
+class _Place(NamedTuple):
+    """One that is held on a node."""
+
+    end: float
+    """When it ends by itself."""
+    number: int
+    """0: it has none."""
+
+
 class _Node:
     def __init__(self, row: int) -> None:
         self.row = row
         self.record: NodeRecord
         self.at = 0
         """Number of the last change that is known of its facts and residents."""
-        self.ends: dict[str, float] = {}
-        """When each held place ends by itself."""
-        self.numbers: dict[str, int] = {}
-        """Of held places; 0: it has none."""
-        self.past: OrderedDict[str, None] = OrderedDict()
-
-    def let_go(self, request_id: str) -> bool:
-        """Whether its place was held until now."""
-        self.numbers.pop(request_id, None)
-        return self.ends.pop(request_id, None) is not None
+        self.places: dict[str, _Place] = {}
+        """By request."""
+        self.past: deque[str] = deque(maxlen=PAST_EPOCHS)
+        """Epochs that were replaced."""
 
 
 class NodeBook:
@@ -83,48 +87,48 @@ class NodeBook:
     def ids(self) -> list[str]:
         return list(self._nodes)
 
-    def is_newer(self, beat: Beat, aged: float) -> bool:
+    def is_newer(self, heartbeat: Heartbeat, aged: float) -> bool:
         """Within an epoch the greater `seq` wins; a new epoch is a new process. One that was replaced counts again when
         the one that replaced it is silent: what a dead process had sent may have come late."""
-        node = self._nodes.get(beat.id)
+        node = self._nodes.get(heartbeat.id)
         if node is None:
             return True
-        if beat.epoch == node.record.epoch:
-            return beat.seq > node.record.seq
-        return beat.epoch not in node.past or aged - self.heard(beat.id) >= self.expiry
+        if heartbeat.epoch == node.record.epoch:
+            return heartbeat.seq > node.record.seq
+        return heartbeat.epoch not in node.past or aged - self.heard(heartbeat.id) >= self.expiry
 
     def lacks(self, news: News) -> bool:
         """Whether it builds on what is not known here."""
         changes = news.changes
         if changes.since == WHOLE:
             return news.facts is None
-        node = self._nodes.get(news.beat.id)
-        return node is None or node.record.epoch != news.beat.epoch or changes.since > node.at
+        node = self._nodes.get(news.heartbeat.id)
+        return node is None or node.record.epoch != news.heartbeat.epoch or changes.since > node.at
 
     def put(self, news: News, heard: float) -> None:
-        """Take in what a node tells, whatever its `seq`; it must not lack anything. Ends the places of requests that
+        """Take in what a node reports, whatever its `seq`; it must not lack anything. Ends the places of requests that
         came, and all of an epoch before. Raises TooManyNodes."""
-        beat, changes, is_whole = news.beat, news.changes, news.changes.since == WHOLE
-        node = self._nodes.get(beat.id)
+        heartbeat, changes, is_whole = news.heartbeat, news.changes, news.changes.since == WHOLE
+        node = self._nodes.get(heartbeat.id)
         if node is None and len(self._nodes) >= self.max_nodes:
-            raise TooManyNodes(f"{self.max_nodes} nodes are known already; {beat.id} was not added")
+            raise TooManyNodes(f"{self.max_nodes} nodes are known already; {heartbeat.id} was not added")
         came = list(changes.acknowledged)
         if node is not None:
-            came += [request for request, number in node.numbers.items() if beat.received.has(number)]
+            came += [request for request, place in node.places.items() if heartbeat.received.has(place.number)]
         facts = news.facts if news.facts is not None or node is None else facts_of(node.record)
         assert facts is not None
-        record = record_from(beat, facts)
+        record = record_from(heartbeat, facts)
         residents, changed = (changes.residents, []) if is_whole else (None, changes.residents)
         row = self.table.put(record, heard, residents=residents, changed=changed, acknowledged=came)
         if node is None:
-            node = self._nodes[beat.id] = _Node(row)
-        elif beat.epoch != node.record.epoch:
-            node.ends.clear()
-            node.numbers.clear()
-            node.past.pop(beat.epoch, None)
-            _remember(node.past, node.record.epoch)
+            node = self._nodes[heartbeat.id] = _Node(row)
+        elif heartbeat.epoch != node.record.epoch:
+            node.places.clear()
+            if heartbeat.epoch in node.past:
+                node.past.remove(heartbeat.epoch)
+            node.past.append(node.record.epoch)
         for request_id in came:
-            node.let_go(request_id)
+            node.places.pop(request_id, None)
         node.record = record
         node.at = changes.at if is_whole else max(node.at, changes.at)
         self._heard[row] = heard
@@ -145,23 +149,23 @@ class NodeBook:
         node = self._nodes.get(node_id)
         if node is None:
             return
-        node.ends[request_id], node.numbers[request_id] = end, number
+        node.places[request_id] = _Place(end, number)
         heapq.heappush(self._ends, (end, node_id, request_id))
         self.table.reserve(node.row, request_id, demand)
 
     def is_held(self, node_id: str, request_id: str) -> bool:
         node = self._nodes.get(node_id)
-        return node is not None and request_id in node.ends
+        return node is not None and request_id in node.places
 
     def drop(self, node_id: str, request_id: str) -> None:
         """The place is free again. Nothing happens when it has ended already."""
         node = self._nodes.get(node_id)
-        if node is not None and node.let_go(request_id):
+        if node is not None and node.places.pop(request_id, None) is not None:
             self.table.release(node.row, request_id)
 
     def drop_all(self, node_id: str) -> None:
         node = self._nodes[node_id]
-        for request_id in list(node.ends):
+        for request_id in list(node.places):
             self.drop(node_id, request_id)
 
     def generation(self, node_id: str) -> int:
@@ -179,7 +183,8 @@ class NodeBook:
         while self._ends and self._ends[0][0] <= now:
             end, node_id, request_id = heapq.heappop(self._ends)
             node = self._nodes.get(node_id)
-            if node is not None and node.ends.get(request_id) == end:
+            place = node.places.get(request_id) if node is not None else None
+            if place is not None and place.end == end:
                 self.drop(node_id, request_id)
         self.table.now = aged
         if aged >= self._next_expiry:
@@ -224,9 +229,3 @@ class NodeBook:
         node = self._nodes.pop(node_id)
         self.table.remove(node_id)
         self._heard[node.row] = -math.inf
-
-
-def _remember(past: OrderedDict[str, None], epoch: str) -> None:
-    past[epoch] = None
-    if len(past) > PAST_EPOCHS:
-        past.popitem(last=False)

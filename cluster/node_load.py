@@ -18,7 +18,7 @@ MARGIN = 0.8
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a place that is given away will ask of its node, until the node's own record tells."""
+    """What a place that is given away will ask of its node, until the node's own record shows it."""
 
     rank: int = 0
     """the adapter's largest; 0: the base alone"""

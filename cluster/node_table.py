@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cluster.crowd import room_for_others
 from cluster.messages import NEWEST_VERSION
 from cluster.model_check import problem_of
 from cluster.news import NodeRecord, Resident
@@ -27,6 +26,7 @@ from cluster.performance_model import (
     PrefillModel,
     Transfer,
 )
+from cluster.queue_shares import room_for_others
 from cluster.resident_index import ABSENT, DEVICE, DISK, HOST, TIERS, ResidentIndex
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Records of protocol version 1, which nodes of the release before tell: lists in place of sums, and all residents.
+"""Records of protocol version 1, which nodes of the release before send: lists in place of sums, and all residents.
 
 They become News where they come in, and nothing behind that knows of them.
 """
@@ -18,11 +18,10 @@ from cluster.news import (
     NodeRecord,
     Resident,
     StrictRoom,
-    beat_of,
     facts_of,
+    heartbeat_of,
     rank_sums,
 )
-from cluster.performance_model import PerformanceModel
 
 
 class OldResident(Resident, frozen=True, array_like=False):
@@ -33,52 +32,20 @@ class OldStrictRoom(StrictRoom, frozen=True, array_like=False, omit_defaults=Tru
     pass
 
 
-class OldRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Fields that NodeRecord has, too, are described there."""
+class OldRecord(NodeRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """A NodeRecord whose sums are still to be made, from a number per request in each list."""
 
-    id: str
-    epoch: str
-    seq: int
-    url: str
-    state: str
-    base: str
-    base_id: str
-    max_context: int
-    running: int
-    queued: int
-    queue_limit: int
-    kv_blocks_free: int
-    kv_blocks: int
-    block_tokens: int
-    max_rows: int = 0
-    batch_ranks: list[int] = []
-    batch_contexts: list[int] = []
-    batch_slots: list[int] = []
+    batch_ranks: list[int] = msgspec.field(default_factory=list)
+    batch_contexts: list[int] = msgspec.field(default_factory=list)
+    batch_slots: list[int] = msgspec.field(default_factory=list)
     """Of each running request, a number that names its adapter on this node; -1 for the base alone."""
-    queued_ranks: list[int] = []
+    queued_ranks: list[int] = msgspec.field(default_factory=list)
     """Of each waiting request, the rank of its adapter."""
-    prompt_tokens_left: int = 0
-    tightest_tpot: float | None = None
     strict: OldStrictRoom | None = None
-    loading_bytes: int = 0
-    performance: PerformanceModel | None = None
-    forecast_ratio: float | None = None
-    measuring: float | None = None
-    adapter_bytes_free: int = 0
-    adapter_bytes: int = 0
-    largest_adapter: int = 0
-    adapter_itemsize: int = 0
-    residents: list[OldResident] = []
-    acknowledged: list[str] = []
+    residents: list[OldResident] = msgspec.field(default_factory=list)
+    acknowledged: list[str] = msgspec.field(default_factory=list)
     """Ids of requests received since the record before; ends their reservations."""
-    device: str = ""
-    error: str = ""
-    pool: str = ""
-    accepts: int = 1
     v: int = 1
-
-
-SHARED = [name for name in OldRecord.__struct_fields__ if name in NodeRecord.__struct_fields__ and name != "v"]
 
 
 _decoder, _old_decoder = msgspec.msgpack.Decoder(News), msgspec.msgpack.Decoder(OldRecord)
@@ -91,13 +58,16 @@ def decode_news(body: bytes) -> News | OldRecord:
 
 
 def record_of_old(old: OldRecord) -> NodeRecord:
-    fields = {name: getattr(old, name) for name in SHARED}
-    if old.strict is not None:
-        fields["strict"] = StrictRoom(**msgspec.structs.asdict(old.strict))
+    same = {name: getattr(old, name) for name in NodeRecord.__struct_fields__}
     ranks = old.batch_ranks
     slots = [None if slot < 0 else slot for slot in old.batch_slots] + [None] * (len(ranks) - len(old.batch_slots))
-    sums = rank_sums(list(zip(slots, ranks, strict=False)), old.queued_ranks)
-    return NodeRecord(**fields, **sums, contexts=sum(old.batch_contexts), v=RECORD_VERSION)
+    made = {
+        "strict": None if old.strict is None else StrictRoom(**msgspec.structs.asdict(old.strict)),
+        "contexts": sum(old.batch_contexts),
+        "v": RECORD_VERSION,
+        **rank_sums(list(zip(slots, ranks, strict=False)), old.queued_ranks),
+    }
+    return NodeRecord(**{**same, **made})
 
 
 def news_of_old(old: OldRecord, known: Mapping[str, Resident] | None) -> News:
@@ -109,4 +79,4 @@ def news_of_old(old: OldRecord, known: Mapping[str, Resident] | None) -> News:
     gone = [digest for digest in known or () if digest not in residents]
     changed += [Resident(digest, ABSENT_TIER, 0, 0) for digest in gone]
     since = WHOLE if known is None else 0
-    return News(beat_of(record), facts_of(record), Changes(since, old.seq, changed, old.acknowledged))
+    return News(heartbeat_of(record), facts_of(record), Changes(since, old.seq, changed, old.acknowledged))

@@ -1,4 +1,4 @@
-"""What a gateway believes of what a node tells.
+"""What a gateway believes of what a node reports.
 
 The cluster secret says that the sender belongs to the cluster, not that what it says is right: a broken node must not
 make every placement wrong, and no node may have the gateway send prompts and the secret to a host that is not itself.
@@ -36,19 +36,19 @@ class BadRecord(ValueError):
 
 def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
     """`peer`: the address that they came from. Raises BadRecord."""
-    beat, facts = news.beat, news.facts
-    _check_id(beat.id)
-    if not 0 < len(beat.epoch) <= 200:
+    heartbeat, facts = news.heartbeat, news.facts
+    _check_id(heartbeat.id)
+    if not 0 < len(heartbeat.epoch) <= 200:
         raise BadRecord("epoch: expected 1 to 200 characters")
-    if beat.state not in STATES:
-        raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {beat.state[:60]!r}")
-    if len(beat.received.came) > WINDOW // 8:
+    if heartbeat.state not in STATES:
+        raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {heartbeat.state[:60]!r}")
+    if len(heartbeat.received.came) > WINDOW // 8:
         raise BadRecord(f"received: expected at most {WINDOW // 8} bytes")
-    for whose, part in (("", beat), ("", facts), ("strict.", beat.strict), ("received.", beat.received)):
+    for whose, part in (("", heartbeat), ("", facts), ("strict.", heartbeat.strict), ("received.", heartbeat.received)):
         for field, value in msgspec.structs.asdict(part).items() if part is not None else ():
             if isinstance(value, int) and not 0 <= value <= MOST:
                 raise BadRecord(f"{whose}{field}: {value} is below 0 or above 2^53")
-    for whose, promise in (("", beat), ("strict.", beat.strict)):
+    for whose, promise in (("", heartbeat), ("strict.", heartbeat.strict)):
         tpot = promise.tightest_tpot if promise is not None else None
         if tpot is not None and not 0 < tpot < math.inf:
             raise BadRecord(f"{whose}tightest_tpot: {tpot} is no time")
@@ -105,8 +105,4 @@ class RecordRates:
         self._buckets.move_to_end(node_id)
         if len(self._buckets) > MOST_RATES:
             self._buckets.popitem(last=False)
-        bucket.adjust(RECORDS_PER_SECOND, capacity, now)
-        if bucket.wait(1) > 0:
-            return False
-        bucket.change(-1)
-        return True
+        return bucket.take(1, now)

@@ -6,8 +6,8 @@ silent for WORKER_SECONDS. Buckets that are full are not kept. While Redis is aw
 
 from __future__ import annotations
 
+from cluster.gate import Gate
 from cluster.limits import Call, MemoryLimits, Refusal
-from cluster.passage import Passage
 from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
 PLACES_SECONDS = 7200
@@ -25,52 +25,46 @@ class RedisLimits:
         self._here = MemoryLimits(link.clock, lambda: 1 / max(workers, link.workers))
         self._alone: dict[Call, int] = {}
         """Under way, and allowed by this worker alone: none of their tokens were taken in Redis."""
-        self._untold: set[str] = set()
+        self._unreported: set[str] = set()
         """Owners of whose places Redis may know something else than this worker."""
-        self._passage = Passage()
+        self._gate = Gate()
         link.on_resume.append(self._recount)
 
     async def take(self, call: Call) -> Refusal | None:
         if not call.limited:
             return None
-        async with self._passage.one():
-            return await self._taken(call)
-
-    async def _taken(self, call: Call) -> Refusal | None:
-        try:
-            why, wait = await self._take(call)
-        except RedisAway:
-            self._untold.update(owner.name for owner in call.owners)  # it may have taken them all the same
-            refusal = self._here.take_now(call)
-            if refusal is None:
-                self._alone[call] = self._alone.get(call, 0) + 1
-            return refusal
-        match why:
-            case 0:
+        async with self._gate.passing():
+            try:
+                why, wait = await self._take(call)
+            except RedisAway:
+                self._unreported.update(owner.name for owner in call.owners)  # it may have taken them all the same
+                return await self._take_alone(call)
+            if why == 0:
                 self._here.count(call.owners, call.places)
                 return None
-            case 1:
-                return Refusal("requests", seconds=wait / 1000)
-            case 2:
-                return Refusal("tokens", seconds=wait / 1000)
-        return Refusal("places", call.owners[why - 3])
+        if why > 2:
+            return Refusal("places", call.owners[why - 3])
+        return Refusal("requests" if why == 1 else "tokens", seconds=wait / 1000)
+
+    async def _take_alone(self, call: Call) -> Refusal | None:
+        refusal = await self._here.take(call)
+        if refusal is None:
+            self._alone[call] = self._alone.get(call, 0) + 1
+        return refusal
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
         if not call.limited:
             return
-        async with self._passage.one():
-            await self._settled(call, unused_tokens)
-
-    async def _settled(self, call: Call, unused_tokens: int) -> None:
-        alone = self._was_alone(call)
-        self._here.settle_now(call, unused_tokens if alone else 0)
-        tpm = call.rates.tokens_per_minute
-        unused: Value = 0 if alone else unused_tokens
-        args: list[Value] = [self._link.worker, call.places, unused, "" if tpm is None else tpm]
-        try:
-            await self._link.run("settle", [self._rates_key(call), *self._places_keys(call)], args)
-        except RedisAway:  # places are counted anew when it is back, and buckets fill by themselves
-            self._untold.update(owner.name for owner in call.owners)
+        async with self._gate.passing():
+            alone = self._was_alone(call)
+            await self._here.settle(call, unused_tokens if alone else 0)
+            tpm = call.rates.tokens_per_minute
+            unused: Value = 0 if alone else unused_tokens
+            args: list[Value] = [self._link.worker, call.places, unused, "" if tpm is None else tpm]
+            try:
+                await self._link.run("settle", [self._rates_key(call), *self._places_keys(call)], args)
+            except RedisAway:  # places are counted anew when it is back, and buckets fill by themselves
+                self._unreported.update(owner.name for owner in call.owners)
 
     def _was_alone(self, call: Call) -> bool:
         left = self._alone.pop(call, 0) - 1
@@ -95,15 +89,15 @@ class RedisLimits:
         return [self._link.key("places", owner.name) for owner in call.owners]
 
     async def _recount(self) -> None:
-        """Places that were taken or given back while Redis could not be told, or that it has lost. No call is counted
+        """Places that were taken or given back while Redis was away, or that it has lost. No call is counted
         meanwhile: it would be counted twice, or not at all."""
-        async with self._passage.closed():
-            names = sorted({*self._here.taken, *self._untold})
+        async with self._gate.closed():
+            names = sorted({*self._here.taken, *self._unreported})
             for first in range(0, len(names), OWNERS_TOGETHER):
-                await self._tell_places(names[first : first + OWNERS_TOGETHER])
-            self._untold.clear()
+                await self._report_places(names[first : first + OWNERS_TOGETHER])
+            self._unreported.clear()
 
-    async def _tell_places(self, names: list[str]) -> None:
+    async def _report_places(self, names: list[str]) -> None:
         taken = [self._here.taken.get(name, 0) for name in names]
         args: list[Value] = [self._link.worker, PLACES_SECONDS * 1000, *taken]
         await self._link.catch_up_run("recount", [self._link.key("places", name) for name in names], args)

@@ -19,7 +19,6 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
-from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
@@ -36,7 +35,7 @@ CONNECTIONS = 4
 """Of one worker, for scripts and messages that it sends; places on nodes have one of their own beside them."""
 MAX_ASKED = 10_000
 """Commands of one worker under way, those included that wait for a connection."""
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 """Between two signs of life, each of which also checks that no message was lost."""
 WORKER_SECONDS = 5.0
 """A worker that was silent for this long has ended, and what it had taken is free."""
@@ -44,9 +43,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """Seconds before a lost link is tried again."""
 STALE_SECONDS = 300.0
 """For so long after Redis went away nodes that were alive then count as alive, unless they fail."""
-SCRIPTS = (
-    "publish", "reserve", "release", "snapshot", "beat", "take", "settle", "recount", "lease", "count", "sums", "loads",
-)  # fmt: skip
 PLACES = ("reserve", "release")
 """Scripts that wait for no others: they have a connection of their own, which keeps their order, too."""
 LAYOUT = 2
@@ -107,31 +103,27 @@ class RedisLink:
         self.away_since: float | None = clock()
         """By the clock; None while the link is up."""
         self.workers = 1
-        """That live, this one included, of all gateways of the cluster: as last known while Redis is away."""
+        """Of all gateways of the cluster, those that live, this one included; as last known while Redis is away."""
         self._fewer_since: float | None = None
         """By the clock: since when there have been fewer than `workers`."""
         self.on_message: dict[str, Callable[[bytes], None]] = {}
         """By channel. May raise OutOfStep."""
         self.on_resume: list[Callable[[], Awaitable[None]]] = []
         """Run in order before the link is called up. May raise RedisAway."""
-        self.on_beat: list[Callable[[int], None]] = []
-        """Given the version of the picture of the nodes, as Redis has it. May raise OutOfStep."""
+        self.on_heartbeat: list[Callable[[int], None]] = []
+        """Given the version of the snapshot of the nodes, as Redis has it. May raise OutOfStep."""
         self._url, self._shown = url, shown_url(url)
-        folder = files("cluster") / "redis_scripts"
-        self._texts = {name: (folder / f"{name}.lua").read_text() for name in SCRIPTS}
         self._client, self._places = _client(url, CONNECTIONS), _client(url, 1)
-        self._scripts = self._registered()
+        self._scripts = {
+            file.name.removesuffix(".lua"): self._client.register_script(file.read_text())
+            for file in (files("cluster") / "redis_scripts").iterdir()
+            if file.name.endswith(".lua")
+        }
         self._asked: set[asyncio.Future[Any]] = set()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when messages or Redis are lost: why."""
         self._up = asyncio.Event()
         self._ending = False
-
-    def _registered(self) -> dict[str, AsyncScript]:
-        return {
-            name: (self._places if name in PLACES else self._client).register_script(text)
-            for name, text in self._texts.items()
-        }
 
     def key(self, *parts: str) -> str:
         return self.prefix + ":".join(parts)
@@ -150,15 +142,17 @@ class RedisLink:
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """What the script returns. A caller that is cancelled leaves it to its end. Raises RedisAway."""
-        if not self.is_up:
-            raise RedisAway(f"Redis at {self._shown} is away")
+        self._check_up()
         return await self.catch_up_run(script, keys, args)
 
     async def send(self, channel: str, message: bytes) -> None:
         """To all workers, this one too. Raises RedisAway."""
+        self._check_up()
+        await self._ask(self._client.publish(self.key(channel), message))
+
+    def _check_up(self) -> None:
         if not self.is_up:
             raise RedisAway(f"Redis at {self._shown} is away")
-        await self._ask(self._client.publish(self.key(channel), message))
 
     async def wait_until_up(self, seconds: float) -> bool:
         with suppress(TimeoutError):
@@ -179,7 +173,8 @@ class RedisLink:
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """As `run`, for `on_resume`, while the link is not called up yet."""
-        return await self._ask(self._scripts[script](keys, args))
+        client = self._places if script in PLACES else self._client
+        return await self._ask(self._scripts[script](keys, args, client))
 
     async def _ask(self, command: Awaitable[Any]) -> Any:
         """In a task of its own, which ends when the link is lost and not with its caller: redis-py gives up the
@@ -212,7 +207,7 @@ class RedisLink:
             self.away_since = self.clock()
             self._fewer_since = None
             self._up.clear()
-            log.error("Redis is away: going on from the last picture", extra={"redis": self._shown, "why": str(error)})
+            log.error("Redis is away: going on from the last snapshot", extra={"redis": self._shown, "why": str(error)})
         for task in self._asked:
             task.cancel()
         self._break(RedisAway(f"Redis at {self._shown} is away"))
@@ -250,7 +245,6 @@ class RedisLink:
         await _end(list(self._asked))
         await self._close()
         self._client, self._places = _client(self._url, CONNECTIONS), _client(self._url, 1)
-        self._scripts = self._registered()
 
     async def _close(self) -> None:
         for client in (self._client, self._places):
@@ -263,10 +257,10 @@ class RedisLink:
         for _ in channels:
             confirmed = await messages.get_message(timeout=CALL_SECONDS)
             if confirmed is None or confirmed["type"] != "subscribe":
-                raise OutOfStep("Redis did not confirm a subscription, or told something before the last one")
+                raise OutOfStep("Redis did not confirm a subscription, or sent a message before the last one")
 
     async def _catch_up(self) -> None:
-        await self._beat()
+        await self._heartbeat()
         for resume in self.on_resume:
             await resume()
         if not self.is_up:
@@ -277,7 +271,7 @@ class RedisLink:
 
     async def _serve(self, messages: PubSub) -> None:
         """Until the link is lost: raises why."""
-        tasks = [asyncio.create_task(work) for work in (self._beats(), self._hear(messages))]
+        tasks = [asyncio.create_task(work) for work in (self._heartbeats(), self._hear(messages))]
         try:
             await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)
             for ended in (*tasks, self._lost):
@@ -290,29 +284,29 @@ class RedisLink:
         """Raises OutOfStep when the connection is lost: Redis may well answer, as it does when it ends one whose
         messages pile up."""
         handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
-        told = messages.listen()
+        heard = messages.listen()
         while True:
             try:
-                message = await anext(told)
+                message = await anext(heard)
             except (*LOST, StopAsyncIteration) as error:  # redis-py ends the iteration of a closed connection
                 raise OutOfStep(f"the connection of the messages was lost: {error}") from error
             if message["type"] == "message":
                 handlers[message["channel"]](message["data"])
 
-    async def _beats(self) -> None:
+    async def _heartbeats(self) -> None:
         while True:
             before = self.clock()
-            await asyncio.sleep(BEAT_SECONDS)
-            version = await self._beat()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            version = await self._heartbeat()
             if self.clock() - before > WORKER_SECONDS / 2:
                 raise RedisAway("this worker was held up, and may count as dead")
-            for told in self.on_beat:
-                told(version)
+            for check in self.on_heartbeat:
+                check(version)
 
-    async def _beat(self) -> int:
+    async def _heartbeat(self) -> int:
         keys = [self.key("workers"), self.key("version")]
         silent = int(WORKER_SECONDS * 1000)
-        version, workers = await self.catch_up_run("beat", keys, [self.worker, 60 * silent, silent])
+        version, workers = await self.catch_up_run("heartbeat", keys, [self.worker, 60 * silent, silent])
         self._count_workers(int(workers))
         return int(version)
 
@@ -348,7 +342,7 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
         for task in tasks:
             task.cancel()
         try:
-            await asyncio.wait(tasks, timeout=BEAT_SECONDS)
+            await asyncio.wait(tasks, timeout=HEARTBEAT_SECONDS)
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:

@@ -1,8 +1,8 @@
 """Cluster state that several gateway workers share, in Redis.
 
-Scripts in Redis decide (is a record newer, is a place free), by Redis's clock. Every change has a version and is told
-to all workers, each of which keeps a mirror; so the table needs no round trip, and a reservation one. A worker that
-misses a version asks for the whole again.
+Scripts in Redis decide (is a record newer, is a place free), by Redis's clock. Every change has a version and is
+published to all workers, each of which keeps a mirror; so the table needs no round trip, and a reservation one. A
+worker that misses a version asks for the whole again.
 
 While Redis is away the mirror is all there is: records do not grow old (RedisLink.aged), since none could have come,
 and places are reserved in this worker alone.
@@ -11,22 +11,23 @@ and places are reserved in this worker alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from contextlib import suppress
+from typing import Unpack
 
 import msgspec
 
-from cluster.crowd import room_for_others
 from cluster.messages import check_version
-from cluster.news import ABSENT_TIER, RECORD_EXPIRY, WHOLE, Beat, Changes, Facts, News, Resident
-from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView
-from cluster.node_table import Demand, NodeTable
+from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, Heartbeat, News, Resident
+from cluster.node_book import PAST_EPOCHS
+from cluster.node_table import Demand
+from cluster.queue_shares import room_for_others
 from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
-from cluster.state import MAX_NODES, RESERVATION_SECONDS, Taken, TooManyNodes, reserve_in, take_in
+from cluster.state import ClusterState, StateSettings, Taken, TooManyNodes
 
 CATCH_UP_SECONDS = 0.1
-"""Longest wait for a change that Redis has told already."""
+"""Longest wait for a change that Redis has published already."""
 AWAY_SECONDS = 1.0
-"""Length of a reservation while Redis is away, and with it the numbers: by then the node's record tells of the
+"""Length of a reservation while Redis is away, and with it the numbers: by then the node's record shows the
 request."""
 CHANGES = "changes"
 
@@ -34,9 +35,13 @@ CHANGES = "changes"
 class _Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     """News; the script that publishes them puts their parts together."""
 
-    beat: Beat
+    heartbeat: Heartbeat
     facts: Facts | None
     changes: Changes
+
+    @property
+    def node(self) -> str:
+        return self.heartbeat.id
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
@@ -51,35 +56,27 @@ class _Freed(msgspec.Struct, frozen=True, array_like=True, tag="freed"):
 
 
 _decoder = msgspec.msgpack.Decoder(_Put | _Held | _Freed)
-_beats, _facts = msgspec.msgpack.Decoder(Beat), msgspec.msgpack.Decoder(Facts)
+_heartbeats, _facts = msgspec.msgpack.Decoder(Heartbeat), msgspec.msgpack.Decoder(Facts)
 _residents = msgspec.msgpack.Decoder(Resident)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class RedisClusterState:
+class RedisClusterState(ClusterState):
     """`link` must not run yet: it keeps the mirror up to date from its start on."""
 
-    def __init__(
-        self,
-        link: RedisLink,
-        *,
-        expiry: float = RECORD_EXPIRY,
-        reservation_seconds: float = RESERVATION_SECONDS,
-        max_nodes: int = MAX_NODES,
-        forget_seconds: float = FORGET_SECONDS,
-    ) -> None:
+    def __init__(self, link: RedisLink, **settings: Unpack[StateSettings]) -> None:
+        super().__init__(link.clock, link.aged, **settings)
         self._link = link
-        self._clock, self._aged = link.clock, link.aged
-        self._expiry, self._reservation_seconds = expiry, reservation_seconds
-        self._book = NodeBook(expiry=expiry, max_nodes=max_nodes, forget_seconds=forget_seconds)
         self._version = 0
         self._ahead: dict[str, int] = {}
         """The version of our own latest reservation on a node, as long as its message is still to come."""
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
-        self._beaten = 0
+        self._version_risen = asyncio.Event()
+        """Another one for each version."""
+        self._version_before = 0
+        """What Redis had at the last heartbeat."""
         link.on_message[CHANGES] = self._changed
         link.on_resume.append(self._resume)
-        link.on_beat.append(self._check_version)
+        link.on_heartbeat.append(self._check_version)
 
     @property
     def stale(self) -> float | None:
@@ -87,34 +84,26 @@ class RedisClusterState:
         return None if since is None else self._clock() - since
 
     async def publish(self, news: News) -> Taken:
-        check_version(news.beat.v)
+        check_version(news.heartbeat.v)
         self._book.forget(self._aged())
         try:
             taken, version = await self._publish(news, 0.0)
         except RedisAway:
-            return take_in(self._book, news, self._aged())
+            return self._publish_here(news)
         if taken == -1:
-            raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {news.beat.id} was not added")
+            raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {news.heartbeat.id} was not added")
         if taken == 1:
             await self._catch_up(version)
             return "taken"
         return "older" if taken == 0 else "gap"
 
-    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
-        return self._book.residents(node_id, epoch)
-
-    async def table(self) -> NodeTable:
-        return self._book.current(self._clock(), self._aged())
-
-    async def nodes(self) -> list[NodeView]:
-        return self._book.views(self._clock(), self._aged())
-
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
         try:
             return await self._reserved(node_id, request_id, demand, seen)
         except RedisAway:
-            end = self._clock() + min(AWAY_SECONDS, self._reservation_seconds)
-            return 0 if reserve_in(self._book, await self.table(), node_id, request_id, demand, seen, end) else None
+            seconds = min(AWAY_SECONDS, self._reservation_seconds)
+            held = await self._reserve_here(node_id, request_id, demand, seen, seconds=seconds, number=0)
+            return 0 if held else None
         except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
             await self._free(node_id, request_id)
             raise
@@ -148,31 +137,33 @@ class RedisClusterState:
         except RedisAway:
             return  # it ends by itself
 
-    async def silence(self, node_id: str, epoch: str) -> float:
-        return self._book.silence(node_id, epoch, self._aged())
-
     # --- what Redis is asked
 
     @property
     def _channel(self) -> str:
         return self._link.key(CHANGES)
 
+    @property
+    def _longest_silence_ms(self) -> int:
+        """Of a node that still counts as alive; one that is forgotten is not there."""
+        return round(min(self._expiry, self._book.forget_seconds) * 1000)
+
     def _keys(self, node_id: str) -> list[str]:
         key = self._link.key
         return [key("node", node_id), key("ends", node_id), key("demands", node_id), key("version")]
 
     async def _publish(self, news: News, age: float, *, resuming: bool = False) -> tuple[int, int]:
-        beat, changes = news.beat, news.changes
-        record = self._book.known(beat.id)
+        heartbeat, changes = news.heartbeat, news.changes
+        record = self._book.known(heartbeat.id)
         limit = news.facts.queue_limit if news.facts else record.queue_limit if record else 0
         args: list[Value] = [
-            beat.id,
-            beat.epoch,
-            beat.seq,
-            _encode(beat),
+            heartbeat.id,
+            heartbeat.epoch,
+            heartbeat.seq,
+            _encode(heartbeat),
             _encode(news.facts),
             _encode(changes),
-            beat.queued,
+            heartbeat.queued,
             limit,
             round(age * 1000),
             self._channel,
@@ -181,15 +172,15 @@ class RedisClusterState:
             PAST_EPOCHS,
             changes.since,
             changes.at,
-            beat.received.last,
-            beat.received.came,
-            round(min(self._expiry, self._book.forget_seconds) * 1000),
+            heartbeat.received.last,
+            heartbeat.received.came,
+            self._longest_silence_ms,
             len(changes.acknowledged),
             *changes.acknowledged,
         ]
         for resident in changes.residents:
             args += [resident.digest, b"" if resident.tier == ABSENT_TIER else _encode(resident)]
-        keys = [self._link.key("nodes"), *self._keys(beat.id), self._link.key("residents", beat.id)]
+        keys = [self._link.key("nodes"), *self._keys(heartbeat.id), self._link.key("residents", heartbeat.id)]
         run = self._link.catch_up_run if resuming else self._link.run
         taken, version = await run("publish", keys, args)
         return taken, version
@@ -199,11 +190,9 @@ class RedisClusterState:
     ) -> tuple[int, int, int, int]:
         """What the script returns. Raises RedisAway."""
         payload = msgspec.msgpack.encode(_Held(node_id, request_id, demand))
-        expiry = round(min(self._expiry, self._book.forget_seconds) * 1000)  # a node that is forgotten is not there
-        known = "" if seen is None else seen
         record = self._book.known(node_id)
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
-        args: list[Value] = [request_id, payload, known, expiry]
+        args: list[Value] = [request_id, payload, "" if seen is None else seen, self._longest_silence_ms]
         args += [round(self._reservation_seconds * 1000), self._channel, room]
         taken, version, generation, number = await self._link.run("reserve", self._keys(node_id), args)
         return taken, version, generation, number
@@ -227,32 +216,30 @@ class RedisClusterState:
             raise OutOfStep(f"version {version} follows {self._version}")
         self._version = version
         change = _decoder.decode(payload)
-        node_id = change.beat.id if isinstance(change, _Put) else change.node
-        counted = self._book.generation(node_id)
-        self._apply(change, self._end(), int(number))
-        if version >= self._ahead.get(node_id, 0):  # else it tells of a time before our own latest reservation
-            self._ahead.pop(node_id, None)
-            counted = int(generation)
-        self._book.set_generation(node_id, counted)
+        is_newest = version >= self._ahead.get(change.node, 0)  # else it is of before our own latest reservation
+        if is_newest:
+            self._ahead.pop(change.node, None)
+        self._apply(change, self._end(), int(number), int(generation) if is_newest else None)
         self._wake()
 
-    def _apply(self, change: _Put | _Held | _Freed, end: float, number: int) -> None:
+    def _apply(self, change: _Put | _Held | _Freed, end: float, number: int, generation: int | None = None) -> None:
+        """`generation`: the node's, after the change; None: it stays as it was."""
+        after = self._book.generation(change.node) if generation is None else generation
         match change:
-            case _Put(beat, facts, changes):
-                self._put(News(beat, facts, changes), self._aged())
+            case _Put(heartbeat, facts, changes):
+                self._put(News(heartbeat, facts, changes), self._aged())
             case _Held(node, request, demand):
                 self._book.hold(node, request, demand, end, number)
             case _Freed(node, request):
                 self._book.drop(node, request)
+        self._book.set_generation(change.node, after)
 
     def _hold_ahead(self, held: _Held, version: int, generation: int, number: int) -> None:
         """A place of our own, before its message comes; answers to reservations may come in another order."""
-        counted, latest = self._book.generation(held.node), self._ahead.get(held.node, 0)
-        self._apply(held, self._end(), number)
-        if version > latest:
+        is_newest = version > self._ahead.get(held.node, 0)
+        if is_newest:
             self._ahead[held.node] = version
-            counted = generation
-        self._book.set_generation(held.node, counted)
+        self._apply(held, self._end(), number, generation if is_newest else None)
 
     def _end(self) -> float:
         return self._clock() + self._reservation_seconds
@@ -261,8 +248,8 @@ class RedisClusterState:
         """Redis has taken them in, so there is room once those are forgotten that Redis has forgotten. Raises
         OutOfStep."""
         if self._book.lacks(news):
-            raise OutOfStep(f"of node {news.beat.id} something was missed")
-        if self._book.known(news.beat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
+            raise OutOfStep(f"of node {news.heartbeat.id} something was missed")
+        if self._book.known(news.heartbeat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
             self._book.remove(min(self._book.ids(), key=self._book.heard))
         self._book.put(news, heard)
 
@@ -272,41 +259,37 @@ class RedisClusterState:
         begins = [key("node", ""), key("ends", ""), key("demands", ""), key("residents", "")]
         version, *nodes = await self._link.catch_up_run("snapshot", [key("nodes"), key("version")], begins)
         there = set()
-        for beat_bytes, facts, at, age, generation, held, residents in nodes:
-            beat = _beats.decode(beat_bytes)
-            there.add(beat.id)
+        for heartbeat_bytes, facts, at, age, generation, held, residents in nodes:
+            heartbeat = _heartbeats.decode(heartbeat_bytes)
+            there.add(heartbeat.id)
             changes = Changes(WHOLE, at, [_residents.decode(resident) for resident in residents])
-            self._put(News(beat, _facts.decode(facts), changes), self._aged() - age / 1000)
-            self._book.drop_all(beat.id)
+            self._put(News(heartbeat, _facts.decode(facts), changes), self._aged() - age / 1000)
+            self._book.drop_all(heartbeat.id)
             for left, stored in zip(held[::2], held[1::2], strict=True):
                 number, place = stored.split(b":", 1)
                 seconds = min(left / 1000, self._reservation_seconds)
                 self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
-            self._book.set_generation(beat.id, generation)
-        self._version = self._beaten = version
+            self._book.set_generation(heartbeat.id, generation)
+        self._version = self._version_before = version
         self._ahead.clear()
         self._wake()
         for node_id in [name for name in self._book.ids() if name not in there]:
             await self._restore(node_id, resuming=True)
 
     def _check_version(self, version: int) -> None:
-        """Every beat. What the one before told must have come by now, and there is no way back but to be emptied."""
-        lost = self._version < self._beaten or version < self._beaten or version == 0 < self._version
-        self._beaten = version
-        if lost:
+        """At every heartbeat. What Redis had by the one before must have come here by now, and its version falls only
+        when it is emptied."""
+        before, self._version_before = self._version_before, version
+        if self._version < before or version < before or version == 0 < self._version:
             raise OutOfStep(f"Redis is at version {version}, this worker at {self._version}")
 
     async def _catch_up(self, version: int) -> None:
         """Returns when the mirror has this version, or soon."""
-        if version <= self._version:
-            return
-        told = asyncio.get_running_loop().create_future()
-        self._waiting.append((version, told))
-        await asyncio.wait([told], timeout=CATCH_UP_SECONDS)
-        told.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                while version > self._version:
+                    await self._version_risen.wait()
 
     def _wake(self) -> None:
-        for version, told in self._waiting:
-            if version <= self._version and not told.done():
-                told.set_result(None)
-        self._waiting = [entry for entry in self._waiting if not entry[1].done()]
+        self._version_risen.set()
+        self._version_risen = asyncio.Event()

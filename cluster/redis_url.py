@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 EXPECTED = "expected redis://HOST:PORT/DATABASE, rediss:// for TLS, or unix:///PATH"
 
@@ -24,9 +24,4 @@ def url_problem(url: str) -> str:
 def shown_url(url: str) -> str:
     """Without user, password and options."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{_place(parts)}{parts.path}"
-
-
-def _place(parts: SplitResult) -> str:
-    host = parts.hostname or ""
-    return f"{f'[{host}]' if ':' in host else host}{f':{parts.port}' if parts.port else ''}"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -59,7 +59,16 @@ from gateway.workers.attainment import Attainment
 from gateway.workers.called import CalledDigests
 from gateway.workers.last_hour import LastHour
 from gateway.workers.metrics import Metrics
-from gateway.workers.peers import Answered, Asked, Called, Changed, Message, Peers, Revoked, TenantChanged
+from gateway.workers.peers import (
+    CallsRevoked,
+    DigestCalled,
+    ExplanationAnswered,
+    ExplanationAsked,
+    FunctionChanged,
+    Message,
+    Peers,
+    TenantChanged,
+)
 from gateway.workers.pool_loads import PoolLoads
 from gateway.workers.shared_state import Shared, open_shared
 from gateway.workers.windows import Windows
@@ -108,14 +117,14 @@ class Services:
     def tenant_changed(self, tenant: str) -> None:
         """After any change of the tenant, its keys included."""
         self._forget_tenant(tenant)
-        self.peers.tell(TenantChanged(tenant))
+        self.peers.publish(TenantChanged(tenant))
 
     async def revoke(self, tenant: str, function: str, why: str) -> None:
         """End the function's generations, on all workers. Those that Redis does not reach read it in the registry's
         epoch within a second."""
         number = secrets.token_hex(8)
         self._end_calls(tenant, function, why, number)
-        self.peers.tell(Revoked(tenant, function, why, number))
+        self.peers.publish(CallsRevoked(tenant, function, why, number))
         try:
             await self.threads.write(mark, self.registry.store, function_key(tenant, function), why, number)
         except StoreUnavailable as error:
@@ -142,20 +151,20 @@ class Services:
         self.running.revoke(tenant, function, ServiceError("cancelled", why), number)
 
     def heard(self, message: Message) -> None:
-        """Another worker has told this."""
+        """Another worker has published this."""
         match message:
-            case Changed(tenant, function):
+            case FunctionChanged(tenant, function):
                 self.functions.forget(tenant, function)
             case TenantChanged(tenant):
                 self._forget_tenant(tenant)
-            case Revoked(tenant, function, why, number):
+            case CallsRevoked(tenant, function, why, number):
                 self._end_calls(tenant, function, why, number)
-            case Called(tenant, digest):
+            case DigestCalled(tenant, digest):
                 self.called.note(tenant, digest)
-            case Asked(number, call, whose):
+            case ExplanationAsked(number, call, whose):
                 found = self.explanations.find_here(call, whose)
                 if found is not None:
-                    self.peers.tell(Answered(number, msgspec.json.encode(reply_of(found))))
+                    self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(reply_of(found))))
 
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)
@@ -222,14 +231,14 @@ def _leader(config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared:
 
 
 def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:
-    shared, store, tell = opened.shared, opened.store, opened.shared.peers.tell
+    shared, store, publish = opened.shared, opened.store, opened.shared.peers.publish
     registry, tenants = Registry(store, opened.base, opened.inspector.inspect), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     explanations = MemoryExplanations()
     functions = Functions(
-        config, registry, threads, monotonic, name_watch.confirmed, lambda *name: tell(Changed(*name))
+        config, registry, threads, monotonic, name_watch.confirmed, lambda *name: publish(FunctionChanged(*name))
     )
     dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions)
     return Services(
@@ -279,7 +288,7 @@ def _make_dispatcher(
         metrics,
         LastHour(monotonic),
         Attainment(monotonic),
-        CalledDigests(lambda tenant, digest: shared.peers.tell(Called(tenant, digest))),
+        CalledDigests(lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
         shared.limits,
         PoolLoads(monotonic),
         Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),

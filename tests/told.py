@@ -14,9 +14,9 @@ __all__ = ["OldRecord", "news_of", "tell"]
 
 def tell(table: NodeTable, told: OldRecord | NodeRecord, heard: float = math.nan) -> int:
     """Returns the row."""
-    if isinstance(told, NodeRecord):
-        return table.put(told, heard)
-    return table.put(record_of_old(told), heard, residents=told.residents, acknowledged=told.acknowledged)
+    if isinstance(told, OldRecord):
+        return table.put(record_of_old(told), heard, residents=told.residents, acknowledged=told.acknowledged)
+    return table.put(told, heard)
 
 
 def news_of(told: OldRecord) -> News:

@@ -1,8 +1,8 @@
 -- What a worker has counted is added to sums by slices of time; it was counted some time ago, by this server's clock.
--- KEYS: the last number that the worker told, what it sees of the pools' loads
--- ARGV: number, 1 when it begins to tell all within its windows, expiry of the loads, loads, JSON: of each kind of sums
+-- KEYS: the last number that the worker reported, what it sees of the pools' loads
+-- ARGV: number, 1 when it begins to report all within its windows, expiry of the loads, loads, JSON: of each kind of sums
 --       {what its keys begin with, seconds per slice, slices, most names in one, {{name, seconds ago, numbers}, ...}}
--- Returns 1 added | 0 it was before | -1 the worker's counts are not known: it must tell all
+-- Returns 1 added | 0 it was before | -1 the worker's counts are not known: it must report all
 redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[3])
 local last = redis.call('GET', KEYS[1])
 if not last and ARGV[2] == '0' then return -1 end

@@ -1,6 +1,6 @@
 -- News of a node come in. Times are milliseconds of this server's clock.
 -- KEYS: nodes, node, ends, demands, version, residents
--- ARGV: id, epoch, seq, beat, facts (nil in msgpack: as they were), changes, queued, queue limit, age, channel, most
+-- ARGV: id, epoch, seq, heartbeat, facts (nil in msgpack: as they were), changes, queued, queue limit, age, channel, most
 --       nodes, time after which a node is forgotten, past epochs remembered, number of the change behind which the
 --       changes begin (-1: they are everything), number of the last one, number of the last place that became a request,
 --       which of those before it did, silence after which a process that was replaced counts again, count of

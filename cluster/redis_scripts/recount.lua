@@ -1,4 +1,4 @@
--- What a worker has taken of owners' places, after it could not tell for a while, or after they were lost.
+-- What a worker has taken of owners' places, after it could not report for a while, or after they were lost.
 -- KEYS: places...
 -- ARGV: worker, lifetime of places, places taken of each
 for index = 1, #KEYS do

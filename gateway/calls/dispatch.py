@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.crowd import Crowd
 from cluster.errors import ServiceError
 from cluster.limits import LimitState
 from cluster.messages import Done, Failed, GenerateRequest, PromptLogprobs, Started, Token, TokenLogprob
 from cluster.news import RECORD_EXPIRY
 from cluster.node_table import NodeTable
+from cluster.queue_shares import QueueShares
 from cluster.state import ClusterState
 from gateway.calls.explanations import PlacedCall
 from gateway.calls.holding import AGAIN_SECONDS, Hold
@@ -76,7 +76,7 @@ class Dispatcher:
         self.loads = loads
         self.hold = hold
         self.functions = functions
-        self.waiting = Crowd()
+        self.waiting = QueueShares()
         """placed, and not begun on its node yet"""
         self._began = time.monotonic()
 

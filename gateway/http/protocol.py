@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import Any
 
 from cluster.errors import ServiceError
-from cluster.http_protocol import READ_BYTES, BoundedHttp
+from cluster.http_protocol import READ_BYTES, BoundedHttp, Timer
 from gateway.http.errors import native_body
 
 WRITE_SECONDS = 60.0
@@ -27,8 +26,7 @@ UNPARSABLE = "unparsable"
 class GatewayHttp(BoundedHttp):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._probe_timer: asyncio.TimerHandle | None = None
+        self._write_timer, self._probe_timer = Timer(self.loop), Timer(self.loop)
         self._last = False
 
     def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
@@ -39,9 +37,8 @@ class GatewayHttp(BoundedHttp):
         return {"x-request-id": request_id}, native_body(error, request_id)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_write_timer()
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
+        self._write_timer.stop()
+        self._probe_timer.stop()
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
@@ -55,7 +52,7 @@ class GatewayHttp(BoundedHttp):
         if self._receiving or self._lingering or self.cycle is None or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
-        self._probe_timer = self.loop.call_later(PROBE_SECONDS[0], self._probe, PROBE_SECONDS[1:])
+        self._probe_timer.start(PROBE_SECONDS[0], self._probe, PROBE_SECONDS[1:])
         return True
 
     def shutdown(self) -> None:
@@ -68,12 +65,10 @@ class GatewayHttp(BoundedHttp):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_write_timer()
-        left = self.transport.get_write_buffer_size()
-        self._write_timer = self.loop.call_later(WRITE_SECONDS, self._end_unwritten, left)
+        self._write_timer.start(WRITE_SECONDS, self._end_unwritten, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        self._stop_write_timer()
+        self._write_timer.stop()
         super().resume_writing()
 
     def _end_unwritten(self, before: int) -> None:
@@ -82,7 +77,7 @@ class GatewayHttp(BoundedHttp):
         if left > before - READ_BYTES:
             self.transport.abort()
         else:
-            self._write_timer = self.loop.call_later(WRITE_SECONDS, self._end_unwritten, left)
+            self._write_timer.start(WRITE_SECONDS, self._end_unwritten, left)
 
     def _probe(self, pauses: tuple[float, ...]) -> None:
         cycle = self._answered
@@ -96,13 +91,8 @@ class GatewayHttp(BoundedHttp):
         elif piece and cycle.chunked_encoding:
             self.transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
         if pauses:
-            self._probe_timer = self.loop.call_later(pauses[0], self._probe, pauses[1:])
+            self._probe_timer.start(pauses[0], self._probe, pauses[1:])
 
     def _end_unused(self) -> None:
         if self.cycle is None:
             super().shutdown()
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None

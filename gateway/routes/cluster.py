@@ -31,7 +31,7 @@ async def record(request: Request) -> Response:
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
         told = decode_news(body)
-        node = told.id if isinstance(told, OldRecord) else told.beat.id
+        node = told.id if isinstance(told, OldRecord) else told.heartbeat.id
         if not services.record_rates.allows(node):
             raise ServiceError("rate_limited", f"node {node[:60]} sends too many records", retry_after=1.0)
         taken = await take_news(services, told, request.client.host if request.client else "")

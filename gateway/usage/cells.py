@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gateway.usage.counts import Functions, UsageCounts
+from gateway.usage.counts import UsageCounts
 
 
 class Cell(NamedTuple):
@@ -21,14 +21,6 @@ class Cell(NamedTuple):
 
 
 Cells = dict[Cell, UsageCounts]
-
-
-def cells_of(hour: str, source: str, functions: Functions) -> Cells:
-    return {
-        Cell(hour, source, function, version): counts
-        for function, versions in functions.items()
-        for version, counts in versions.items()
-    }
 
 
 def join_into(cells: Cells, others: Iterable[tuple[Cell, UsageCounts]]) -> bool:

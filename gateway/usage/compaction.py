@@ -15,7 +15,7 @@ An object that can't be read stays where it is, for reports name it; the others 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,7 +25,7 @@ from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavail
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
 from gateway.catalog.threads import LeavableThreads
 from gateway.leader.turn import Turn, TurnEnded
-from gateway.usage.cells import Cells, cells_of, join_into
+from gateway.usage.cells import Cells, join_into
 from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import (
     DAY,
@@ -117,20 +117,11 @@ class _Compactor:
         self._quiet = now - QUIET_SECONDS
 
     def run(self) -> None:
-        after, more = self._hours, True
-        while more:
-            listed = self._list(self._hours, after, PAGE)
-            self._merge_hours([info for info in listed if info.key < self._hours + self._open])
-            more = len(listed) == PAGE and listed[-1].key < self._hours + self._open
-            after = listed[-1].key if listed else after
-        after, more = "", True
-        while more:
-            listed = self._list(self._days, after, PAGE)
+        for listed in self._pages(self._hours, self._hours + self._open):
+            self._merge_hours(listed)
+        for listed in self._pages(self._days, self._days + self._open[:DAY]):
             for info in listed:
-                if info.key < self._days + self._open[:DAY]:
-                    self._merge_day(info.key)
-            more = len(listed) == PAGE
-            after = listed[-1].key if listed else after
+                self._merge_day(info.key)
 
     def _merge_hours(self, listed: Sequence[ObjectInfo]) -> None:
         keys = [info.key for info in listed if info.modified < self._quiet and source_of(info.key)]
@@ -147,14 +138,12 @@ class _Compactor:
 
     def _read_hour(self, key: str) -> Cells | None:
         """Returns None if the object is gone, or can't be read."""
-        named = source_of(key)
-        assert named is not None
         self._turn.check()
         try:
             data = self._store.get(key).data
         except NotFound:
             return None
-        return _readable(lambda: cells_of(*named, decode_hour(key, data)))
+        return _readable(partial(decode_hour, key, data))
 
     def _remove_hour(self, key: str) -> bool:
         self._turn.check()
@@ -164,7 +153,7 @@ class _Compactor:
         self._turn.check()
         try:
             found = self._store.get(key)
-            read = _readable(lambda: decode_merged(key, found.data))
+            read = _readable(partial(decode_merged, key, found.data))
             if read is None:
                 return
             cells, sealed = read
@@ -204,6 +193,16 @@ class _Compactor:
         self._turn.check()
         key = day_key(folder, name) if folder == self._days else month_key(folder, name, len(listed))
         self._store.put_if_absent(key, encode_merged(cells))
+
+    def _pages(self, folder: str, end: str) -> Iterator[Sequence[ObjectInfo]]:
+        """Yields the objects of the folder whose keys are below `end`."""
+        after, more = folder, True
+        while more:
+            listed = self._list(folder, after, PAGE)
+            below = [info for info in listed if info.key < end]
+            yield below
+            more = len(below) == PAGE
+            after = listed[-1].key if listed else after
 
     def _list(self, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
         self._turn.check()

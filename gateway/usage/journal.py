@@ -52,6 +52,15 @@ class Sums(msgspec.Struct):
     changes: int = 0
     flushed: int = 0
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.tenant, self.hour, self.part
+
+    def count(self, function: str, version: str, counts: UsageCounts) -> None:
+        """Adds one call."""
+        add_to(self.functions, function, version, counts)
+        self.changes += 1
+
 
 class Journal:
     """One slot, with its lock. Only `append` is for the event loop; the rest blocks."""
@@ -67,7 +76,7 @@ class Journal:
         self.gateway = _identity(folder)
 
     def read(self) -> Sequence[Sums]:
-        """What is told by the files that an earlier process left. Raises JournalError, OSError."""
+        """What the files say that an earlier process left. Raises JournalError, OSError."""
         snapshots, logs = _numbered(self._folder, "snapshot"), _numbered(self._folder, "log")
         first = max(snapshots, default=0)
         self.segment = max([*snapshots, *logs], default=0)
@@ -78,13 +87,11 @@ class Journal:
                 kept = msgspec.json.decode(file.read_bytes(), type=list[Sums])
             except msgspec.DecodeError as error:
                 raise _broken(file, str(error)) from None
-            sums = {(entry.tenant, entry.hour, entry.part): entry for entry in kept}
+            sums = {entry.key: entry for entry in kept}
         for number in sorted(number for number in logs if number >= first):
             for line in _lines(self._file("log", number)):
-                key = (line.tenant, line.hour, line.part)
-                if key not in sums:
-                    sums[key] = Sums(line.tenant, line.hour, line.part, {})
-                _add(sums[key], line)
+                key = line.tenant, line.hour, line.part
+                sums.setdefault(key, Sums(*key, {})).count(line.function, line.version, line.counts)
         return list(sums.values())
 
     def begin_segment(self) -> None:
@@ -145,7 +152,7 @@ def claim(folder: Path) -> Journal:
 
 def abandoned(folder: Path) -> Iterator[Journal]:
     """The other slots that are there and that nobody has, to be written out and closed. Those that can't be read are
-    told in the log, and stay."""
+    logged, and stay."""
     for path in sorted(folder.iterdir()):
         try:
             journal = _take(path) if path.name.isdecimal() and path.is_dir() else None
@@ -203,11 +210,6 @@ def _readable(piece: bytes) -> bool:
     except msgspec.DecodeError:
         return False
     return True
-
-
-def _add(sums: Sums, line: Line) -> None:
-    add_to(sums.functions, line.function, line.version, line.counts)
-    sums.changes += 1
 
 
 def _numbered(folder: Path, kind: str) -> list[int]:

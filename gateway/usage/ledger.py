@@ -16,7 +16,7 @@ from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
 from gateway.background import background
 from gateway.catalog.threads import LeavableThreads
-from gateway.usage.counts import UsageCounts, add_to
+from gateway.usage.counts import UsageCounts
 from gateway.usage.hours import HOUR, hour_name, hour_start
 from gateway.usage.journal import LEFT, Journal, Line, Sums, abandoned, claim
 from gateway.usage.objects import UsageRecord, usage_key
@@ -65,8 +65,7 @@ class UsageLedger:
             if not self._unwritten:
                 log.error("the usage journal can't be written: until it can, a kill loses usage", exc_info=error)
             self._unwritten = True
-        add_to(sums.functions, function, version, counts)
-        sums.changes += 1
+        sums.count(function, version, counts)
 
     def unwritten(self, tenant: str) -> dict[str, bytes]:
         """The tenant's objects as they are to be, by key: what the registry has of them may be older."""
@@ -106,7 +105,7 @@ class UsageLedger:
         await asyncio.to_thread(self._journal.write_snapshot, self._journal.segment, self._snapshot())
 
     def _keep(self, sums: Sums) -> None:
-        self._sums[sums.tenant, sums.hour, sums.part] = sums
+        self._sums[sums.key] = sums
         known = self._open.get((sums.tenant, sums.hour))
         if known is None or known.part < sums.part:
             self._open[sums.tenant, sums.hour] = sums
@@ -119,7 +118,7 @@ class UsageLedger:
     async def _begin_anew(self) -> None:
         """A new segment of the journal, with the sums that still matter."""
         for sums in self._past():
-            del self._sums[sums.tenant, sums.hour, sums.part]
+            del self._sums[sums.key]
             if self._open.get((sums.tenant, sums.hour)) is sums:
                 del self._open[sums.tenant, sums.hour]
         try:

@@ -29,14 +29,14 @@ class Meter:
         self._add(prompt_tokens, completion_tokens, cold_start)
         self._left -= 1
         if self._left == 0 or self._cut:
-            self._tell()
+            self._report()
 
     def cut(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:
         """A choice ends early; the tokens are those that the node has computed."""
         self._cut = True
         self._add(prompt_tokens, completion_tokens, cold_start)
         if self._sums.prompt_tokens or self._sums.completion_tokens:
-            self._tell()
+            self._report()
 
     def fail(self) -> None:
         self._failed = True
@@ -48,7 +48,7 @@ class Meter:
         self._sums.cold_starts += cold_start and not self._cold
         self._cold = self._cold or cold_start
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if not self._failed:
-            told, self._sums = self._sums, UsageCounts()
-            self._count(told)
+            counts, self._sums = self._sums, UsageCounts()
+            self._count(counts)

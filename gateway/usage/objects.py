@@ -90,12 +90,20 @@ def source_of(key: str) -> tuple[str, str] | None:
     return hour, "-".join(name.removesuffix(".json").split("-")[:2])
 
 
-def decode_hour(key: str, data: bytes) -> Functions:
-    """Raises StoreUnavailable for what is no usage record."""
+def decode_hour(key: str, data: bytes) -> Cells:
+    """Cells of an object of an hour; none if the key names no such object. Raises StoreUnavailable."""
+    named = source_of(key)
+    if named is None:
+        return {}
     try:
-        return msgspec.json.decode(data, type=UsageRecord).functions
+        functions = msgspec.json.decode(data, type=UsageRecord).functions
     except msgspec.DecodeError as error:
         raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
+    return {
+        Cell(*named, function, version): counts
+        for function, versions in functions.items()
+        for version, counts in versions.items()
+    }
 
 
 def decode_merged(key: str, data: bytes, low: str = "", high: str = "~") -> tuple[Cells, bool]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from adapters.errors import InvalidRequest, NotFound
 from adapters.store import MAX_LIST, ObjectStore
-from gateway.usage.cells import Cell, Cells, cells_of, join_into
+from gateway.usage.cells import Cell, Cells, join_into
 from gateway.usage.counts import BASE, UsageCounts
 from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import (
@@ -19,7 +19,6 @@ from gateway.usage.objects import (
     decode_hour,
     decode_merged,
     months_folder,
-    source_of,
     usage_folder,
 )
 
@@ -92,9 +91,9 @@ def read_usage(
     cells: Cells = {}
     for key, data in newer.items():
         if hours + low <= key < hours + high:
-            join_into(cells, _hour_cells(key, data).items())
+            join_into(cells, decode_hour(key, data).items())
     for key, data in _contents(store, _keys(store, hours, low, high)):
-        join_into(cells, _hour_cells(key, data).items())
+        join_into(cells, decode_hour(key, data).items())
     for key, data in _contents(store, _keys(store, days, low[:DAY], last[:DAY] + LAST)):
         join_into(cells, decode_merged(key, data, low, high)[0].items())
     by_month: dict[str, list[str]] = {cell.hour[:MONTH]: [] for cell in cells}
@@ -133,8 +132,3 @@ def _read(store: ObjectStore, key: str) -> bytes | None:
         return store.get(key).data
     except NotFound:
         return None
-
-
-def _hour_cells(key: str, data: bytes) -> Cells:
-    named = source_of(key)
-    return cells_of(*named, decode_hour(key, data)) if named else {}

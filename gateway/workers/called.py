@@ -1,4 +1,4 @@
-"""Which adapters each tenant has had run, so that it is told of the residency of no others."""
+"""Which adapters each tenant has had run, so that it is shown the residency of no others."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class CalledDigests:
 
     def __init__(
         self,
-        told: Callable[[str, str], None] | None = None,
+        on_first: Callable[[str, str], None] | None = None,
         *,
         max_tenants: int = MAX_TENANTS,
         max_digests: int = MAX_DIGESTS,
     ) -> None:
-        """`told` hears of each tenant and digest that `run` notes for the first time."""
-        self._told = told
+        """`on_first` is called with each tenant and digest that `run` notes for the first time."""
+        self._on_first = on_first
         self._max_tenants = max_tenants
         self._max_digests = max_digests
         self._digests: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
 
     def run(self, tenant: str, digest: str) -> None:
         """The tenant has it run here."""
-        if self._told is not None and not self.has(tenant, digest):
-            self._told(tenant, digest)
+        if self._on_first is not None and not self.has(tenant, digest):
+            self._on_first(tenant, digest)
         self.note(tenant, digest)
 
     def note(self, tenant: str, digest: str) -> None:

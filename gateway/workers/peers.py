@@ -1,7 +1,8 @@
-"""What the gateway's workers tell and ask each other: changes of functions and tenants, forced ends, what was called.
+"""What the gateway's workers publish to and ask each other: changes of functions and tenants, calls that are to end,
+and which adapters were called.
 
-Nothing waits for it. While Redis is away the messages wait, and go out when it is back. A worker that starts knows only
-what is told from then on.
+Nothing waits for it. While Redis is away the messages wait, and go out when it is back. A worker that starts hears only
+what is published from then on. On the wire a message is named by its tag, which stays the same from release to release.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ANSWER_SECONDS = 0.5
 log = logging.getLogger("gateway")
 
 
-class Changed(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
+class FunctionChanged(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
     """Nothing that was known of the function is valid any more."""
 
     tenant: str
@@ -43,24 +44,24 @@ class TenantChanged(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
     tenant: str
 
 
-class Revoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
+class CallsRevoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
     """Generations of the function are to end now."""
 
     tenant: str
     function: str
     reason: str
     id: str = ""
-    """By which whoever hears it from the registry, too, knows it; empty: told by an earlier release."""
+    """By which whoever hears it from the registry, too, knows it; empty: an earlier release published it."""
 
 
-class Called(msgspec.Struct, frozen=True, array_like=True, tag="called"):
-    """The tenant had this adapter run, for the first time as far as the teller knows."""
+class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):
+    """The tenant had this adapter run, for the first time as far as the publishing worker knows."""
 
     tenant: str
     digest: str
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
+class ExplanationAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     """How was this call placed? `tenant`: whose it must be; None: anybody's."""
 
     number: str
@@ -68,13 +69,13 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     tenant: str | None
 
 
-class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
+class ExplanationAnswered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
     number: str
     reply: bytes
     """JSON of gateway.explain_schema.ExplainReply."""
 
 
-Message = Changed | TenantChanged | Revoked | Called | Asked | Answered
+Message = FunctionChanged | TenantChanged | CallsRevoked | DigestCalled | ExplanationAsked | ExplanationAnswered
 
 
 class _Letter(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +96,7 @@ class Peers:
         if link is not None:
             link.on_message[CHANNEL] = self._heard
 
-    def tell(self, message: Message) -> None:
+    def publish(self, message: Message) -> None:
         if self._link is not None:
             self._waiting.append(message)
             self._some.set()
@@ -107,7 +108,7 @@ class Peers:
         number = secrets.token_hex(8)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self.tell(Asked(number, call, tenant))
+            self.publish(ExplanationAsked(number, call, tenant))
             await asyncio.wait([answer], timeout=ANSWER_SECONDS)
             return answer.result() if answer.done() else None
         finally:
@@ -148,7 +149,7 @@ class Peers:
         if self._link is None or letter.worker == self._link.worker:
             return
         for message in letter.messages:
-            if not isinstance(message, Answered):
+            if not isinstance(message, ExplanationAnswered):
                 self.on_message(message)
             elif (answer := self._asked.get(message.number)) is not None and not answer.done():
                 answer.set_result(message.reply)

@@ -6,7 +6,7 @@ no pool: they are kept under None.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -83,7 +83,7 @@ class Stay:
             self.since = self._loads.clock()  # that there was no node does not mean that the one that came is too few
         self._unplaced = pool is None
         self.pool, self.work, self._there = pool, work or 0.0, True
-        entry = self._loads.entry(pool)
+        entry = self._loads.pools[pool]
         entry.open += 1
         entry.waiting[self] = None
         if pool is not None and not self._counted:
@@ -93,13 +93,13 @@ class Stay:
     def begin(self) -> None:
         """It waits no longer."""
         if self._there:
-            self._loads.entry(self.pool).waiting.pop(self, None)
+            self._loads.pools[self.pool].waiting.pop(self, None)
 
     def end(self) -> None:
         """It has left. Nothing happens when it has left already."""
         if self._there:
             self.begin()
-            self._loads.entry(self.pool).open -= 1
+            self._loads.pools[self.pool].open -= 1
             self._there = False
 
     def restart(self) -> None:
@@ -118,7 +118,7 @@ class PoolLoads:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self._pools: dict[str | None, _Pool] = {}
+        self.pools: defaultdict[str | None, _Pool] = defaultdict(_Pool)
 
     def stay(self, since: float) -> Stay:
         """A request that came at `since`."""
@@ -131,19 +131,14 @@ class PoolLoads:
     def here(self) -> list[PoolLoad]:
         """What this worker sees."""
         now = self.clock()
-        summed = [self._summed(name, pool, now) for name, pool in self._pools.items()]
-        self._pools = {name: pool for name, pool in self._pools.items() if pool.open or pool.slices}
+        summed = [self._summed(name, pool, now) for name, pool in self.pools.items()]
+        for name in [name for name, pool in self.pools.items() if not (pool.open or pool.slices)]:
+            del self.pools[name]
         return summed
-
-    def entry(self, pool: str | None) -> _Pool:
-        found = self._pools.get(pool)
-        if found is None:
-            found = self._pools[pool] = _Pool()
-        return found
 
     def slice(self, pool: str | None) -> PoolLoad:
         """The counts of the current second."""
-        return self.entry(pool).now(int(self.clock()))
+        return self.pools[pool].now(int(self.clock()))
 
     def _summed(self, name: str | None, pool: _Pool, now: float) -> PoolLoad:
         pool.forget(int(now))

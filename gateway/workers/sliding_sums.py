@@ -29,25 +29,25 @@ class SlidingSums(Generic[Sum]):
         self.kind, self.empty, self.seconds, self.windows, self.most = kind, empty, seconds, windows, most
         self._clock = clock
         self._slices: OrderedDict[str, dict[int, Sum]] = OrderedDict()
-        self._untold: dict[int, dict[str, Sum]] | None = None
+        self._unreported: dict[int, dict[str, Sum]] | None = None
 
-    def tell_all(self) -> None:
-        """From now on keep for `take_untold` what `add` counts, and what it has counted so far."""
-        self._untold = {}
+    def report_all(self) -> None:
+        """From now on keep for `take_unreported` what `add` counts, and what it has counted so far."""
+        self._unreported = {}
         for name, slices in self._slices.items():
             for at, counts in slices.items():
-                self._untold.setdefault(at, {})[name] = msgspec.structs.replace(counts)
+                self._unreported.setdefault(at, {})[name] = msgspec.structs.replace(counts)
 
-    def take_untold(self, most: int) -> list[tuple[str, int, Sum]]:
+    def take_unreported(self, most: int) -> list[tuple[str, int, Sum]]:
         """Up to so many sums (name, slice) of what was counted since they were last taken."""
         taken: list[tuple[str, int, Sum]] = []
-        while self._untold and len(taken) < most:
-            at, sums = next(iter(self._untold.items()))
+        while self._unreported and len(taken) < most:
+            at, sums = next(iter(self._unreported.items()))
             while sums and len(taken) < most:
                 name, counts = sums.popitem()
                 taken.append((name, at, counts))
             if not sums:
-                del self._untold[at]
+                del self._unreported[at]
         return taken
 
     def add(self, name: str, counts: Sum) -> None:
@@ -57,11 +57,11 @@ class SlidingSums(Generic[Sum]):
         slices.setdefault(now, self.empty()).add(counts)
         if len(self._slices) > self.most:
             self._slices.popitem(last=False)
-        if self._untold is not None:
-            self._forget(self._untold, now)
-            untold = self._untold.setdefault(now, {})
-            if len(untold) < self.most or name in untold:
-                untold.setdefault(name, self.empty()).add(counts)
+        if self._unreported is not None:
+            self._forget(self._unreported, now)
+            unreported = self._unreported.setdefault(now, {})
+            if len(unreported) < self.most or name in unreported:
+                unreported.setdefault(name, self.empty()).add(counts)
 
     def of(self, name: str) -> list[Sum]:
         """One per window."""

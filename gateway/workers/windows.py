@@ -2,8 +2,8 @@
 
 They are sums in Redis, by slices of time, that expire with their window. A worker adds to them once a second what it
 has counted, and whoever asks reads them. Slices are by Redis's clock, which all workers share (those of their hosts
-may differ): a worker says how long ago it counted. What can't be told waits until Redis is back, within its window;
-what Redis has lost a worker tells again. Meanwhile, and without Redis, the answer is what this worker has counted.
+may differ): a worker says how long ago it counted. What can't be reported waits until Redis is back, within its window;
+what Redis has lost a worker reports again. Meanwhile, and without Redis, the answer is what this worker has counted.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Windows:
         """Goes out under its number until there is an answer: Redis counts no number twice."""
         self._all = True
         """The next batch is the first of all that is within the windows."""
-        self._tell_all()
+        self._report_all()
 
     async def last_hour(self, tenant: str, function: str) -> Counts:
         return (await self._of(self._hour, name_of(tenant, function)))[0]
 
     async def attainment(self, tenant: str) -> list[Kept]:
-        """For each of gateway.attainment.WINDOWS."""
+        """For each of gateway.workers.attainment.WINDOWS."""
         return await self._of(self._attainment, tenant)
 
     async def attained(self) -> dict[str, list[Kept]]:
@@ -63,12 +63,12 @@ class Windows:
 
     async def loads(self) -> tuple[dict[str | None, PoolLoad], int]:
         """By pool; and of how many workers, this one included."""
-        told: list[bytes] = []
+        reported: list[bytes] = []
         if self._link is not None:
             args = [self._link.key("load", ""), self._link.worker]
             with suppress(RedisAway):
-                told = await self._link.run("loads", [self._link.key("workers")], args)
-        others = [msgspec.msgpack.decode(each, type=list[PoolLoad]) for each in told]
+                reported = await self._link.run("loads", [self._link.key("workers")], args)
+        others = [msgspec.msgpack.decode(each, type=list[PoolLoad]) for each in reported]
         return add_up([*self._loads.here(), *(load for loads in others for load in loads)]), 1 + len(others)
 
     @asynccontextmanager
@@ -113,26 +113,26 @@ class Windows:
             more = True
             while more:
                 again = bool(self._batch)
-                self._batch = self._batch or [(sums, sums.take_untold(SUMS_TOGETHER)) for sums in kinds]
+                self._batch = self._batch or [(sums, sums.take_unreported(SUMS_TOGETHER)) for sums in kinds]
                 load = msgspec.msgpack.encode(self._loads.here())
                 expiry = round(LOAD_SECONDS * 1000)
-                args: list[Value] = [self._number, int(self._all), expiry, load, _told(link, self._batch)]
+                args: list[Value] = [self._number, int(self._all), expiry, load, _encoded(link, self._batch)]
                 known = await link.run("count", keys, args) >= 0
-                more = again or not known or any(len(told) == SUMS_TOGETHER for _, told in self._batch)
+                more = again or not known or any(len(counted) == SUMS_TOGETHER for _, counted in self._batch)
                 self._batch, self._number, self._all = [], self._number + 1, not known
                 if not known:
-                    self._tell_all()
+                    self._report_all()
 
-    def _tell_all(self) -> None:
+    def _report_all(self) -> None:
         if self._link is not None:
-            self._hour.tell_all()
-            self._attainment.tell_all()
+            self._hour.report_all()
+            self._attainment.report_all()
 
 
-def _told(link: RedisLink, batch: list[tuple[SlidingSums[Any], list[tuple[str, int, Any]]]]) -> bytes:
+def _encoded(link: RedisLink, batch: list[tuple[SlidingSums[Any], list[tuple[str, int, Any]]]]) -> bytes:
     kinds = []
-    for sums, told in batch:
-        counted = [(name, sums.age(at), msgspec.structs.astuple(counts)) for name, at, counts in told]
+    for sums, taken in batch:
+        counted = [(name, sums.age(at), msgspec.structs.astuple(counts)) for name, at, counts in taken]
         kinds.append((link.key("sums", sums.kind, ""), sums.seconds, sums.windows[-1], sums.most, counted))
     return msgspec.json.encode(kinds)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.crowd import Crowd, room_for_others
 from cluster.errors import ServiceError
 from cluster.messages import NEWEST_VERSION, GenerateRequest
 from cluster.news import News, NodeRecord, Resident, StrictRoom, rank_sums, whole
+from cluster.queue_shares import QueueShares, room_for_others
 from cluster.received import Received
 from node_agent.api.engine_link import EngineLink, LinkDown
 from node_agent.api.questions import Questions
@@ -118,7 +118,7 @@ class RequestRegistry:
         self._epoch = secrets.token_hex(8)
         self._seq = 0
         self._in_flight: dict[str, InFlight] = {}
-        self._crowd = Crowd()
+        self._queue_shares = QueueShares()
         self._received = Received()
         self._log = ResidencyLog()
         self._stats: Stats | None = None
@@ -161,7 +161,7 @@ class RequestRegistry:
         late = request.timeout + self.backstop
         entry.timer = asyncio.get_running_loop().call_later(late, self._expire, entry, late)
         self._in_flight[request.id] = entry
-        self._crowd.join(request.tenant, request.weight)
+        self._queue_shares.join(request.tenant, request.weight)
         return entry
 
     def cancel(self, entry: InFlight) -> None:
@@ -199,7 +199,7 @@ class RequestRegistry:
             return True
         if request.slo_class == "strict" and any(entry.slo_class == "best_effort" for entry in self._waiting()):
             return False
-        return not self._crowd.gives_way(request.tenant, request.weight)
+        return not self._queue_shares.gives_way(request.tenant, request.weight)
 
     def _waiting(self) -> Iterator[InFlight]:
         return (entry for entry in self._in_flight.values() if not entry.admitted)
@@ -222,7 +222,7 @@ class RequestRegistry:
         if self._in_flight.get(entry.id) is entry:
             del self._in_flight[entry.id]
             if not entry.admitted:
-                self._crowd.leave(entry.tenant)
+                self._queue_shares.leave(entry.tenant)
         if entry.timer is not None:
             entry.timer.cancel()
 
@@ -276,7 +276,7 @@ class RequestRegistry:
             return  # it was given up after its deadline
         if isinstance(event, Admitted):
             entry.admitted = True
-            self._crowd.leave(entry.tenant)
+            self._queue_shares.leave(entry.tenant)
         if not entry.put(event):
             self.cancel(entry)
             entry.end(Ended("cancelled", f"the reader was slower than {EVENT_LIMIT} events"))

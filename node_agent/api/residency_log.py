@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, News, NodeRecord, Resident, beat_of, facts_of
+from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, News, NodeRecord, Resident, facts_of, heartbeat_of
 
 
 class ResidencyLog:
@@ -24,14 +24,15 @@ class ResidencyLog:
         """What the gateway has to be told now. `known`: number of the last change that it has taken in, or WHOLE."""
         self._note(facts_of(record), residents)
         if known == WHOLE:
-            return News(beat_of(record), self._facts, Changes(WHOLE, self.at, list(residents)))
+            return News(heartbeat_of(record), self._facts, Changes(WHOLE, self.at, list(residents)))
         self._forget(known)
         changed = [
             self._residents.get(digest, Resident(digest, ABSENT_TIER, 0, 0))
             for digest, at in self._changed.items()
             if at > known
         ]
-        return News(beat_of(record), self._facts if self._facts_at > known else None, Changes(known, self.at, changed))
+        facts = self._facts if self._facts_at > known else None
+        return News(heartbeat_of(record), facts, Changes(known, self.at, changed))
 
     def _note(self, facts: Facts, residents: Sequence[Resident]) -> None:
         number = self.at + 1

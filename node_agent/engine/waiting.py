@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from cluster.crowd import Crowd
 from cluster.fair_shares import FairShares, in_fair_order, token_cost
 from cluster.messages import SloClass
+from cluster.queue_shares import QueueShares
 from node_agent.engine.request import Request
 
 
@@ -17,7 +17,7 @@ class WaitingQueue:
         self.limit = limit
         self.shares = FairShares()
         self._requests: dict[str, Request] = {}
-        self._crowd = Crowd()
+        self._queue_shares = QueueShares()
         self._classes: dict[SloClass, int] = {"strict": 0, "standard": 0, "best_effort": 0}
 
     def __len__(self) -> int:
@@ -43,11 +43,11 @@ class WaitingQueue:
     @property
     def tenants(self) -> Collection[str]:
         """Those that wait."""
-        return self._crowd.tenants
+        return self._queue_shares.tenants
 
     def waiting_of(self, tenant: str) -> int:
         """Its requests."""
-        return self._crowd.count(tenant)
+        return self._queue_shares.count(tenant)
 
     def in_order(self) -> Iterator[Request]:
         """As their turns come; whom the caller takes out meanwhile it has been given."""
@@ -60,7 +60,7 @@ class WaitingQueue:
     def gives_way(self, newcomer: Request) -> Request | None:
         """Of a full queue, who has to go for the newcomer: for a strict one the newest of best effort, whose ever it
         is; else the newest of the tenant with most waiting. None: the newcomer itself has to."""
-        crowded = self._crowd.gives_way(newcomer.tenant, newcomer.weight)
+        crowded = self._queue_shares.gives_way(newcomer.tenant, newcomer.weight)
         # Who has begun to answer must not be sent away.
         going = [r for r in self._requests.values() if not r.generated]
         best_effort = [r for r in going if r.slo_class == "best_effort" and newcomer.slo_class == "strict"]
@@ -69,14 +69,14 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         self._requests[request.id] = request
-        self._crowd.join(request.tenant, request.weight)
+        self._queue_shares.join(request.tenant, request.weight)
         self._classes[request.slo_class] += 1
         self.shares.join(request.tenant, request.function)
 
     def remove(self, request: Request) -> None:
         """Raises KeyError when it does not wait."""
         del self._requests[request.id]
-        self._crowd.leave(request.tenant)
+        self._queue_shares.leave(request.tenant)
         self._classes[request.slo_class] -= 1
         self.shares.leave(request.tenant, request.function)
 

@@ -145,12 +145,15 @@ def test_a_bucket_never_gives_more_than_its_rate(rate: float, asked: list[tuple[
 
 
 def test_full_buckets_are_forgotten() -> None:
-    clock = Clock()
-    limits = MemoryLimits(clock)
-    for number in range(5000):
-        clock.now += 1
-        assert limits.take_now(call(f"t{number}", rps=1, tokens_per_minute=60, tokens=1)) is None
-    assert len(limits._buckets) < 1100
+    async def main() -> None:
+        clock = Clock()
+        limits = MemoryLimits(clock)
+        for number in range(5000):
+            clock.now += 1
+            assert await limits.take(call(f"t{number}", rps=1, tokens_per_minute=60, tokens=1)) is None
+        assert len(limits._buckets) < 1100
+
+    asyncio.run(main())
 
 
 class TestSharedByWorkers:

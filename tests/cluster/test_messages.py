@@ -29,8 +29,8 @@ from cluster.news import (
     ABSENT_TIER,
     RECORD_VERSION,
     WHOLE,
-    Beat,
     Changes,
+    Heartbeat,
     News,
     NodeRecord,
     Resident,
@@ -108,20 +108,20 @@ def test_requests_and_records_come_back() -> None:
     news = whole(record, [Resident(digest="d", tier="host", bytes=1, in_use=2)], 7)
     told = decode_news(msgspec.msgpack.encode(news))
     assert told == news and isinstance(told, News) and told.facts is not None
-    assert record_from(told.beat, told.facts) == record
+    assert record_from(told.heartbeat, told.facts) == record
 
 
 def test_news_are_small_however_much_a_node_does() -> None:
     most = (1 << 53) - 1
     room = StrictRoom(*[most] * 6, 0.123456)
     received = Received(most, b"\xff" * 32)
-    beat = Beat(
+    heartbeat = Heartbeat(
         id="node-eu-west-1-0123456789abcdef.example", epoch="0123456789abcdef", seq=most, state="draining",
         running=10_000, queued=10_000, kv_blocks_free=most, contexts=most, max_rank=512, request_ranks=most,
         adapter_ranks=most, prompt_tokens_left=most, tightest_tpot=0.0123, strict=room, loading_bytes=most,
         adapter_bytes_free=most, forecast_ratio=1.0123, measuring=0.123, received=received,
     )  # fmt: skip
-    assert len(msgspec.msgpack.encode(News(beat, None, Changes(most, most)))) <= 400
+    assert len(msgspec.msgpack.encode(News(heartbeat, None, Changes(most, most)))) <= 400
 
 
 OLD = {
@@ -137,9 +137,10 @@ def test_a_record_of_the_release_before_says_the_same() -> None:
     old = decode_news(msgspec.msgpack.encode(OLD))
     assert isinstance(old, OldRecord)
     news = news_of_old(old, None)
-    beat, facts = news.beat, news.facts
-    assert (beat.contexts, beat.max_rank, beat.request_ranks, beat.adapter_ranks) == (18, 32, 64, 40)
-    assert (beat.strict, beat.v) == (StrictRoom(rows=2, tightest_tpot=0.5), RECORD_VERSION)
+    heartbeat, facts = news.heartbeat, news.facts
+    sums = heartbeat.contexts, heartbeat.max_rank, heartbeat.request_ranks, heartbeat.adapter_ranks
+    assert sums == (18, 32, 64, 40)
+    assert (heartbeat.strict, heartbeat.v) == (StrictRoom(rows=2, tightest_tpot=0.5), RECORD_VERSION)
     assert facts is not None and (facts.url, facts.accepts, facts.queue_limit) == ("http://h:1", 3, 3)
     held = Resident("x", "host", 7, 1)
     assert news.changes == Changes(WHOLE, 4, [held], ["r1"])

@@ -17,7 +17,7 @@ from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, che
 
 
 def told(**changed: Any) -> News:
-    """Fields of Beat, Facts and Changes."""
+    """Fields of Heartbeat, Facts and Changes."""
     first = news()
     assert first.facts is not None
 
@@ -25,13 +25,13 @@ def told(**changed: Any) -> News:
         fields = {name: value for name, value in changed.items() if name in known.__struct_fields__}
         return msgspec.structs.replace(known, **fields)
 
-    return News(part(first.beat), part(first.facts), part(first.changes))
+    return News(part(first.heartbeat), part(first.facts), part(first.changes))
 
 
 def test_what_is_right_is_believed() -> None:
     check_news(told(tightest_tpot=0.1), "127.0.0.1", ())
     check_news(told(base="", state="warming"), "127.0.0.1", ())
-    check_news(News(told().beat, None, Changes(3, 3)), "10.0.0.9", ())
+    check_news(News(told().heartbeat, None, Changes(3, 3)), "10.0.0.9", ())
 
 
 @pytest.mark.parametrize(

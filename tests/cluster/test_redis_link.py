@@ -117,7 +117,7 @@ def test_who_does_not_speak_redis_is_away(
         async with link.running():
             assert not await link.wait_until_up(1.0)
             with pytest.raises(RedisAway):
-                await link.run("beat", [], [])
+                await link.run("heartbeat", [], [])
             with pytest.raises(RedisAway):
                 await link.send("nobody", b"here")
         server.close()

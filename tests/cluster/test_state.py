@@ -41,7 +41,7 @@ def test_residents_change_by_numbers(world: World) -> None:
 
     def change(seq: int, since: int, at: int, *residents: Resident) -> News:
         told = news(seq=seq)
-        return News(told.beat, None, Changes(since, at, list(residents)))
+        return News(told.heartbeat, None, Changes(since, at, list(residents)))
 
     async def main(state: ClusterState) -> None:
         async def tiers() -> dict[str, str]:
@@ -59,7 +59,7 @@ def test_residents_change_by_numbers(world: World) -> None:
         assert await state.publish(change(3, 1, 4, resident("v", "host"))) == "older"
         assert await state.publish(change(4, 3, 3)) == "taken"
         assert await tiers() == {"y": "device", "z": "host"}
-        restarted = msgspec.structs.replace(change(1, 3, 3), beat=news(epoch="2").beat)
+        restarted = msgspec.structs.replace(change(1, 3, 3), heartbeat=news(epoch="2").heartbeat)
         assert await state.publish(restarted) == "gap", "another process counts anew"
         assert await state.publish(news(epoch="2", residents=[resident("y", "disk")])) == "taken"
         assert await tiers() == {"y": "disk"}
@@ -188,7 +188,7 @@ def test_nodes_are_bounded_and_forgotten(world: World) -> None:
 
 def test_other_protocol_versions_are_refused(world: World) -> None:
     async def main(state: ClusterState) -> None:
-        newer = msgspec.structs.replace(news(), beat=msgspec.structs.replace(news().beat, v=99))
+        newer = msgspec.structs.replace(news(), heartbeat=msgspec.structs.replace(news().heartbeat, v=99))
         with pytest.raises(VersionMismatch):
             await state.publish(newer)
 
@@ -231,7 +231,7 @@ class Reservations(RuleBasedStateMachine):
             self.received = self.received.with_one(self.numbers.get(name, 0))
         names = acknowledged if self.by_name else []
         sent = news(seq=self.seq, queued=queued, queue_limit=4, acknowledged=names)
-        sent = msgspec.structs.replace(sent, beat=msgspec.structs.replace(sent.beat, received=self.received))
+        sent = msgspec.structs.replace(sent, heartbeat=msgspec.structs.replace(sent.heartbeat, received=self.received))
         assert self.runner.run(self.states[by].publish(sent)) == "taken"
         self.open = {
             name: end

@@ -19,10 +19,10 @@ def test_a_window_holds_what_was_counted_in_it(steps: list[tuple[float, str, int
     """And what is taken to be told is told once, unless the window has left it behind."""
     now = 0.0
     hours, ended, told = LastHour(lambda: now), deque[tuple[int, str, int]](), dict[tuple[str, int], int]()
-    hours.tell_all()
+    hours.report_all()
 
     def tell(most: int) -> None:
-        for name, at, counts in hours.take_untold(most):
+        for name, at, counts in hours.take_unreported(most):
             told[name, at] = told.get((name, at), 0) + counts.completion_tokens
 
     for pause, function, tokens, tells in steps:
@@ -32,7 +32,7 @@ def test_a_window_holds_what_was_counted_in_it(steps: list[tuple[float, str, int
         if tells:
             tell(tokens)
     tell(10_000)
-    assert hours.take_untold(1) == []
+    assert hours.take_unreported(1) == []
     for function in "fgh":
         inside = [n for at, whose, n in ended if whose == function and at > int(now // SLICE) - WINDOW]
         sums = hours.sums("a", function)
@@ -40,20 +40,20 @@ def test_a_window_holds_what_was_counted_in_it(steps: list[tuple[float, str, int
         assert hours.sums("b", function) == Counts()
         recent = (n for (name, at), n in told.items() if name == f"a/{function}" and at > int(now // SLICE) - WINDOW)
         assert sum(recent) == sum(inside)
-    hours.tell_all()
+    hours.report_all()
     within = [n for at, _, n in ended if at > int(now // SLICE) - WINDOW]
-    again = [(at, sums.completion_tokens) for _, at, sums in hours.take_untold(10_000)]
+    again = [(at, sums.completion_tokens) for _, at, sums in hours.take_unreported(10_000)]
     assert sum(n for at, n in again if at > int(now // SLICE) - WINDOW) == sum(within)
 
 
 def test_who_was_counted_least_recently_is_forgotten() -> None:
     hours = LastHour(lambda: 0.0)
-    hours.tell_all()
+    hours.report_all()
     for number in range(MAX_FUNCTIONS):
         hours.note("a", f"f{number}", Counts(invocations=1))
     hours.note("a", "f0", Counts(invocations=1))
     hours.note("a", "new", Counts(invocations=1))
     kept = [hours.sums("a", name).invocations for name in ("f0", "f1", "f2", "new")]
     assert (len(hours.all()), kept) == (MAX_FUNCTIONS, [2, 0, 1, 1])
-    told = {name: sums for name, _, sums in hours.take_untold(10_000)}
+    told = {name: sums for name, _, sums in hours.take_unreported(10_000)}
     assert "a/new" not in told and told["a/f0"].invocations == 2, "no more is kept than is counted"

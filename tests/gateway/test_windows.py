@@ -101,7 +101,7 @@ def test_without_redis_a_worker_reads_its_own() -> None:
             assert list(await alone.windows.attained()) == ["acme"]
             loads, many = await alone.windows.loads()
         assert (loads["a"].open, many) == (1, 1)
-        assert alone.hour.take_untold(1) == [], "nothing is kept that nobody would take"
+        assert alone.hour.take_unreported(1) == [], "nothing is kept that nobody would take"
 
     asyncio.run(main())
 

@@ -45,7 +45,7 @@ class Gateway:
         told = msgspec.msgpack.decode(await request.read(), type=News)
         self._facts = told.facts or self._facts
         assert self._facts is not None, "facts come first"
-        self.records.put_nowait(record_from(told.beat, self._facts))
+        self.records.put_nowait(record_from(told.heartbeat, self._facts))
         if self.status == 204:
             self.news.append(told)
         return web.Response(status=self.status)
@@ -84,7 +84,7 @@ class Node:
             told = msgspec.msgpack.decode(await response.read(), type=News)
             assert told.facts is not None and told.changes.since == WHOLE
             self.residents = told.changes.residents
-            return record_from(told.beat, told.facts)
+            return record_from(told.heartbeat, told.facts)
 
     async def record_where(self, condition: Callable[[NodeRecord], bool]) -> NodeRecord:
         """The first record from now on for which the condition holds."""

@@ -1,7 +1,7 @@
 -- A gateway worker lives.
 -- KEYS: workers, version
 -- ARGV: worker, time after which a silent one is forgotten, time after which it counts as ended
--- Returns the version of the picture of the nodes, and how many workers live
+-- Returns the version of the snapshot of the nodes, and how many workers live
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 redis.call('ZADD', KEYS[1], now, ARGV[1])

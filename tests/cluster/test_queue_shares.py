@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.crowd import Crowd, room_for_others
+from cluster.queue_shares import QueueShares, room_for_others
 
 TENANTS = ("a", "b", "c")
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
@@ -16,31 +16,31 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 
 @given(arrivals=st.lists(st.sampled_from(TENANTS), max_size=120), limit=st.integers(1, 20))
 def test_a_queue_ends_up_shared_by_weight(arrivals: list[str], limit: int) -> None:
-    crowd, held = Crowd(), Counter[str]()
+    shares, held = QueueShares(), Counter[str]()
     for tenant in arrivals:
         if held.total() == limit:
-            way = crowd.gives_way(tenant, WEIGHTS[tenant])
+            way = shares.gives_way(tenant, WEIGHTS[tenant])
             most = max(held, key=lambda name: held[name] / WEIGHTS[name])
             fair = (held[tenant] + 1) / WEIGHTS[tenant] < held[most] / WEIGHTS[most]
             assert (way is not None) == (fair and tenant != most)
             if way is None:
                 continue
             assert held[way] / WEIGHTS[way] == held[most] / WEIGHTS[most]
-            crowd.leave(way)
+            shares.leave(way)
             held[way] -= 1
-        crowd.join(tenant, WEIGHTS[tenant])
+        shares.join(tenant, WEIGHTS[tenant])
         held[tenant] += 1
         held = +held
-        assert set(crowd.tenants) == set(held)
+        assert set(shares.tenants) == set(held)
     for tenant, count in held.items():
         for _ in range(count):
-            crowd.leave(tenant)
-    assert (len(crowd.tenants), crowd.gives_way("a", 1.0)) == (0, None)
+            shares.leave(tenant)
+    assert (len(shares.tenants), shares.gives_way("a", 1.0)) == (0, None)
 
 
 def test_who_does_not_wait_cannot_leave() -> None:
     with pytest.raises(KeyError):
-        Crowd().leave("a")
+        QueueShares().leave("a")
 
 
 def test_room_for_others_is_bounded() -> None:

@@ -1,4 +1,4 @@
-"""A way that many pass at once, and that can be closed for a while."""
+"""A gate that many pass at once, and that can be closed for a while."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Passage:
+class Gate:
     """Whoever passes or closes it must end in bounded time: all others wait for that."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Passage:
         self._open.set()
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def passing(self) -> AsyncIterator[None]:
         while not self._open.is_set():
             await self._open.wait()
         self._passing += 1

@@ -10,12 +10,12 @@ def room_for_others(queue_limit: int) -> int:
     return max(4, queue_limit // 8)
 
 
-class Crowd:
-    """How many requests of each tenant wait."""
+class QueueShares:
+    """Counts how many requests of each tenant wait, and says which tenant has more than its share."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[int, float]] = {}
-        """requests, and the weight that the last of them told"""
+        """requests, and the weight that the last of them had"""
 
     @property
     def tenants(self) -> Collection[str]:

@@ -1,31 +1,31 @@
-"""A passage that is closed for a while."""
+"""A gate that is closed for a while."""
 
 from __future__ import annotations
 
 import asyncio
 
-from cluster.passage import Passage
+from cluster.gate import Gate
 
 
 def test_nobody_passes_while_it_is_closed() -> None:
     async def main() -> None:
-        passage, said = Passage(), list[str]()
+        gate, said = Gate(), list[str]()
         inside, go_on = asyncio.Event(), asyncio.Event()
 
         async def first() -> None:
-            async with passage.one():
+            async with gate.passing():
                 inside.set()
                 await go_on.wait()
                 said.append("first")
 
         async def close() -> None:
-            async with passage.closed():
+            async with gate.closed():
                 said.append("closed")
                 await asyncio.sleep(0)
                 said.append("opened")
 
         async def late() -> None:
-            async with passage.one():
+            async with gate.passing():
                 said.append("late")
 
         tasks = [asyncio.create_task(first())]
@@ -44,18 +44,18 @@ def test_nobody_passes_while_it_is_closed() -> None:
 
 def test_it_opens_again_whatever_happens() -> None:
     async def main() -> None:
-        passage = Passage()
-        async with passage.one():
-            closing = asyncio.create_task(_close(passage))
+        gate = Gate()
+        async with gate.passing():
+            closing = asyncio.create_task(_close(gate))
             await asyncio.sleep(0)
             closing.cancel()
             await asyncio.wait([closing])
-        async with asyncio.timeout(10), passage.one(), passage.one():
+        async with asyncio.timeout(10), gate.passing(), gate.passing():
             pass
-        await _close(passage)
+        await _close(gate)
 
-    async def _close(passage: Passage) -> None:
-        async with passage.closed():
+    async def _close(gate: Gate) -> None:
+        async with gate.closed():
             pass
 
     asyncio.run(main())
