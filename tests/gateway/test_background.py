@@ -141,7 +141,7 @@ def test_what_waits_for_the_peers_is_sent_on(caplog: pytest.LogCaptureFixture) -
         link = Link()
         peers = Peers(cast(RedisLink, link))
         for number in range(300):  # two letters
-            peers.tell(TenantChanged(f"t{number}"))
+            peers.publish(TenantChanged(f"t{number}"))
         async with peers.running():
             await link.faulty.went_on.wait()
 
