@@ -13,7 +13,6 @@ from time import monotonic, time
 
 import aiohttp
 import msgspec
-from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
 from adapters.epoch import Mark, mark
@@ -31,7 +30,6 @@ from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.state import ClusterState
 from cluster.text import BaseText
-from gateway.api.explain_schema import reply_of
 from gateway.calls.breaker import Breakers
 from gateway.calls.dispatch import Dispatcher
 from gateway.calls.explanations import MemoryExplanations
@@ -155,7 +153,7 @@ class Services:
             case Asked(number, call, whose):
                 found = self.explanations.find_here(call, whose)
                 if found is not None:
-                    self.peers.tell(Answered(number, msgspec.json.encode(reply_of(found))))
+                    self.peers.tell(Answered(number, msgspec.json.encode(found.reply())))
 
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)
@@ -167,12 +165,6 @@ def _compare_clocks(store: ObjectStore) -> None:
     ahead = time() - store.now()
     if abs(ahead) > CLOCK_SECONDS:
         log.warning("this host's clock is %+.0f s from the registry's: usage is counted in other hours", ahead)
-
-
-def services_of(request: Request) -> Services:
-    services = request.state.services
-    assert isinstance(services, Services)
-    return services
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-class PromptLogprob(msgspec.Struct, frozen=True):
+class RankedLogprob(msgspec.Struct, frozen=True):
     """vLLM's shape."""
 
     logprob: float
@@ -138,7 +138,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
 """Per token of the prompt, by token id: its own and the likeliest ones'; null for the first token."""
 
 

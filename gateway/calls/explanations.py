@@ -71,6 +71,36 @@ class Explained(msgspec.Struct):
     left_out: int = 0
     """Further placements of this call that were not kept."""
 
+    def reply(self) -> ExplainReply:
+        return ExplainReply(
+            id=self.call.id,
+            request_id=self.call.request_id,
+            tenant=self.call.tenant,
+            function=self.call.function,
+            placements=[ExplainedPlacement(kept.request.id, kept.decision()) for kept in self.placements],
+            left_out=self.left_out,
+        )
+
+
+class ExplainReply(msgspec.Struct, frozen=True):
+    """How the generations of one call were placed."""
+
+    id: str
+    """The call's, as its reply names it."""
+    request_id: str
+    tenant: str
+    function: str
+    placements: list[ExplainedPlacement]
+    """In their order: one per choice of the call, one more for each that was placed again after a node had failed."""
+    left_out: int
+    """So many more were not kept."""
+
+
+class ExplainedPlacement(msgspec.Struct, frozen=True):
+    request: str
+    """The generation's id."""
+    decision: Decision
+
 
 class ExplanationStore(Protocol):
     """Async because several gateway processes may share one that lives elsewhere."""

@@ -17,19 +17,27 @@ from gateway.calls.unserved import UNSERVED, served_fields
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
 from gateway.http.event_stream import EventStream
-from gateway.http.params import asks_for_events, known_only, side
+from gateway.http.params import asks_for_events, side
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
+from gateway.http.routing import Routes, parameter
 from gateway.http.stopwatch import Stopwatch
-from gateway.services import Services, services_of
+from gateway.services import Services
+
+routes = Routes()
 
 
-async def invoke(request: Request) -> ASGIApp:
-    watch = Stopwatch()
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    watch.lap("auth")
-    known_only(request, "qualifier")
+@routes.call(
+    "POST /invoke/{target:path}",
+    "Generate text with a function",
+    {200: schema.InvokeReply},
+    parameters=(
+        parameter("path", "target", "`name`, `name:alias`, `name:version`, or the base model's id"),
+        parameter("query", "qualifier", "Alias or version, if the path names none"),
+    ),
+    body=schema.InvokeRequest,
+    stream="Events `token` (TokenEvent), then one `done` (DoneEvent), or `error` (ErrorReply)",
+)
+async def invoke(request: Request, services: Services, tenant: str, watch: Stopwatch) -> ASGIApp:
     data = await read_call_body(request, services.config)
     call = convert(served_fields(parse_json(data), UNSERVED), schema.InvokeRequest)
     watch.lap("body")
@@ -94,6 +102,3 @@ def _source(call: schema.InvokeRequest, vocab_size: int) -> Source:
 
 def _options(call: schema.InvokeRequest) -> Options:
     return Options(**stated(call), logprobs=call.logprobs, echo=bool(call.echo))
-
-
-routes = [ExactRoute("/invoke/{target:path}", invoke, methods=["POST"])]

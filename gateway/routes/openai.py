@@ -23,11 +23,13 @@ from gateway.calls.unserved import CHAT_UNSERVED, UNSERVED, Unserved, served_fie
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
 from gateway.http.event_stream import BLANK_LINE, EventStream
-from gateway.http.params import known_only, side
+from gateway.http.params import side
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
+from gateway.http.routing import Routes, parameter
 from gateway.http.stopwatch import Stopwatch
-from gateway.services import Services, services_of
+from gateway.services import Services
+
+routes = Routes()
 
 PAGE = 1000
 MAX_PAGES = 10
@@ -36,13 +38,11 @@ MAX_PAGES = 10
 T = TypeVar("T", bound=openai.Shared)
 
 
-async def list_models(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant("GET /v1/models", "The base model and the tenant's functions", {200: openai.ModelList})
+async def list_models(_: Request, services: Services, tenant: str) -> Response:
     records: list[FunctionRecord] = []
     after: str | None = ""
-    for _ in range(MAX_PAGES):
+    for _page in range(MAX_PAGES):
         page, after = await services.threads.read(services.registry.functions, tenant, after or "", PAGE)
         records += [record for record in page if isinstance(record, FunctionRecord)]  # a broken one can't be called
         if after is None:
@@ -52,10 +52,13 @@ async def list_models(request: Request) -> Response:
     return json_response(openai.ModelList([_base(services, context), *models]))
 
 
-async def get_model(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant(
+    "GET /v1/models/{id:path}",
+    "One of them",
+    {200: openai.Model},
+    parameters=(parameter("path", "id", "As `model` in a completion"),),
+)
+async def get_model(request: Request, services: Services, tenant: str) -> Response:
     asked = request.path_params["id"]
     context = await served_context(services)
     if asked == services.base.id:
@@ -66,9 +69,15 @@ async def get_model(request: Request) -> Response:
     return json_response(_model(services, record, asked, tenant, context))
 
 
-async def completions(request: Request) -> ASGIApp:
-    watch, services = Stopwatch(), services_of(request)
-    tenant, call = await _read(request, services, watch, openai.CompletionRequest, UNSERVED)
+@routes.call(
+    "POST /v1/completions",
+    "Complete a prompt",
+    {200: openai.Completion},
+    body=openai.CompletionRequest,
+    stream="Completion chunks, then `data: [DONE]`",
+)
+async def create_completion(request: Request, services: Services, tenant: str, watch: Stopwatch) -> ASGIApp:
+    call = await _read(request, services, watch, openai.CompletionRequest, UNSERVED)
     source = prompts_of(call.prompt, services.base.vocab_size)
     if len(source.prompts) * (call.n or 1) > schema.MAX_GENERATIONS:
         why = f"prompts times n may be at most {schema.MAX_GENERATIONS}; send several calls"
@@ -88,9 +97,15 @@ async def completions(request: Request) -> ASGIApp:
     return await _answer(services, invocation, request, call, _head(invocation, call, False, call.logprobs is not None))
 
 
-async def chat_completions(request: Request) -> ASGIApp:
-    watch, services = Stopwatch(), services_of(request)
-    tenant, call = await _read(request, services, watch, openai.ChatRequest, UNSERVED | CHAT_UNSERVED)
+@routes.call(
+    "POST /v1/chat/completions",
+    "Answer a conversation",
+    {200: openai.Chat},
+    body=openai.ChatRequest,
+    stream="ChatChunk chunks, then `data: [DONE]`",
+)
+async def create_chat_completion(request: Request, services: Services, tenant: str, watch: Stopwatch) -> ASGIApp:
+    call = await _read(request, services, watch, openai.ChatRequest, UNSERVED | CHAT_UNSERVED)
     if call.top_logprobs is not None and not call.logprobs:
         raise ServiceError("validation_failed", "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
@@ -117,18 +132,15 @@ async def chat_completions(request: Request) -> ASGIApp:
 
 async def _read(
     request: Request, services: Services, watch: Stopwatch, kind: type[T], unserved: dict[str, Unserved]
-) -> tuple[str, T]:
-    """The caller's tenant and the checked body."""
-    tenant = await services.callers.tenant(request)
-    watch.lap("auth")
-    known_only(request)
+) -> T:
+    """The checked body."""
     data = await read_call_body(request, services.config)
     call = convert(served_fields(parse_json(data), unserved, openai.HARMLESS), kind)
     if call.prompt_logprobs is not None and call.stream:
         why = "prompt_logprobs come with whole replies only; leave out stream, or use echo with logprobs"
         raise ServiceError("validation_failed", why, param="prompt_logprobs")
     watch.lap("body")
-    return tenant, call
+    return call
 
 
 async def _answer(
@@ -177,11 +189,3 @@ def _base(services: Services, context: int) -> openai.Model:
 
 def _model(services: Services, record: FunctionRecord, model_id: str, tenant: str, context: int) -> openai.Model:
     return openai.Model(model_id, int(record.created), tenant, record.name, services.base.id, context)
-
-
-routes = [
-    ExactRoute("/v1/models", list_models, methods=["GET"]),
-    ExactRoute("/v1/models/{id:path}", get_model, methods=["GET"]),
-    ExactRoute("/v1/completions", completions, methods=["POST"]),
-    ExactRoute("/v1/chat/completions", chat_completions, methods=["POST"]),
-]
