@@ -66,6 +66,28 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
     """Keep so many of the prompt's last tokens; -1: what leaves room for `max_tokens`."""
 
+    # What routes state in ways of their own:
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are told of each token; None: no log probabilities are."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the text is to begin with the prompt's."""
+        return False
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the output."""
+        return self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """How the caller calls it."""
+        return "max_tokens"
+
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One turn of a conversation."""
@@ -87,6 +109,14 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     """Not read: every stream ends with its usage."""
     metadata: dict[str, Any] | None = None
     """Not read; for the caller's own logs."""
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
 
 class Top(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,17 +13,16 @@ from cluster.errors import ServiceError
 from gateway.api import openai_schema as openai
 from gateway.api import schema
 from gateway.calls.choices import collect
-from gateway.calls.invocation import Invocation, prepare, served_context
+from gateway.calls.invocation import Invocation
 from gateway.calls.model_names import split_model
 from gateway.calls.openai_reply import Head, chunks, failure, whole
-from gateway.calls.parameters import Options, stated
-from gateway.calls.prompts import Conversation, prompts_of
+from gateway.calls.prepare import prepare, served_context
+from gateway.calls.prompts import Conversation, Source, prompts_of
 from gateway.calls.reply import invocation_headers
 from gateway.calls.unserved import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
 from gateway.http.event_stream import BLANK_LINE, EventStream
-from gateway.http.params import side
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 from gateway.http.stopwatch import Stopwatch
@@ -82,19 +81,7 @@ async def create_completion(request: Request, services: Services, tenant: str, w
     if len(source.prompts) * (call.n or 1) > schema.MAX_GENERATIONS:
         why = f"prompts times n may be at most {schema.MAX_GENERATIONS}; send several calls"
         raise ServiceError("validation_failed", why, param="n")
-    target = await services.functions.target(tenant, *split_model(services, call.model), side(request))
-    watch.lap("resolve")
-    invocation = await prepare(
-        services,
-        tenant=tenant,
-        target=target,
-        source=source,
-        options=_options(call, logprobs=call.logprobs, echo=bool(call.echo)),
-        watch=watch,
-        receive=request.receive,
-        request_id=request.state.request_id,
-    )
-    return await _answer(services, invocation, request, call, _head(invocation, call, False, call.logprobs is not None))
+    return await _answer(request, services, tenant, watch, call, source)
 
 
 @routes.call(
@@ -110,24 +97,8 @@ async def create_chat_completion(request: Request, services: Services, tenant: s
         raise ServiceError("validation_failed", "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
         raise ServiceError("validation_failed", "max_tokens and max_completion_tokens differ", param="max_tokens")
-    target = await services.functions.target(tenant, *split_model(services, call.model), side(request))
-    watch.lap("resolve")
-    invocation = await prepare(
-        services,
-        tenant=tenant,
-        target=target,
-        source=Conversation([message.plain() for message in call.messages]),
-        options=_options(
-            call,
-            max_tokens=call.max_completion_tokens or call.max_tokens,
-            logprobs=(call.top_logprobs or 0) if call.logprobs else None,
-            max_tokens_field="max_tokens" if call.max_completion_tokens is None else "max_completion_tokens",
-        ),
-        watch=watch,
-        receive=request.receive,
-        request_id=request.state.request_id,
-    )
-    return await _answer(services, invocation, request, call, _head(invocation, call, True, bool(call.logprobs)))
+    source = Conversation([message.plain() for message in call.messages])
+    return await _answer(request, services, tenant, watch, call, source)
 
 
 async def _read(
@@ -144,8 +115,11 @@ async def _read(
 
 
 async def _answer(
-    services: Services, invocation: Invocation, request: Request, call: openai.Shared, head: Head
+    request: Request, services: Services, tenant: str, watch: Stopwatch, call: openai.Shared, source: Source
 ) -> ASGIApp:
+    named = split_model(services, call.model)
+    invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
+    head = _head(invocation, call)
     generations = services.dispatcher.generations(invocation)
     if not call.stream:
         outcomes = await while_connected(collect(generations), request.receive)
@@ -161,26 +135,20 @@ async def _answer(
     )
 
 
-def _head(invocation: Invocation, call: openai.Shared, chat: bool, logprobs: bool) -> Head:
+def _head(invocation: Invocation, call: openai.Shared) -> Head:
     streamed = call.stream_options or openai.StreamOptions()
     return Head(
         id=invocation.id,
         model=call.model,
-        chat=chat,
-        logprobs=logprobs,
+        chat=isinstance(call, openai.ChatRequest),
+        logprobs=call.alternatives is not None,
         include_usage=bool(streamed.include_usage),
         choices=invocation.choices,
-        alternatives=invocation.requests[0].sampling.logprobs or 0,
+        alternatives=call.alternatives or 0,
         echo=invocation.echo,
         prompt_logprobs=call.prompt_logprobs is not None,
         continuous_usage=bool(streamed.include_usage and streamed.continuous_usage_stats),
     )
-
-
-def _options(call: openai.Shared, **own: Any) -> Options:
-    # OpenAI's seeds may be negative; nodes take 63 bits.
-    seed = None if call.seed is None else call.seed & ((1 << 63) - 1)
-    return Options(**{**stated(call), "seed": seed, **own})
 
 
 def _base(services: Services, context: int) -> openai.Model:

@@ -15,8 +15,8 @@ from cluster.errors import ServiceError
 from cluster.text import BaseText, TextError
 from gateway.api import openai_schema as openai
 from gateway.api import schema
-from gateway.calls.invocation import served_context
 from gateway.calls.model_names import check_model
+from gateway.calls.prepare import served_context
 from gateway.calls.prompts import INLINE_CHARACTERS, MESSAGE_CHARACTERS, in_text_thread
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
