@@ -99,10 +99,9 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
     weights = {str(wanted.version): 1.0} if wanted.weights is None else wanted.weights
-    with services.functions.changing(tenant, name):
-        record = await services.threads.write(
-            services.registry.changes.set_alias, tenant, name, moved, weights, if_match(request)
-        )
+    record = await services.functions.change(
+        services.registry.changes.set_alias, tenant, name, moved, weights, if_match(request)
+    )
     return _reply(record, moved)
 
 
@@ -118,10 +117,9 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
 async def roll_back(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     wanted = await read_message(request, services.config, Rollback, absent=b"{}")
-    with services.functions.changing(tenant, name):
-        record = await services.threads.write(
-            services.registry.changes.roll_back, tenant, name, wanted.alias, if_match(request)
-        )
+    record = await services.functions.change(
+        services.registry.changes.roll_back, tenant, name, wanted.alias, if_match(request)
+    )
     return _reply(record, wanted.alias)
 
 

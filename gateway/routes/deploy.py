@@ -121,8 +121,7 @@ async def _store(services: Services, tenant: str, name: str, given: _Given, dry_
                 services.registry.check, given.config, given.weights, name, given.alias, given.policy
             )
             return json_response(await _reply(services, checked))
-        with services.functions.changing(tenant, name):
-            made = await services.threads.write(services.registry.deploy, tenant, name, *given)
+        made = await services.functions.change(services.registry.deploy, tenant, name, *given)
     return json_response(await _reply(services, made), 201 if made.created else 200)
 
 

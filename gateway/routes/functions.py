@@ -162,10 +162,9 @@ async def get_function(request: Request, services: Services, tenant: str) -> Res
 async def change_policy(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     policy = await read_message(request, services.config, dict[str, Any])
-    with services.functions.changing(tenant, name):
-        record = await services.threads.write(
-            services.registry.changes.set_policy, tenant, name, policy, if_match(request)
-        )
+    record = await services.functions.change(
+        services.registry.changes.set_policy, tenant, name, policy, if_match(request)
+    )
     return await _function_reply(services, tenant, record)
 
 
@@ -200,8 +199,7 @@ async def _function_reply(services: Services, tenant: str, record: FunctionRecor
 async def delete_function(request: Request, services: Services, tenant: str) -> Response:
     force = flag(request, "force")
     name = request.path_params["name"]
-    with services.functions.changing(tenant, name):
-        await services.threads.write(services.registry.delete_function, tenant, name, if_match(request))
+    await services.functions.change(services.registry.delete_function, tenant, name, if_match(request))
     if force:
         await services.revoke(tenant, name, f"function {name} was deleted")
     return Response(status_code=204)
@@ -228,8 +226,7 @@ async def get_version(request: Request, services: Services, tenant: str) -> Resp
 )
 async def delete_version(request: Request, services: Services, tenant: str) -> Response:
     name, number = request.path_params["name"], _number(request)
-    with services.functions.changing(tenant, name):
-        await services.threads.write(services.registry.delete_version, tenant, name, number, if_match(request))
+    await services.functions.change(services.registry.delete_version, tenant, name, number, if_match(request))
     return Response(status_code=204)
 
 
@@ -265,7 +262,7 @@ def _pointed(alias: Alias) -> int | dict[str, float]:
 
 def _called(services: Services, tenant: str, record: FunctionRecord) -> list[VersionEntry]:
     """The versions whose residency the tenant may see: an adapter that it never ran is there for someone else."""
-    return [entry for entry in record.versions if services.called.has(tenant, entry.digest)]
+    return [entry for entry in record.versions if services.dispatcher.called.has(tenant, entry.digest)]
 
 
 def _residency(called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> list[Residency]:

@@ -87,7 +87,7 @@ async def _nodes(services: Services) -> Check:
     states = [record.state for record in records if record.base in (base.fingerprint, "")]
     if "ready" in states:
         return Check(ok=True)
-    if await services.hold.applies():
+    if await services.dispatcher.hold.applies():
         return Check(ok=True, problem="no node is ready: calls wait for one that the autoscaler starts")
     seen = ", ".join(sorted(states)) if states else "none has reported"
     return Check(ok=False, problem=f"no node is ready to serve {base.id} ({seen})")

@@ -220,7 +220,7 @@ def _item(services: Services, node: NodeView) -> NodeItem:
         record=told,
         reserved=node.reserved,
         age=round(node.age, 3),
-        circuit=services.breakers.circuit(record.id, record.epoch),
+        circuit=services.dispatcher.client.breakers.circuit(record.id, record.epoch),
     )
 
 

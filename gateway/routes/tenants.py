@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from gateway.services import Services
 
 routes = Routes()
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,12 +93,8 @@ async def get_tenant(request: Request, services: Services) -> Response:
 async def put_tenant(request: Request, services: Services) -> Response:
     name = _name(request)
     asked = await read_message(request, services.config, TenantRequest)
-    try:
-        made, created = await services.threads.write(
-            services.tenants.replace, name, asked.limits or Limits(), asked.slo, asked.weight
-        )
-    finally:
-        services.tenant_changed(name)
+    limits = asked.limits or Limits()
+    made, created = await _change(services, name, services.tenants.replace, name, limits, asked.slo, asked.weight)
     return json_response(await _reply(services, made), 201 if created else 200)
 
 
@@ -106,10 +106,7 @@ async def put_tenant(request: Request, services: Services) -> Response:
 )
 async def delete_tenant(request: Request, services: Services) -> Response:
     name = _name(request)
-    try:
-        await services.threads.write(tenant_removal.delete_tenant, services.tenants, services.registry, name)
-    finally:
-        services.tenant_changed(name)
+    await _change(services, name, tenant_removal.delete_tenant, services.tenants, services.registry, name)
     return Response(status_code=204)
 
 
@@ -129,11 +126,16 @@ async def create_key(request: Request, services: Services) -> Response:
 @routes.admin("DELETE /tenants/{tenant}/keys/{key_id}", "End a key within a second on every gateway", {204: None})
 async def revoke_key(request: Request, services: Services) -> Response:
     name = request.path_params["tenant"]
-    try:
-        await services.threads.write(services.tenants.revoke_key, name, request.path_params["key_id"])
-    finally:
-        services.tenant_changed(name)
+    await _change(services, name, services.tenants.revoke_key, name, request.path_params["key_id"])
     return Response(status_code=204)
+
+
+async def _change(services: Services, tenant: str, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns what `change` does. Also when it fails, or its caller goes, the thread may have made the change."""
+    try:
+        return await services.threads.write(change, *args, **kwargs)
+    finally:
+        services.tenant_changed(tenant)
 
 
 def _name(request: Request) -> str:

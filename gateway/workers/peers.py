@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from cluster.background import in_background
 from cluster.redis_link import RedisAway, RedisLink
 
 CHANNEL = "peers"
@@ -117,12 +118,8 @@ class Peers:
         if self._link is None:
             yield
             return
-        task = asyncio.create_task(self._send(self._link))
-        try:
+        async with in_background(self._send(self._link)):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _send(self, link: RedisLink) -> None:
         while True:
