@@ -70,7 +70,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
     number: str
     reply: bytes
-    """JSON of gateway.explain_schema.ExplainReply."""
+    """JSON of gateway.calls.explanations.ExplainReply."""
 
 
 Message = Changed | TenantChanged | Revoked | Called | Asked | Answered
