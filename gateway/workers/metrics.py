@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -157,70 +157,18 @@ class Metrics:
     ) -> bytes:
         """Prometheus text format, of all workers, of the nodes as they are known now, and of what was kept of promises
         by tenant and window; `stale`: since how many seconds it knows no better."""
-        asked = CollectorRegistry()
+        counted, told, views = self.registry, CollectorRegistry(), list(nodes)
         if MULTIPROCESS in os.environ:
-            MultiProcessCollector(asked)  # type: ignore[no-untyped-call]
-        else:
-            asked.register(_Again(self.registry))
-        asked.register(_Nodes(list(nodes), stale or 0.0))
-        asked.register(_Promises(attained or {}, self._tenant))
-        return generate_latest(asked)
+            counted = CollectorRegistry()
+            MultiProcessCollector(counted)  # type: ignore[no-untyped-call]
+        told.register(_Told([*_of_nodes(views, stale or 0.0), *_residency(views), self._of_promises(attained or {})]))
+        return generate_latest(counted) + generate_latest(told)
 
-
-class _Again(Collector):
-    """The metrics of another registry."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._registry.collect())
-
-
-class _Nodes(Collector):
-    def __init__(self, views: list[NodeView], stale: float) -> None:
-        self._views, self._stale = views, stale
-        self._nodes = [view.record for view in views]
-
-    def collect(self) -> Iterator[Metric]:
-        told = "Since when the worker that answers has been without Redis"
-        yield GaugeMetricFamily("garnish_cluster_stale_seconds", told, value=self._stale)
-        states = GaugeMetricFamily("garnish_nodes", "Nodes by state", labels=("state",))
-        for state, count in sorted(Tally(node.state for node in self._nodes).items()):
-            states.add_metric((state,), count)
-        yield states
-        for field, told in OF_NODES:
-            family = GaugeMetricFamily(f"garnish_node_{field}", told, labels=("node",))
-            for node in self._nodes:
-                if (value := getattr(node, field)) is not None:
-                    family.add_metric((node.id,), value)
-            yield family
-        yield from self._residency()
-
-    def _residency(self) -> Iterator[Metric]:
-        adapters = GaugeMetricFamily("garnish_resident_adapters", "Adapters by tier", labels=("node", "tier"))
-        size = GaugeMetricFamily("garnish_resident_bytes", "Bytes of adapters by tier", labels=("node", "tier"))
-        for view in self._views:
-            count, total = Tally[str](), Tally[str]()
-            for resident in view.residents.values():
-                count[resident.tier] += 1
-                total[resident.tier] += resident.bytes
-            for tier in sorted(count):
-                adapters.add_metric((view.record.id, tier), count[tier])
-                size.add_metric((view.record.id, tier), total[tier])
-        yield adapters
-        yield size
-
-
-class _Promises(Collector):
-    def __init__(self, attained: Mapping[str, list[Kept]], label: Callable[[str], str]) -> None:
-        self._attained, self._label = attained, label
-
-    def collect(self) -> Iterator[Metric]:
+    def _of_promises(self, attained: Mapping[str, list[Kept]]) -> Metric:
         sums: dict[tuple[str, int], Kept] = {}
-        for tenant, windows in self._attained.items():
+        for tenant, windows in attained.items():
             for seconds, kept in zip(WINDOWS, windows, strict=True):
-                sums.setdefault((self._label(tenant), seconds), Kept()).add(kept)
+                sums.setdefault((self._tenant(tenant), seconds), Kept()).add(kept)
         told = "Share of calls that got what was promised"
         family = GaugeMetricFamily("garnish_slo_attainment", told, labels=("tenant", "slo", "window"))
         for (tenant, seconds), kept in sums.items():
@@ -228,4 +176,43 @@ class _Promises(Collector):
                 share = kept.share(promise)
                 if share is not None:
                     family.add_metric((tenant, promise, f"{seconds}s"), share)
+        return family
+
+
+class _Told(Collector):
+    """What is known now, and was never counted here."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _of_nodes(views: list[NodeView], stale: float) -> Iterator[Metric]:
+    told = "Since when the worker that answers has been without Redis"
+    yield GaugeMetricFamily("garnish_cluster_stale_seconds", told, value=stale)
+    states = GaugeMetricFamily("garnish_nodes", "Nodes by state", labels=("state",))
+    for state, count in sorted(Tally(view.record.state for view in views).items()):
+        states.add_metric((state,), count)
+    yield states
+    for field, told in OF_NODES:
+        family = GaugeMetricFamily(f"garnish_node_{field}", told, labels=("node",))
+        for view in views:
+            if (value := getattr(view.record, field)) is not None:
+                family.add_metric((view.record.id,), value)
         yield family
+
+
+def _residency(views: list[NodeView]) -> Iterator[Metric]:
+    adapters = GaugeMetricFamily("garnish_resident_adapters", "Adapters by tier", labels=("node", "tier"))
+    size = GaugeMetricFamily("garnish_resident_bytes", "Bytes of adapters by tier", labels=("node", "tier"))
+    for view in views:
+        count, total = Tally[str](), Tally[str]()
+        for resident in view.residents.values():
+            count[resident.tier] += 1
+            total[resident.tier] += resident.bytes
+        for tier in sorted(count):
+            adapters.add_metric((view.record.id, tier), count[tier])
+            size.add_metric((view.record.id, tier), total[tier])
+    yield from (adapters, size)
