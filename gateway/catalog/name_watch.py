@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from adapters.epoch import DIRTY_SECONDS, Epoch, Mark, read_epoch
 from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
-from cluster.background import in_background
 from gateway.catalog.threads import StoreThreads
 
 POLL_SHARE = 0.8
@@ -50,8 +49,13 @@ class NameWatch:
         if self._seconds <= 0:
             yield
             return
-        async with in_background(self._poll()):
+        task = asyncio.create_task(self._poll())
+        try:
             yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
     async def _poll(self) -> None:
         away = False

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from adapters.errors import StoreUnavailable
-from cluster.background import in_background
 from cluster.leases import Leases
 from cluster.redis_link import RedisAway
 from gateway.leader.metrics import LeaderMetrics
@@ -58,10 +57,13 @@ class Leader:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Keeps the lease and runs the jobs as long as the context lasts, then gives the lease back."""
+        tasks = [asyncio.create_task(work) for work in (self._beats(), *(self._turns(job) for job in self._jobs))]
         try:
-            async with in_background(self._beats(), *(self._turns(job) for job in self._jobs)):
-                yield
+            yield
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._resign()
 
     async def beat(self) -> None:

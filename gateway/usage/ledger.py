@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import msgspec
 
 from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
-from cluster.background import in_background
 from gateway.catalog.threads import LeavableThreads
 from gateway.usage.counts import UsageCounts, add_to
 from gateway.usage.hours import HOUR, hour_name, hour_start
@@ -160,10 +159,13 @@ async def open_ledger(
     try:
         ledger = UsageLedger(journal, store, clock)
         await ledger.begin()
+        task = asyncio.create_task(_take_over_and_run(ledger, folder, store, seconds))
         try:
-            async with in_background(_take_over_and_run(ledger, folder, store, seconds)):
-                yield ledger
+            yield ledger
         finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
             await _last_flush(ledger)
     finally:
         journal.close()

@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from cluster.background import in_background
 from cluster.redis_link import RedisAway, RedisLink
 
 CHANNEL = "peers"
@@ -118,8 +117,12 @@ class Peers:
         if self._link is None:
             yield
             return
-        async with in_background(self._send(self._link)):
+        task = asyncio.create_task(self._send(self._link))
+        try:
             yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _send(self, link: RedisLink) -> None:
         while True:

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from cluster.background import in_background
 from cluster.redis_link import RedisAway, RedisLink, Value
 from gateway.workers.attainment import Attainment, Kept
 from gateway.workers.last_hour import Counts, LastHour, name_of
@@ -79,10 +78,12 @@ class Windows:
         if self._link is None:
             yield
             return
+        task = asyncio.create_task(self._tick(self._link))
         try:
-            async with in_background(self._tick(self._link)):
-                yield
+            yield
         finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             with suppress(*AWAY):
                 async with asyncio.timeout(READ_SECONDS):
                     await self._flush(self._link)
