@@ -88,6 +88,13 @@ class FunctionChanges:
         return update_marked(self.store, function_key(tenant, name), FunctionRecord, apply)
 
 
+def check_options(alias: str | None, policy: dict[str, Any] | None) -> None:
+    """Raises InvalidRequest for what a deploy can't be done with."""
+    if alias is not None:
+        check_alias(alias)
+    parse_policy(policy or {}, Policy())
+
+
 def check_alias(alias: str) -> None:
     """Raises InvalidRequest for a name that no alias may have."""
     if not is_alias(alias):

@@ -16,8 +16,7 @@ import msgspec
 from adapters.base_model import BaseModel
 from adapters.errors import InspectionBusy, InvalidAdapter, Problem, TooLarge
 from adapters.inspector_process import LENGTH_BYTES, READ_SECONDS, Answer, Failed, Job, Oversized, Refused, send
-from adapters.peft_config import CONFIG_FILE, field_problem
-from adapters.peft_format import WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, field_problem
 from adapters.peft_targets import MATCH_SECONDS
 from adapters.validate import Inspection
 

@@ -20,8 +20,7 @@ import msgspec
 
 from adapters.base_model import BaseModel
 from adapters.errors import InvalidAdapter, Problem, TooLarge
-from adapters.peft_config import LoraSettings, field_problem
-from adapters.peft_format import WEIGHTS_FILE
+from adapters.peft_config import WEIGHTS_FILE, LoraSettings, field_problem
 from adapters.peft_targets import MATCH_SECONDS, Target, match
 from adapters.validate import Inspection, inspect_files
 

@@ -11,6 +11,8 @@ from adapters.errors import Problem
 from adapters.foreign_fields import OTHER_COMPUTATION, ignored_warning, is_training_note
 
 CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
 MAX_PATTERNS = 2048
 """Entries in one rank or alpha pattern: more than seven projections of 256 layers can use."""

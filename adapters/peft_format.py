@@ -12,11 +12,9 @@ import numpy.typing as npt
 
 from adapters import strict_json
 from adapters.errors import InvalidAdapter, Problem, TooLarge
-from adapters.peft_config import CONFIG_FILE
+from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.wrong_files import LFS_POINTER, PICKLE_PROBLEM, POINTER_PROBLEM
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 """Most of it would be metadata: the largest real adapters have some thousands of tensors."""
 MAX_TENSORS = 100_000

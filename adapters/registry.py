@@ -37,12 +37,11 @@ from adapters.errors import (
     NotFound,
     StoreUnavailable,
 )
-from adapters.function_changes import FunctionChanges, check_alias, function_key
+from adapters.function_changes import FunctionChanges, check_options, function_key
 from adapters.functions import (
     BrokenFunction,
     FunctionRecord,
     Manifest,
-    Policy,
     VersionEntry,
     buried,
     parse_policy,
@@ -380,13 +379,6 @@ def _manifest_key(tenant: str, name: str, version: int) -> str:
 def _check_tenant(tenant: str) -> None:
     if not is_name(tenant):
         raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
-
-
-def check_options(alias: str | None, policy: dict[str, Any] | None) -> None:
-    """Raises InvalidRequest for what a deploy can't be done with."""
-    if alias is not None:
-        check_alias(alias)
-    parse_policy(policy or {}, Policy())
 
 
 def _find_digest(record: FunctionRecord, digest: str) -> VersionEntry | None:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from adapters.errors import InvalidRequest, StoreUnavailable, TooLarge
-from adapters.peft_config import CONFIG_FILE
-from adapters.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.s3_url import S3Place, parse_s3_url
 
 if TYPE_CHECKING:

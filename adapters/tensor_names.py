@@ -7,7 +7,8 @@ import re
 import msgspec
 
 from adapters.errors import InvalidAdapter, Problem
-from adapters.peft_format import WEIGHTS_FILE, PeftAdapter, TensorRef
+from adapters.peft_config import WEIGHTS_FILE
+from adapters.peft_format import PeftAdapter, TensorRef
 
 _PLAIN = re.compile(r"base_model\.model\..+\.lora_[AB]\.weight", re.ASCII)
 _NAMED = re.compile(r"(?P<module>base_model\.model\..+\.lora_[AB])\.(?P<adapter>[^.]{1,200})\.weight")

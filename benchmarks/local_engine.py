@@ -11,10 +11,10 @@ from typing import Any
 from adapters.base_model import load_base_model
 from adapters.open_store import open_store
 from adapters.registry import Registry
-from cluster.messages import Adapter, Sampling
+from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.config import EngineConfig
 from node_agent.engine.setup import LoadModel, build_engine
-from node_agent.ipc import Admitted, Answer, Finished, Generated, PromptScored, Question, Submit, Top
+from node_agent.ipc import Admitted, Answer, Finished, Generated, PromptScored, Question, Top
 from node_agent.runner.transformers_runner import load_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -73,11 +73,15 @@ class LocalEngine:
         tenant: str = "test",
         **owner: Any,
     ) -> str:
-        """`owner`: further fields of Submit: function, weight, slo_class, ttft, tpot."""
+        """`owner`: further fields of GenerateRequest: function, weight, slo_class, ttft, tpot."""
         self._count += 1
         request = f"r{self._count}"
         self.outcomes[request] = Outcome()
-        self.engine.submit(Submit(request, tenant, tokens, max_tokens, sampling, timeout, adapter, ignore_eos, **owner))
+        self.engine.submit(
+            GenerateRequest(
+                request, "", tenant, tokens, max_tokens, sampling, timeout, adapter, ignore_eos=ignore_eos, **owner
+            )
+        )
         return request
 
     def step(self, arrive: Callable[[], None] = lambda: None) -> bool:

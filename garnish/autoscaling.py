@@ -21,7 +21,7 @@ from garnish.node_pools import stack_of
 from garnish.operate import admin_client, lease_call, pools_call
 from garnish.provision import told
 from garnish.this_host import ThisHost
-from gateway.api import pool_schema
+from gateway.routes import pools as pool_routes
 from infra.autoscale.driver import PoolDriver
 from infra.autoscale.local import LocalDriver
 from infra.autoscale.rounds import Autoscaler, Away, Decided, Picture, Scaled, View
@@ -77,7 +77,7 @@ class LeaseKeeper:
     def _ask(self, client: Client, seconds: float) -> None:
         began = time.monotonic()
         try:
-            reply = client.ask(lease_call(self.holder, seconds), pool_schema.LeaseReply)
+            reply = client.ask(lease_call(self.holder, seconds), pool_routes.LeaseReply)
         except GarnishError as error:  # what was granted before holds until its end
             self._why = f"the lease can't be had: {error}"
             return
@@ -115,7 +115,7 @@ def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> boo
 def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
     """Raises Away."""
     try:
-        seen = client.ask(pools_call(), pool_schema.PoolList)
+        seen = client.ask(pools_call(), pool_routes.PoolList)
     except GarnishError as error:
         raise Away(f"the gateway does not tell the load: {error}") from error
     if seen.stale is not None:
@@ -128,7 +128,7 @@ def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
     return Picture(pools, _load(seen.unplaced, 1))
 
 
-def _load(load: pool_schema.Load, each: int) -> Load:
+def _load(load: pool_routes.Load, each: int) -> Load:
     """In units of `each` nodes."""
     return Load(
         open_requests=load.open_requests,

@@ -39,9 +39,11 @@ from garnish.protocol import (
     usage_call,
     versions_call,
 )
-from gateway.api.admin_schema import UsageReply
-from gateway.api.alias_schema import AliasReply
-from gateway.api.schema import DeployReply, FunctionList, FunctionReply, InvokeReply, VersionList
+from gateway.api.schema import InvokeReply
+from gateway.routes.aliases import AliasReply
+from gateway.routes.deploy import DeployReply
+from gateway.routes.functions import FunctionList, FunctionReply, VersionList
+from gateway.routes.usage import UsageReply
 
 Reply = TypeVar("Reply")
 

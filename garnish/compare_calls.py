@@ -21,7 +21,8 @@ from garnish.config import ServiceFile
 from garnish.errors import FrontDoorError
 from garnish.function_files import named_folder, registry_folder
 from garnish.settings import registry_of, resolve_base
-from gateway.api.schema import InvokeReply, VersionReply
+from gateway.api.schema import InvokeReply
+from gateway.routes.functions import VersionReply
 from node_agent.peft_types import Failed, Loaded, PeftAnswer, PeftJob, PeftMessage, PeftPrompt
 
 COMMAND = (sys.executable, "-m", "node_agent.peft_process")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from garnish.client import Client
 from garnish.errors import GarnishError
 from garnish.operate import drain_call, nodes_call
-from gateway.api.schema import NodeItem, NodeList
+from gateway.routes.nodes import NodeItem, NodeList
 
 POLL_SECONDS = 0.2
 GONE = ("not_found", "node_failed")

@@ -14,7 +14,7 @@ from adapters.open_store import open_store
 from adapters.store import ObjectStore
 from garnish.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, adapter_files
 from garnish.errors import FrontDoorError
-from gateway.api.schema import VersionReply
+from gateway.routes.functions import VersionReply
 
 READ_BYTES = 8 << 20
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from adapters.peft_config import CONFIG_FILE
-from adapters.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from garnish.hub import Fetched, HubPlace
 
 MAX_BYTES = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: 512 << 20}

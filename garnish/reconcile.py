@@ -17,7 +17,7 @@ from garnish.adapter_folder import AdapterFiles
 from garnish.client import Client
 from garnish.config import ServiceFile, tenant_names, tenant_of
 from garnish.errors import GarnishError
-from gateway.api.schema import DeployReply
+from gateway.routes.deploy import DeployReply
 
 
 class Connect(Protocol):

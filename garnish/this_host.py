@@ -12,7 +12,7 @@ from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import infra_directory, stack_of
 from garnish.operate import admin_client, drain_call
 from garnish.provision import Provision, unchanged
-from gateway.api.schema import NodeItem
+from gateway.routes.nodes import NodeItem
 from infra.errors import InfraError
 from infra.local.processes import NodeKey, running_nodes
 from infra.stack import Stack, node_ids

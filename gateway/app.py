@@ -15,32 +15,13 @@ from starlette.requests import Request
 
 from gateway.config import GatewayConfig, check_config, share
 from gateway.http.boundary import Boundary, OpenRequests
+from gateway.http.routing import mounted
 from gateway.http.upload_folders import remove_abandoned
-from gateway.routes import (
-    aliases,
-    cluster,
-    deploy,
-    docs,
-    explain,
-    functions,
-    health,
-    invoke,
-    metrics,
-    nodes,
-    openai,
-    openapi,
-    pools,
-    tenants,
-    tokens,
-    usage,
-)
+from gateway.routes.openapi import ALL
 from gateway.services import Services, open_services
 from gateway.workers.metrics import Metrics
 
-CALLED = (invoke, openai, tokens, deploy, functions, aliases)
-OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, openapi, docs)
-ROUTES = [route for group in (*CALLED, *OPERATED) for route in group.routes]
-
+ROUTES = mounted(ALL)
 
 STOP_SECONDS = 3.0
 """For which the end of the server waits for requests that it has cancelled."""

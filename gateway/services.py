@@ -13,7 +13,6 @@ from time import monotonic, time
 
 import aiohttp
 import msgspec
-from starlette.requests import Request
 
 from adapters.base_model import BaseModel, load_base_model
 from adapters.epoch import Mark, mark
@@ -31,10 +30,9 @@ from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.state import ClusterState
 from cluster.text import BaseText
-from gateway.api.explain_schema import reply_of
 from gateway.calls.breaker import Breakers
 from gateway.calls.dispatch import Dispatcher
-from gateway.calls.explanations import MemoryExplanations
+from gateway.calls.explanations import Explanations
 from gateway.calls.holding import Hold
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
@@ -99,17 +97,13 @@ class Services:
     cluster: ClusterState
     leases: Leases
     windows: Windows
-    hold: Hold
     peers: Peers
     record_rates: RecordRates
     secret: str
     dispatcher: Dispatcher
-    breakers: Breakers
     node_calls: NodeCalls
-    running: Running
     metrics: Metrics
-    called: CalledDigests
-    explanations: MemoryExplanations
+    explanations: Explanations
     deploys: DeploySlots
     sources: Sources
     source_threads: LeavableThreads
@@ -148,7 +142,7 @@ class Services:
         self.callers.forget_all()
 
     def _end_calls(self, tenant: str, function: str, why: str, number: str) -> None:
-        self.running.revoke(tenant, function, ServiceError("cancelled", why), number)
+        self.dispatcher.running.revoke(tenant, function, ServiceError("cancelled", why), number)
 
     def heard(self, message: Message) -> None:
         """Another worker has published this."""
@@ -160,11 +154,11 @@ class Services:
             case CallsRevoked(tenant, function, why, number):
                 self._end_calls(tenant, function, why, number)
             case DigestCalled(tenant, digest):
-                self.called.note(tenant, digest)
+                self.dispatcher.called.note(tenant, digest)
             case ExplanationAsked(number, call, whose):
-                found = self.explanations.find_here(call, whose)
+                found = self.explanations.find(call, whose)
                 if found is not None:
-                    self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(reply_of(found))))
+                    self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(found.reply())))
 
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)
@@ -176,12 +170,6 @@ def _compare_clocks(store: ObjectStore) -> None:
     ahead = time() - store.now()
     if abs(ahead) > CLOCK_SECONDS:
         log.warning("this host's clock is %+.0f s from the registry's: usage is counted in other hours", ahead)
-
-
-def services_of(request: Request) -> Services:
-    services = request.state.services
-    assert isinstance(services, Services)
-    return services
 
 
 @dataclass(frozen=True)
@@ -236,7 +224,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
-    explanations = MemoryExplanations()
+    explanations = Explanations()
     functions = Functions(
         config, registry, threads, monotonic, name_watch.confirmed, lambda *name: publish(FunctionChanged(*name))
     )
@@ -258,16 +246,12 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         cluster=shared.cluster,
         leases=shared.leases,
         windows=Windows(shared.link, dispatcher.last_hour, dispatcher.attainment, dispatcher.loads),
-        hold=dispatcher.hold,
         peers=shared.peers,
         record_rates=RecordRates(monotonic),
         secret=opened.secret,
         dispatcher=dispatcher,
-        breakers=dispatcher.client.breakers,
         node_calls=NodeCalls(opened.session, opened.secret, connect=config.connect_seconds),
-        running=dispatcher.running,
         metrics=metrics,
-        called=dispatcher.called,
         explanations=explanations,
         deploys=_deploy_slots(config),
         sources=Sources(config.allowed_sources),
@@ -276,23 +260,23 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
 
 
 def _make_dispatcher(
-    config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: MemoryExplanations, functions: Functions
+    config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: Explanations, functions: Functions
 ) -> Dispatcher:
     """With what calls are counted in, which the routes and the other workers ask for, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
     return Dispatcher(
-        shared.cluster,
-        Placer(shared.cluster, config.policy, fingerprint, metrics, explanations, gateways=shared.workers),
-        _node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
-        Running(),
-        metrics,
-        LastHour(monotonic),
-        Attainment(monotonic),
-        CalledDigests(lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
-        shared.limits,
-        PoolLoads(monotonic),
-        Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
-        functions,
+        state=shared.cluster,
+        placer=Placer(shared.cluster, config.policy, fingerprint, metrics, explanations, gateways=shared.workers),
+        client=_node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
+        running=Running(),
+        hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
+        limits=shared.limits,
+        functions=functions,
+        metrics=metrics,
+        last_hour=LastHour(monotonic),
+        attainment=Attainment(monotonic),
+        called=CalledDigests(lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
+        loads=PoolLoads(monotonic),
     )
 
 

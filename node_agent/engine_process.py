@@ -177,7 +177,7 @@ class Loop:
     def _receive(self, channel: Channel) -> None:
         for command in channel.receive():
             if isinstance(command, Submit):
-                self.engine.submit(command)
+                self.engine.submit(command.request)
             elif isinstance(command, Cancel):
                 self.engine.cancel(command.id)
             else:

@@ -10,29 +10,16 @@ from __future__ import annotations
 import msgspec
 
 from cluster.frames import frame
-from cluster.messages import Adapter, ColdStart, Sampling, SloClass
+from cluster.messages import Adapter, ColdStart, GenerateRequest
 from cluster.news import Resident, StrictRoom
 from cluster.performance_model import PerformanceModel
 from cluster.residency import AdapterStates, HeldTier
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
-    id: str
-    tenant: str
-    token_ids: list[int]
-    max_tokens: int
-    sampling: Sampling
-    timeout: float
-    """Seconds until the deadline, counted from receipt."""
-    adapter: Adapter | None = None
-    ignore_eos: bool = False
-    function: str = ""
-    weight: float = 1.0
-    slo_class: SloClass = "standard"
-    ttft: float | None = None
-    tpot: float | None = None
-    generated: list[int] = []
-    """GenerateRequest's."""
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A request as the gateway sent it, checked."""
+
+    request: GenerateRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.peft_config import CONFIG_FILE
-from adapters.peft_format import WEIGHTS_FILE, read_peft
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from adapters.peft_format import read_peft
 from adapters.tensor_names import with_plain_names
 from cluster.text import end_token_ids
 from node_agent.child import die_with_parent, read_config

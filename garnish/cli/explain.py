@@ -11,7 +11,7 @@ from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, 
 if TYPE_CHECKING:
     from garnish.screen import Screen
     from garnish.table import Column
-    from gateway.api.explain_schema import ExplainedPlacement
+    from gateway.calls.explanations import ExplainedPlacement
     from gateway.scheduling.decision import Candidate
 
 RequestId = Annotated[str, typer.Argument(help="The call's id, or the x-request-id of its reply.")]
@@ -46,7 +46,7 @@ def explain(
     """Show how a call was placed: the nodes that could have served it, what was forecast of each, the choice."""
     from garnish.operate import explain_call
     from garnish.screen import Screen
-    from gateway.api.explain_schema import ExplainReply
+    from gateway.calls.explanations import ExplainReply
 
     if admin and tenant is not None:
         raise typer.BadParameter("expected --tenant or --admin, not both")

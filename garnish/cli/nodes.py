@@ -51,7 +51,7 @@ def list_nodes(
     from garnish.operate import nodes_call
     from garnish.screen import Screen
     from garnish.table import Column
-    from gateway.api.schema import NodeList
+    from gateway.routes.nodes import NodeList
 
     screen = Screen(as_json, header=not no_header)
     with open_client(url, state, admin=True) as client:
@@ -99,7 +99,7 @@ def adapters(
     from garnish.screen import Screen
     from garnish.sizes import shown_bytes
     from garnish.table import Column
-    from gateway.api.node_schema import NodeAdapters
+    from gateway.routes.nodes import NodeAdapters
 
     screen = Screen(as_json, header=not no_header)
     with open_client(url, state, admin=True) as client:
@@ -178,7 +178,7 @@ def _move(
 ) -> None:
     from garnish.operate import move_call
     from garnish.screen import Screen
-    from gateway.api.node_schema import MovedReply
+    from gateway.routes.nodes import MovedReply
 
     if (function is None) == (digest is None):
         raise typer.BadParameter("expected a function, or --digest")
@@ -213,7 +213,7 @@ def undrain(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: 
 def _set_draining(node: str, wanted: bool, url: str | None, state: Path, as_json: bool) -> None:
     from garnish.operate import drain_call
     from garnish.screen import Screen
-    from gateway.api.schema import NodeItem
+    from gateway.routes.nodes import NodeItem
 
     screen = Screen(as_json)
     with open_client(url, state, admin=True) as client:

@@ -15,7 +15,7 @@ from garnish.cli.options import open_client
 if TYPE_CHECKING:
     from garnish.reconcile import Plan
     from garnish.screen import Screen
-    from gateway.api.schema import DeployReply
+    from gateway.routes.deploy import DeployReply
 
 
 def deploy_file(file: Path, url: str | None, state: Path, screen: Screen, *, dry_run: bool, yes: bool) -> None:

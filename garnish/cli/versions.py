@@ -12,7 +12,7 @@ from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, 
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
-    from gateway.api.alias_schema import AliasReply
+    from gateway.routes.aliases import AliasReply
 
 IfMatch = Annotated[
     int | None, typer.Option("--if-match", help="Only if the function is still at this generation (of `describe`).")

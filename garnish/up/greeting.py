@@ -14,7 +14,7 @@ from garnish.credentials import FILE_NAME, Credentials
 from garnish.screen import Screen
 from garnish.up.logs import Capacity, capacity, log_of
 from garnish.up.prepare import Prepared
-from gateway.api.schema import DeployReply
+from gateway.routes.deploy import DeployReply
 
 SHOWN_RANK = "16"
 """Of the ranks that a node reports its room for, the one that most adapters have."""

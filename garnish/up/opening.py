@@ -14,7 +14,7 @@ from garnish.client import Client
 from garnish.errors import FrontDoorError, GarnishError, StartError
 from garnish.up.logs import end_reason, times_ended
 from garnish.up.prepare import Deployment, Prepared
-from gateway.api.schema import DeployReply
+from gateway.routes.deploy import DeployReply
 
 READY_SECONDS = 600.0
 """Loading a large base model from a slow disk may take minutes."""

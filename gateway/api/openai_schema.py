@@ -79,12 +79,32 @@ class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields
     echo: bool | None = None
     """The text, and with `logprobs` the tokens, begin with the prompt's."""
 
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
 
 class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: schema.TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: schema.LogprobCount | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -130,7 +150,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-class PromptLogprob(msgspec.Struct, frozen=True):
+class RankedLogprob(msgspec.Struct, frozen=True):
     """vLLM's shape."""
 
     logprob: float
@@ -138,7 +158,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
 """Per token of the prompt, by token id: its own and the likeliest ones'; null for the first token."""
 
 

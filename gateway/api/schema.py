@@ -66,6 +66,28 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
     """Keep so many of the prompt's last tokens; -1: what leaves room for `max_tokens`."""
 
+    # What routes state in ways of their own:
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are told of each token; None: no log probabilities are."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the text is to begin with the prompt's."""
+        return False
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the output."""
+        return self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """How the caller calls it."""
+        return "max_tokens"
+
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One turn of a conversation."""
@@ -87,6 +109,14 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     """Not read: every stream ends with its usage."""
     metadata: dict[str, Any] | None = None
     """Not read; for the caller's own logs."""
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
 
 class Top(msgspec.Struct, frozen=True):
@@ -213,26 +243,6 @@ class DoneEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     outputs: list[FinishedOutput] | None = None
 
 
-class DeploySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A deploy from a place that the operator allows."""
-
-    source: Annotated[str, Meta(min_length=1, max_length=2048)]
-    policy: dict[str, Any] | None = None
-    alias: str | None = None
-
-
-class DeployReply(msgspec.Struct, frozen=True):
-    """`version` is null in a dry run."""
-
-    function: str
-    version: int | None
-    digest: str
-    ranks: tuple[int, ...]
-    targets: tuple[str, ...]
-    bytes: int
-    warnings: tuple[str, ...]
-
-
 class ErrorContent(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     message: str
@@ -244,114 +254,3 @@ class ErrorContent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ErrorReply(msgspec.Struct, frozen=True):
     error: ErrorContent
-
-
-class Residency(msgspec.Struct, frozen=True):
-    """Where a version is: on which node, in which tier. Known of versions that the tenant has called since the gateway
-    started."""
-
-    version: int
-    node: str
-    tier: str
-
-
-class FunctionItem(msgspec.Struct, frozen=True):
-    name: str
-    versions: list[int]
-    aliases: dict[str, int | dict[str, float]]
-    ranks: list[int]
-    """Of the version that `latest` points to, like `bytes`; of that with the largest share, if there are several."""
-    bytes: int
-    residency: list[Residency]
-    error: str | None = None
-    """Why nothing else is known of it; null in good order."""
-
-
-class FunctionList(msgspec.Struct, frozen=True):
-    functions: list[FunctionItem]
-    next: str | None
-    """Send it as `after` for the next page."""
-
-
-class VersionItem(msgspec.Struct, frozen=True):
-    version: int
-    digest: str
-    ranks: tuple[int, ...]
-    targets: tuple[str, ...]
-    bytes: int
-    created: float
-    """Unix time."""
-
-
-class VersionReply(msgspec.Struct, frozen=True):
-    """A version's manifest."""
-
-    function: str
-    version: int
-    digest: str
-    base_id: str
-    dtype: str
-    ranks: tuple[int, ...]
-    targets: tuple[str, ...]
-    bytes: int
-    warnings: tuple[str, ...]
-    config_sha256: str
-    weights_sha256: str
-    created: float
-    """Unix time."""
-    source: str | None = None
-    """Where the files came from, if not with the request."""
-
-
-class VersionList(msgspec.Struct, frozen=True):
-    versions: list[VersionReply]
-
-
-class LastHour(msgspec.Struct, frozen=True):
-    """What this gateway saw of the function in the last 60 minutes."""
-
-    invocations: int
-    failures: int
-    prompt_tokens: int
-    completion_tokens: int
-    mean_ttft_ms: float | None
-
-
-class FunctionReply(msgspec.Struct, frozen=True):
-    name: str
-    created: float
-    generation: int
-    """Rises with each change of the function; the ETag."""
-    policy: dict[str, Any]
-    aliases: dict[str, int | dict[str, float]]
-    versions: list[VersionItem]
-    residency: list[Residency]
-    last_hour: LastHour
-
-
-class Check(msgspec.Struct, frozen=True):
-    ok: bool
-    problem: str | None = None
-
-
-class ReadyReply(msgspec.Struct, frozen=True):
-    status: Literal["ready"]
-    checks: dict[str, Check]
-
-
-class HealthReply(msgspec.Struct, frozen=True):
-    status: Literal["alive"]
-
-
-class NodeItem(msgspec.Struct, frozen=True):
-    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet;
-    `circuit` is whether the gateway worker that answers can reach it (`half_open`: one request may try)."""
-
-    record: dict[str, Any]
-    reserved: int
-    age: float
-    circuit: Literal["closed", "open", "half_open"]
-
-
-class NodeList(msgspec.Struct, frozen=True):
-    nodes: list[NodeItem]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from adapters.tenants import Limits
 from cluster.errors import ServiceError
 from cluster.limits import Call, LimitState, Owner, Rates, Refusal
 from cluster.messages import GenerateRequest
-
-if TYPE_CHECKING:
-    from gateway.calls.dispatch import Generation
+from gateway.workers.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -40,21 +38,19 @@ def call_of(
 
 
 @asynccontextmanager
-async def admitted(generations: Sequence[Generation]) -> AsyncIterator[None]:
-    """Around all choices of one call. Raises ServiceError `rate_limited`."""
-    shared, call = generations[0].shared, generations[0].call
+async def admitted(call: Call, limits: LimitState, metrics: Metrics, used: Callable[[], int]) -> AsyncIterator[None]:
+    """Around all choices of one call; `used`: the tokens that they have used. Raises ServiceError `rate_limited`."""
     if not call.limited:
         yield
         return
-    refusal = await _take(shared.limits, call)
+    refusal = await _take(limits, call)
     if refusal is not None:
-        shared.metrics.count_refusal(call.tenant, refusal.why)
+        metrics.count_refusal(call.tenant, refusal.why)
         raise _refused(refusal, call)
     try:
         yield
     finally:
-        used = sum(generation.used_tokens for generation in generations)
-        await _to_the_end(asyncio.ensure_future(shared.limits.settle(call, call.tokens - used)))
+        await _to_the_end(asyncio.ensure_future(limits.settle(call, call.tokens - used())))
 
 
 async def _take(limits: LimitState, call: Call) -> Refusal | None:

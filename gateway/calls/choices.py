@@ -51,7 +51,12 @@ async def collect(generations: Sequence[Generation]) -> list[Outcome]:
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[Item, None]:
     """(choice, event) as they come, once the call is admitted. Raises the first ServiceError, and ends the others."""
-    async with admitted(generations), aclosing(_begun(generations)) as items:
+    shared, call = generations[0].shared, generations[0].call
+
+    def used() -> int:
+        return sum(generation.used_tokens for generation in generations)
+
+    async with admitted(call, shared.limits, shared.metrics, used), aclosing(_begun(generations)) as items:
         async for item in items:
             yield item
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -21,6 +21,7 @@ from cluster.queue_shares import QueueShares
 from cluster.state import ClusterState
 from gateway.calls.explanations import PlacedCall
 from gateway.calls.holding import AGAIN_SECONDS, Hold
+from gateway.calls.invocation import Invocation
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeFailure
 from gateway.calls.placing import Placer
@@ -35,9 +36,6 @@ from gateway.workers.last_hour import Counts, LastHour
 from gateway.workers.metrics import Metrics
 from gateway.workers.pool_loads import PoolLoads
 
-if TYPE_CHECKING:
-    from gateway.calls.invocation import Invocation
-
 ATTEMPTS = 2
 """To get a first token."""
 JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed", "internal"})
@@ -46,44 +44,30 @@ JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed",
 log = logging.getLogger("gateway")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Dispatcher:
     """What all invocations share."""
 
-    def __init__(
-        self,
-        state: ClusterState,
-        placer: Placer,
-        client: NodeClient,
-        running: Running,
-        metrics: Metrics,
-        last_hour: LastHour,
-        attainment: Attainment,
-        called: CalledDigests,
-        limits: LimitState,
-        loads: PoolLoads,
-        hold: Hold,
-        functions: Functions,
-    ) -> None:
-        self.state = state
-        self.placer = placer
-        self.client = client
-        self.running = running
-        self.metrics = metrics
-        self.last_hour = last_hour
-        self.attainment = attainment
-        self.called = called
-        self.limits = limits
-        self.loads = loads
-        self.hold = hold
-        self.functions = functions
-        self.waiting = QueueShares()
-        """placed, and not begun on its node yet"""
-        self._began = time.monotonic()
+    state: ClusterState
+    placer: Placer
+    client: NodeClient
+    running: Running
+    hold: Hold
+    limits: LimitState
+    functions: Functions
+    metrics: Metrics
+    last_hour: LastHour
+    attainment: Attainment
+    called: CalledDigests
+    loads: PoolLoads
+    waiting: QueueShares = field(default_factory=QueueShares)
+    """placed, and not begun on its node yet"""
+    began: float = field(default_factory=time.monotonic)
 
     async def hear_of_nodes(self, deadline: float) -> None:
         """Returns when there is a node, or when there surely is none; at the deadline (monotonic) at the latest."""
         # Whichever node has not reported by then would be held dead, too.
-        until = min(deadline, self._began + RECORD_EXPIRY)
+        until = min(deadline, self.began + RECORD_EXPIRY)
         # The state may be shared, so that no event of this process tells.
         while time.monotonic() < until and not (await self.state.table()).live.any():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

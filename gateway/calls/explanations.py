@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Protocol
 
 import msgspec
 
@@ -71,16 +70,35 @@ class Explained(msgspec.Struct):
     left_out: int = 0
     """Further placements of this call that were not kept."""
 
+    def reply(self) -> ExplainReply:
+        return ExplainReply(
+            id=self.call.id,
+            request_id=self.call.request_id,
+            tenant=self.call.tenant,
+            function=self.call.function,
+            placements=[ExplainedPlacement(kept.request.id, kept.decision()) for kept in self.placements],
+            left_out=self.left_out,
+        )
 
-class ExplanationStore(Protocol):
-    """Async because several gateway processes may share one that lives elsewhere."""
 
-    async def keep(self, call: PlacedCall, placement: Placement) -> None: ...
+class ExplainReply(msgspec.Struct, frozen=True):
+    """How the generations of one call were placed."""
 
-    async def find(self, wanted: str, tenant: str | None) -> Explained | None:
-        """`wanted`: an invocation's id, the id of one of its generations, or a request id (then the latest call that
-        had it). `tenant`: whose call it must be; None: anybody's."""
-        ...
+    id: str
+    """The call's, as its reply names it."""
+    request_id: str
+    tenant: str
+    function: str
+    placements: list[ExplainedPlacement]
+    """In their order: one per choice of the call, one more for each that was placed again after a node had failed."""
+    left_out: int
+    """So many more were not kept."""
+
+
+class ExplainedPlacement(msgspec.Struct, frozen=True):
+    request: str
+    """The generation's id."""
+    decision: Decision
 
 
 class _Tenant:
@@ -89,7 +107,7 @@ class _Tenant:
         self.placements = 0
 
 
-class MemoryExplanations:
+class Explanations:
     """Of this process. Whoever has more than an equal share makes room first: no tenant can push out another's."""
 
     def __init__(self, max_placements: int = MAX_PLACEMENTS) -> None:
@@ -100,7 +118,7 @@ class MemoryExplanations:
         self._named: dict[tuple[str | None, str], str] = {}
         """(tenant, request id) -> its latest call; and (None, request id) -> anybody's"""
 
-    async def keep(self, call: PlacedCall, placement: Placement) -> None:
+    def keep(self, call: PlacedCall, placement: Placement) -> None:
         known = self._calls.get(call.id) or self._add(call)
         if len(known.placements) == MAX_OF_CALL:
             known.left_out += 1
@@ -111,10 +129,9 @@ class MemoryExplanations:
         while self._placements > self._max_placements:
             self._drop(call.tenant)
 
-    async def find(self, wanted: str, tenant: str | None) -> Explained | None:
-        return self.find_here(wanted, tenant)
-
-    def find_here(self, wanted: str, tenant: str | None) -> Explained | None:
+    def find(self, wanted: str, tenant: str | None) -> Explained | None:
+        """`wanted`: an invocation's id, the id of one of its generations, or a request id (then the latest call that
+        had it). `tenant`: whose call it must be; None: anybody's."""
         for name in (wanted, wanted.rpartition("-")[0], self._named.get((tenant, wanted))):
             found = self._calls.get(name) if name else None
             if found is not None and tenant in (None, found.call.tenant):

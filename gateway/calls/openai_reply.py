@@ -220,9 +220,9 @@ def _prompt_logprobs(head: Head, outcome: Outcome) -> openai.PromptLogprobs | No
     return [None, *map(_by_id, outcome.prompt_logprobs)]
 
 
-def _by_id(entry: TokenLogprob) -> dict[str, openai.PromptLogprob]:
+def _by_id(entry: TokenLogprob) -> dict[str, openai.RankedLogprob]:
     """As in vLLM: the prompt's own token first, then the likeliest ones that it is not."""
-    found = {str(entry.token_id): openai.PromptLogprob(entry.logprob, entry.rank, entry.token)}
+    found = {str(entry.token_id): openai.RankedLogprob(entry.logprob, entry.rank, entry.token)}
     for rank, top in enumerate(entry.top, start=1):
-        found.setdefault(str(top.token_id), openai.PromptLogprob(top.logprob, rank, top.token))
+        found.setdefault(str(top.token_id), openai.RankedLogprob(top.logprob, rank, top.token))
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import secrets
+from typing import TypeVar
 
 import msgspec
 
@@ -19,59 +20,47 @@ MAX_PROMPT_LOGPROBS = 1 << 16
 """Log probabilities of prompt tokens that one call may ask for, alternatives and choices counted."""
 
 
-class Options(GenerationParams, frozen=True, kw_only=True):
-    """What a call states of its own; None where it states nothing."""
+MAX_SEED = (1 << 63) - 1
+"""Nodes take 63 bits; OpenAI's seeds may be negative."""
+PASSED_ON = sorted({*GenerationParams.__struct_fields__} & {*Sampling.__struct_fields__})
+"""What a call states under the name that nodes read."""
 
-    logprobs: int | None = None
-    echo: bool = False
-    max_tokens_field: str = "max_tokens"
-    """How the caller calls it."""
-
-
-def stated(call: GenerationParams) -> dict[str, Any]:
-    """The parameters that all routes have, as arguments of Options."""
-    return {field: getattr(call, field) for field in GenerationParams.__struct_fields__}
+Params = TypeVar("Params", bound=GenerationParams)
 
 
-def merge(options: Options, defaults: Defaults) -> Options:
+def merge(stated: Params, defaults: Defaults) -> Params:
     """The call's own values, then the function's."""
-    unset = {name: getattr(defaults, name) for name in defaults.__struct_fields__ if getattr(options, name) is None}
-    return msgspec.structs.replace(options, **unset)
+    unset = {name: getattr(defaults, name) for name in defaults.__struct_fields__ if getattr(stated, name) is None}
+    return msgspec.structs.replace(stated, **unset)
 
 
-def sampling_of(merged: Options, seed: int, text: BaseText, vocab_size: int) -> Sampling:
+def sampling_of(merged: GenerationParams, text: BaseText, vocab_size: int) -> Sampling:
     """Of the first choice. Raises ServiceError for token ids that the base model has not, or too many bad words."""
-    temperature = 1.0 if merged.temperature is None else merged.temperature
+    passed_on = {name: value for name in PASSED_ON if (value := getattr(merged, name)) is not None}
     stop_ids = list(dict.fromkeys(merged.stop_token_ids or []))
     check_ids(stop_ids, vocab_size, "stop_token_ids")
-    return Sampling(
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=1.0 if merged.top_p is None else merged.top_p,
-        top_k=max(merged.top_k or 0, 0),
-        min_p=merged.min_p or 0.0,
-        seed=seed,
-        presence_penalty=merged.presence_penalty or 0.0,
-        frequency_penalty=merged.frequency_penalty or 0.0,
-        logprobs=merged.logprobs,
-        repetition_penalty=1.0 if merged.repetition_penalty is None else merged.repetition_penalty,
-        logit_bias=_biases(merged.logit_bias or {}, vocab_size),
-        min_tokens=merged.min_tokens or 0,
-        stop_token_ids=stop_ids,
-        bad_words=_bad_words(merged.bad_words or [], text),
-        prompt_logprobs=prompt_logprobs(merged),
-        skip_special_tokens=merged.skip_special_tokens is not False,
-        include_stop=bool(merged.include_stop_str_in_output),
-    )
+    made = {
+        "temperature": 0.0 if passed_on.get("temperature", 1.0) < GREEDY_BELOW else passed_on.get("temperature", 1.0),
+        "top_k": max(merged.top_k or 0, 0),
+        "seed": secrets.randbits(63) if merged.seed is None else merged.seed & MAX_SEED,
+        "logprobs": merged.alternatives,
+        "logit_bias": _biases(merged.logit_bias or {}, vocab_size),
+        "stop_token_ids": stop_ids,
+        "bad_words": _bad_words(merged.bad_words or [], text),
+        "prompt_logprobs": prompt_logprobs(merged),
+        "include_stop": bool(merged.include_stop_str_in_output),
+    }
+    return Sampling(**{**passed_on, **made})
 
 
-def prompt_logprobs(options: Options) -> int | None:
+def prompt_logprobs(call: GenerationParams) -> int | None:
     """How many of the likeliest tokens are wanted at each of the prompt's tokens. As in vLLM, `echo` wants as many as
     `logprobs`. None: no log probabilities of the prompt."""
-    echoed = options.logprobs if options.echo else None
-    return max((k for k in (options.prompt_logprobs, echoed) if k is not None), default=None)
+    echoed = call.alternatives if call.echoes else None
+    return max((k for k in (call.prompt_logprobs, echoed) if k is not None), default=None)
 
 
-def max_tokens_of(merged: Options, declared: int | None, prompt: int, context: int, prompt_field: str) -> int:
+def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, context: int, prompt_field: str) -> int:
     """`declared`: the call's own; `prompt`: its tokens. Raises ServiceError when they don't fit the context."""
     left = context - prompt
     if left < 1:
@@ -84,16 +73,16 @@ def max_tokens_of(merged: Options, declared: int | None, prompt: int, context: i
         raise ServiceError(
             "validation_failed",
             f"max_tokens is {declared}, but the prompt of {prompt} tokens leaves {left} of the context of {context}",
-            param=merged.max_tokens_field,
+            param=merged.limit_field,
         )
-    most = min(merged.max_tokens or DEFAULT_MAX_TOKENS, left)
+    most = min(merged.limit or DEFAULT_MAX_TOKENS, left)
     if (merged.min_tokens or 0) > most:
         why = f"min_tokens is {merged.min_tokens}, but the output may have {most} tokens (max_tokens)"
         raise ServiceError("validation_failed", why, param="min_tokens")
     return most
 
 
-def kept_tokens(merged: Options, context: int) -> int | None:
+def kept_tokens(merged: GenerationParams, context: int) -> int | None:
     """How many of a prompt's last tokens are kept; None: all. -1 keeps what leaves room for `max_tokens`; for the
     service's default of it no more than half the context is left.
 
@@ -101,16 +90,16 @@ def kept_tokens(merged: Options, context: int) -> int | None:
     """
     kept = merged.truncate_prompt_tokens
     if kept == -1:
-        return max(context - (merged.max_tokens or min(DEFAULT_MAX_TOKENS, context // 2)), 1)
+        return max(context - (merged.limit or min(DEFAULT_MAX_TOKENS, context // 2)), 1)
     if kept is not None and not 1 <= kept <= context:
         why = f"truncate_prompt_tokens is {kept}; it may be -1 or 1 to {context}, the context"
         raise ServiceError("validation_failed", why, param="truncate_prompt_tokens")
     return kept
 
 
-def check_prompt_logprobs(options: Options, prompt_tokens: int) -> None:
+def check_prompt_logprobs(call: GenerationParams, prompt_tokens: int) -> None:
     """`prompt_tokens`: of all generations of the call. Raises ServiceError for more than a reply should hold."""
-    top = prompt_logprobs(options)
+    top = prompt_logprobs(call)
     if top is not None and prompt_tokens * (top + 1) > MAX_PROMPT_LOGPROBS:
         why = f"{prompt_tokens} prompt tokens with {top + 1} log probabilities each are more than {MAX_PROMPT_LOGPROBS}"
         raise ServiceError("validation_failed", f"{why}; ask for fewer of them", param="prompt_logprobs")

@@ -10,7 +10,7 @@ import msgspec
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest
 from cluster.state import ClusterState
-from gateway.calls.explanations import ExplanationStore, PlacedCall, Placement
+from gateway.calls.explanations import Explanations, PlacedCall, Placement
 from gateway.scheduling.decision import Outcome
 from gateway.scheduling.lengths import ResponseLengths
 from gateway.scheduling.placement import Placed, Trace, able, place
@@ -32,7 +32,7 @@ class Placer:
         policy: str,
         base: str,
         metrics: Metrics,
-        explanations: ExplanationStore,
+        explanations: Explanations,
         clock: Callable[[], float] = time.monotonic,
         *,
         gateways: Callable[[], int] = lambda: 1,
@@ -73,7 +73,7 @@ class Placer:
             kept = Placement(
                 wanted, outcome, node, self._name, at, took, trace.tries, tuple(sorted(excluded)), trace.picture
             )
-            await self._explanations.keep(call, kept)
+            self._explanations.keep(call, kept)
 
     async def refused_work(self, call: PlacedCall, request: GenerateRequest) -> float | None:
         """What a request that no node takes would be to a node that could serve it."""

@@ -23,6 +23,7 @@ from gateway.catalog.key_lookups import LOOKUPS_PER_SECOND, KeyLookups
 from gateway.catalog.threads import StoreThreads
 from gateway.config import GatewayConfig, share
 from gateway.http.local_only import check_local
+from gateway.http.params import TENANT_HEADER
 
 OPEN_TENANT = "default"
 """Whose functions are served when `auth` is `none`."""
@@ -31,7 +32,6 @@ MAX_NAMES = 50_000
 """Tenants whose names are kept."""
 REFUSAL_SECONDS = 0.05
 """A key is refused after a multiple of this, so that the time tells nothing of whether its tenant exists."""
-TENANT_HEADER = "x-garnish-tenant"
 
 
 R = TypeVar("R")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,8 @@ from gateway.catalog.rebuilds import Rebuilds
 from gateway.catalog.threads import StoreThreads
 from gateway.config import GatewayConfig
 from gateway.http.errors import STORE_RETRY_AFTER
+
+T = TypeVar("T")
 
 Key = tuple[str, str, str]
 """Tenant, function, qualifier (empty: none stated)."""
@@ -85,14 +87,14 @@ class Functions:
             raise NoSuchFunction(tenant, name)
         return await self._cache.get((tenant, name, qualifier or ""))
 
-    @contextmanager
-    def changing(self, tenant: str, name: str) -> Iterator[None]:
-        """Around any change of the function: afterwards this process does not answer from before it.
+    async def change(self, change: Callable[..., T], tenant: str, name: str, *args: Any) -> T:
+        """Returns what `change(tenant, name, *args)` does, which changes the function in the registry.
 
-        Also when it fails, or its caller goes: the thread may have made the change all the same.
+        Afterwards this process does not answer from before the change; also when it fails, or its caller goes: the
+        thread may have made it all the same.
         """
         try:
-            yield
+            return await self._threads.write(change, tenant, name, *args)
         finally:
             self.forget(tenant, name)
             if self._changed is not None:

@@ -64,6 +64,11 @@ async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
     return await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
 
 
+async def read_message(request: Request, config: GatewayConfig, kind: type[T], *, absent: bytes = b"") -> T:
+    """A call's JSON body as `kind`; an empty body is read as `absent`. Raises ServiceError."""
+    return decode_json(await read_call_body(request, config) or absent, kind)
+
+
 def _too_large(limit: int) -> ServiceError:
     return ServiceError("too_large", f"the body is larger than {limit} bytes")
 

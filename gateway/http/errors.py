@@ -17,6 +17,18 @@ MAX_MESSAGE = 1000
 MAX_PARAM = 200
 """Characters of an error that a reply has: both may repeat what the caller sent, and that may be a megabyte."""
 
+AS_THEY_SAY: dict[type[Exception], tuple[str, float | None]] = {
+    adapter_errors.NotFound: ("not_found", None),
+    adapter_errors.Conflict: ("conflict", None),
+    adapter_errors.PreconditionFailed: ("precondition_failed", None),
+    adapter_errors.TooLarge: ("too_large", None),
+    adapter_errors.InspectionBusy: ("overloaded", INSPECTION_RETRY_AFTER),
+    adapter_errors.ArtifactPending: ("unavailable", STORE_RETRY_AFTER),
+    adapter_errors.CorruptFunction: ("internal", None),
+    adapter_errors.CorruptArtifact: ("internal", None),
+}
+"""The registry's errors whose message is the caller's: type, and seconds to Retry-After."""
+
 
 class ClientGone(Exception):
     """The caller closed the connection: whatever was being done for it ends, and nobody reads a reply."""
@@ -32,26 +44,13 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("validation_failed", f"the adapter is refused: {error}", details=details)
         case adapter_errors.InvalidRequest():
             return ServiceError("validation_failed", str(error), param=error.param)
-        case adapter_errors.NotFound():
-            return ServiceError("not_found", str(error))
-        case adapter_errors.Conflict():
-            return ServiceError("conflict", str(error))
-        case adapter_errors.PreconditionFailed():
-            return ServiceError("precondition_failed", str(error))
-        case adapter_errors.TooLarge():
-            return ServiceError("too_large", str(error))
-        case adapter_errors.CorruptFunction():
-            return ServiceError("internal", str(error))
-        case adapter_errors.InspectionBusy():
-            return ServiceError("overloaded", str(error), retry_after=INSPECTION_RETRY_AFTER)
-        case adapter_errors.StoreUnavailable():
+        case adapter_errors.StoreUnavailable() if not isinstance(error, adapter_errors.CorruptFunction):
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
-        case adapter_errors.ArtifactPending():
-            return ServiceError("unavailable", str(error), retry_after=STORE_RETRY_AFTER)
-        case adapter_errors.CorruptArtifact():
-            return ServiceError("internal", str(error))
         case HTTPException():
             return _from_starlette(error)
+    for kind, (told, retry_after) in AS_THEY_SAY.items():
+        if isinstance(error, kind):
+            return ServiceError(told, str(error), retry_after=retry_after)
     return ServiceError("internal", "an unexpected error; the operator finds it in the log by the request id")
 
 

@@ -15,8 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from adapters.peft_config import CONFIG_FILE
-from adapters.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.wrong_files import PICKLE_FILE, PICKLE_PROBLEM
 from cluster.errors import ServiceError
 from gateway.http.bodies import stream_body

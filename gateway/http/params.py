@@ -10,6 +10,7 @@ from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 
 SESSION_HEADER = "x-garnish-session"
+TENANT_HEADER = "x-garnish-tenant"
 MAX_SESSION = 256
 
 _TAG = re.compile(r'(W/)?"([^"]*)"|(\d+)', re.ASCII)

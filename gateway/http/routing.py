@@ -1,20 +1,266 @@
-"""Routes that match exactly the paths that they name."""
+"""The table of routes: each is declared once, beside its handler; what Starlette serves and openapi.json come from it.
+
+    routes = Routes()
+
+    @routes.tenant("GET /functions/{name}", "One function", {200: FunctionReply})
+    async def get_function(request: Request, services: Services, tenant: str) -> Response: ...
+
+The decorator says who may call the handler, and so what it is given beside the request. Query parameters that are not
+declared are refused before it. Its name is the operation's id in the document and the route's in the metrics.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import msgspec
+from starlette.requests import Request
 from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
+from gateway.http.stopwatch import Stopwatch
+
+if TYPE_CHECKING:  # the command line imports the routes' messages, and none of what serves them
+    from gateway.catalog.callers import Caller
+    from gateway.services import Services
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+Parameter = Mapping[str, Any]
+"""As the document has it."""
+Replies = Mapping[int, type[Any] | None]
+"""Message types by status; str: plain text."""
+
+NAME_PATTERN = "^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
+TEXT = {"type": "string"}
+NAME_TEXT = {"type": "string", "pattern": NAME_PATTERN}
+BOOLEAN = {"type": "boolean", "default": False}
+
+KEY_ERRORS = (401, 403, 429, 500, 503)
+TENANT_ERRORS = (400, 404, *KEY_ERRORS)
+CALL_ERRORS = (499, 502, 504, *TENANT_ERRORS)
+BODY_ERRORS = (400, 413, 415)
+
+
+def parameter(place: str, name: str, about: str, kind: Mapping[str, Any] = TEXT) -> Parameter:
+    """Returns a parameter of the document; `place`: path, query or header; `kind`: its JSON schema."""
+    return {"name": name, "in": place, "required": place == "path", "description": about, "schema": dict(kind)}
+
+
+PATH_PARAMETERS = {
+    "name": parameter("path", "name", "The function", NAME_TEXT),
+    "version": parameter("path", "version", "Its number", {"type": "integer", "minimum": 1}),
+    "alias": parameter("path", "alias", "Not all digits", NAME_TEXT),
+    "tenant": parameter("path", "tenant", "The tenant", NAME_TEXT),
+    "key_id": parameter("path", "key_id", "Its id"),
+}
+"""What the names in paths mean, where a route does not say otherwise."""
+TENANT = parameter("header", TENANT_HEADER, "With an admin key: whose functions are meant", NAME_TEXT)
+IF_MATCH = parameter("header", "if-match", "An ETag of the function: answered 412 when it has changed since")
+SESSION = parameter(
+    "header",
+    SESSION_HEADER,
+    "Calls with equal ones are on the same side of an alias that splits its calls",
+    {"type": "string", "maxLength": 256},
+)
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """One method of one path."""
+
+    method: str
+    path: str
+    """As Starlette reads it."""
+    endpoint: Endpoint
+    summary: str
+    """Empty: not in the document."""
+    replies: Replies
+    parameters: Sequence[Parameter]
+    errors: frozenset[int]
+    key: bool
+    details: Details
+
+
+class Details(TypedDict, total=False):
+    """What a route may have beyond method, path, summary and replies."""
+
+    body: type[Any]
+    """The message type of its JSON."""
+    parameters: Sequence[Parameter]
+    """Its own: of the query, headers, and those of the path that PATH_PARAMETERS has not."""
+    errors: Sequence[int]
+    """Statuses beyond those that follow from who may call it, its path and its body."""
+    stream: str
+    """What the reply is as text/event-stream, if it can be."""
+    multipart: bool
+    """Whether the adapter's files are taken as the body, too."""
+    etag: bool
+    """Whether a successful reply has one."""
+    if_match: bool
+    """Whether it heeds If-Match."""
+
+
+class Routes(list[Operation]):
+    """The routes of one module."""
+
+    def public(
+        self, target: str, summary: str = "", replies: Replies | None = None, **details: Unpack[Details]
+    ) -> Callable[[Endpoint], Endpoint]:
+        """A route that needs no key; without a summary it is not in the document."""
+
+        async def enter(_: Request) -> tuple[()]:
+            return ()
+
+        return self._declare(enter, target, summary, replies or {}, details, (), key=False)
+
+    def tenant(
+        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
+    ) -> Callable[[TenantHandler], TenantHandler]:
+        """A route for a tenant's key, or an admin key that names a tenant."""
+
+        async def enter(request: Request) -> tuple[Services, str]:
+            services: Services = request.state.services
+            return services, await services.callers.tenant(request)
+
+        return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, (TENANT,))
+
+    def call(
+        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
+    ) -> Callable[[CallHandler], CallHandler]:
+        """As `tenant`, for a call of a function: its steps are timed."""
+
+        async def enter(request: Request) -> tuple[Services, str, Stopwatch]:
+            watch = Stopwatch()
+            services: Services = request.state.services
+            tenant = await services.callers.tenant(request)
+            watch.lap("auth")
+            return services, tenant, watch
+
+        return self._declare(enter, target, summary, replies, details, CALL_ERRORS, (TENANT, SESSION))
+
+    def admin(
+        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
+    ) -> Callable[[AdminHandler], AdminHandler]:
+        """A route for admin keys alone."""
+
+        async def enter(request: Request) -> tuple[Services]:
+            services: Services = request.state.services
+            await services.callers.admin(request)
+            return (services,)
+
+        return self._declare(enter, target, f"{summary}; admin key", replies, details, KEY_ERRORS)
+
+    def caller(
+        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
+    ) -> Callable[[CallerHandler], CallerHandler]:
+        """A route for any key, which says more to admin keys."""
+
+        async def enter(request: Request) -> tuple[Services, Caller]:
+            services: Services = request.state.services
+            return services, await services.callers.caller(request)
+
+        return self._declare(enter, target, summary, replies, details, KEY_ERRORS)
+
+    def _declare(
+        self,
+        enter: Callable[[Request], Awaitable[tuple[Any, ...]]],
+        target: str,
+        summary: str,
+        replies: Replies,
+        details: Details,
+        errors: Sequence[int],
+        headers: Sequence[Parameter] = (),
+        *,
+        key: bool = True,
+    ) -> Callable[[Any], Any]:
+        """`enter` checks the caller, and returns what the handler is given beside the request."""
+        method, path = target.split(" ")
+        parameters = _parameters(path, details, headers)
+        queries = [each["name"] for each in parameters if each["in"] == "query"]
+
+        def declared(handler: Callable[..., Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
+            @wraps(handler)
+            async def endpoint(request: Request) -> ASGIApp:
+                given = await enter(request)
+                known_only(request, *queries)
+                return await handler(request, *given)
+
+            self.append(
+                Operation(
+                    method=method,
+                    path=path,
+                    endpoint=endpoint,
+                    summary=summary,
+                    replies=replies,
+                    parameters=parameters,
+                    errors=_errors(path, details, errors),
+                    key=key,
+                    details=details,
+                )
+            )
+            return handler
+
+        return declared
+
+
+TenantHandler = Callable[[Request, "Services", str], Awaitable[ASGIApp]]
+CallHandler = Callable[[Request, "Services", str, Stopwatch], Awaitable[ASGIApp]]
+AdminHandler = Callable[[Request, "Services"], Awaitable[ASGIApp]]
+CallerHandler = Callable[[Request, "Services", "Caller"], Awaitable[ASGIApp]]
+
+
+def _parameters(path: str, details: Details, headers: Sequence[Parameter]) -> list[Parameter]:
+    """Returns all parameters: of the path, of the query, headers."""
+    own = details.get("parameters", ())
+    in_path = PATH_PARAMETERS | {each["name"]: each for each in own if each["in"] == "path"}
+    return [
+        *(in_path[name] for name in re.findall(r"{(\w+)", path)),
+        *(each for each in own if each["in"] == "query"),
+        *headers,
+        *(each for each in own if each["in"] == "header"),
+        *([IF_MATCH] if details.get("if_match") else []),
+    ]
+
+
+def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
+    """Returns the statuses of errors that the route may answer. OpenAI's clients know no 422: on /v1 it is 400."""
+    found = {*errors, *details.get("errors", ())}
+    if "{" in path:
+        found.add(404)
+    if "body" in details:
+        found.update(BODY_ERRORS)
+    if details.get("if_match"):
+        found.add(412)
+    return frozenset(found if path.startswith("/v1/") else {*found, 422})
 
 
 class ExactRoute(Route):
     """Starlette's own lets a path end in one newline more, and drops it from a parameter of type `path`: a malformed
     name would count as the one without it."""
 
-    def __init__(self, path: str, endpoint: Callable[..., Awaitable[Any]], *, methods: list[str]) -> None:
+    def __init__(self, path: str, endpoint: Endpoint, *, methods: list[str]) -> None:
         super().__init__(path, endpoint, methods=methods)
         pattern = self.path_regex.pattern
         assert pattern.endswith("$")
         self.path_regex = re.compile(pattern.removesuffix("$") + r"\Z", re.DOTALL)
+
+
+def mounted(operations: Iterable[Operation]) -> list[ExactRoute]:
+    """Returns one route per path, so that a 405 names all of its methods."""
+    paths: dict[str, dict[str, Endpoint]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = operation.endpoint
+    return [ExactRoute(path, _by_method(methods), methods=list(methods)) for path, methods in paths.items()]
+
+
+def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
+    @wraps(next(iter(endpoints.values())))
+    async def chosen(request: Request) -> ASGIApp:
+        endpoint = endpoints["GET" if request.method == "HEAD" else request.method]
+        request.scope["endpoint"] = endpoint  # its name is the route's in metrics and logs
+        return await endpoint(request)
+
+    return chosen

@@ -1,1 +1,1 @@
-"""One module per group of public routes; each exports `routes`, a list that `gateway.app` mounts."""
+"""One module per group of public routes: handlers, their messages, and how `openapi.json` describes them."""

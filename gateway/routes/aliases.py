@@ -2,63 +2,124 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from adapters.aliases import MAX_SHARES
 from adapters.errors import NotFound
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
 from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
-from gateway.api.alias_schema import AliasPast, AliasReply, AliasTarget, Rollback
-from gateway.http.bodies import decode_json, read_call_body
-from gateway.http.params import etag, if_match, known_only
+from gateway.http.bodies import read_message
+from gateway.http.params import etag, if_match
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
-from gateway.services import services_of
+from gateway.http.routing import Routes
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+routes = Routes()
+
+VersionNumber = Annotated[int, Meta(ge=1, le=999_999_999)]
+VersionText = Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$")]
 
 
-async def alias(request: Request) -> Response:
-    """One route for both methods, so that a 405 names both."""
-    return await (put_alias if request.method == "PUT" else get_alias)(request)
+class AliasTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Exactly one of `version` and `weights`. Weights are version -> share of the calls; they sum to 1."""
+
+    version: VersionNumber | None = None
+    weights: (
+        Annotated[dict[VersionText, Annotated[float, Meta(ge=0, le=1)]], Meta(min_length=1, max_length=MAX_SHARES)]
+        | None
+    ) = None
 
 
-async def get_alias(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which alias to point to what it pointed to before."""
+
+    alias: str = "latest"
+
+
+class AliasPast(msgspec.Struct, frozen=True):
+    """A target that the alias had."""
+
+    version: int | None
+    weights: dict[str, float]
+    since: float
+    """Unix time."""
+
+
+class AliasReply(msgspec.Struct, frozen=True):
+    """Where an alias points. `version` is null while it splits its calls."""
+
+    function: str
+    alias: str
+    version: int | None
+    weights: dict[str, float]
+    since: float
+    """Unix time."""
+    changes: int
+    """How often it was moved, its first target included."""
+    generation: int
+    """Of the function, as in the ETag."""
+    history: list[AliasPast]
+    """Earlier targets, the latest first."""
+
+
+@routes.tenant(
+    "GET /functions/{name}/aliases/{alias}",
+    "Where an alias points, and where it pointed before",
+    {200: AliasReply},
+    etag=True,
+)
+async def get_alias(request: Request, services: Services, tenant: str) -> Response:
     record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
     return _reply(record, request.path_params["alias"])
 
 
-async def put_alias(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant(
+    "PUT /functions/{name}/aliases/{alias}",
+    "Point an alias, new or known, to a version, or split its calls between some",
+    {200: AliasReply},
+    body=AliasTarget,
+    errors=(409,),
+    etag=True,
+    if_match=True,
+)
+async def put_alias(request: Request, services: Services, tenant: str) -> Response:
     name, moved = request.path_params["name"], request.path_params["alias"]
-    wanted = decode_json(await read_call_body(request, services.config), AliasTarget)
+    wanted = await read_message(request, services.config, AliasTarget)
     if (wanted.version is None) == (wanted.weights is None):
         raise ServiceError("validation_failed", "send exactly one of version and weights", param="version")
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
     weights = {str(wanted.version): 1.0} if wanted.weights is None else wanted.weights
-    with services.functions.changing(tenant, name):
-        record = await services.threads.write(
-            services.registry.changes.set_alias, tenant, name, moved, weights, if_match(request)
-        )
+    record = await services.functions.change(
+        services.registry.changes.set_alias, tenant, name, moved, weights, if_match(request)
+    )
     return _reply(record, moved)
 
 
-async def roll_back(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant(
+    "POST /functions/{name}/rollback",
+    "Point an alias to what it pointed to before",
+    {200: AliasReply},
+    body=Rollback,
+    errors=(409,),
+    etag=True,
+    if_match=True,
+)
+async def roll_back(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
-    wanted = decode_json(await read_call_body(request, services.config) or b"{}", Rollback)
-    with services.functions.changing(tenant, name):
-        record = await services.threads.write(
-            services.registry.changes.roll_back, tenant, name, wanted.alias, if_match(request)
-        )
+    wanted = await read_message(request, services.config, Rollback, absent=b"{}")
+    record = await services.functions.change(
+        services.registry.changes.roll_back, tenant, name, wanted.alias, if_match(request)
+    )
     return _reply(record, wanted.alias)
 
 
@@ -82,9 +143,3 @@ def _reply(record: FunctionRecord, name: str) -> Response:
 
 def _only(weights: dict[str, float]) -> int | None:
     return int(next(iter(weights))) if len(weights) == 1 else None
-
-
-routes = [
-    ExactRoute("/functions/{name}/aliases/{alias}", alias, methods=["GET", "PUT"]),
-    ExactRoute("/functions/{name}/rollback", roll_back, methods=["POST"]),
-]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,20 +16,23 @@ from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
 from cluster.state import Taken, TooManyNodes
 from gateway.http.bodies import read_body
-from gateway.http.params import known_only
-from gateway.http.routing import ExactRoute
-from gateway.services import Services, services_of
+from gateway.http.routing import Routes
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+routes = Routes()
 
 RECORD_LIMIT = 4 << 20
 """Bytes of a record: some 20,000 resident adapters."""
 RECORD_SECONDS = 5.0
 
 
+@routes.public("POST /cluster/record")
 async def record(request: Request) -> Response:
-    services = services_of(request)
+    services: Services = request.state.services
     if not is_authorized(request.headers.get("authorization"), services.secret):
         raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
-    known_only(request)
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
         told = decode_news(body)
@@ -58,6 +63,3 @@ async def take_news(services: Services, told: News | OldRecord, peer: str) -> Ta
     if await cluster.publish(news) == "gap":
         return await cluster.publish(news_of_old(told, None))
     return "taken"
-
-
-routes = [ExactRoute("/cluster/record", record, methods=["POST"])]

@@ -3,32 +3,65 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters import strict_json
+from adapters.function_changes import check_options
 from adapters.names import is_name
-from adapters.registry import Deployment, check_options
 from cluster.errors import ServiceError
-from gateway.api import schema
 from gateway.catalog.source_copy import allowed_place, copied_source
-from gateway.http.bodies import decode_json, media_type, read_call_body
+from gateway.http.bodies import media_type, read_message
 from gateway.http.multipart import Upload, receive_upload
-from gateway.http.params import flag, known_only
+from gateway.http.params import flag
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
-from gateway.services import Services, services_of
+from gateway.http.routing import BOOLEAN, Routes, parameter
+
+if TYPE_CHECKING:
+    from adapters.registry import Deployment
+    from gateway.services import Services
+
+routes = Routes()
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element, by the dtypes that adapters may have."""
 
 
-async def deploy(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
+class DeploySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A deploy from a place that the operator allows."""
+
+    source: Annotated[str, Meta(min_length=1, max_length=2048)]
+    policy: dict[str, Any] | None = None
+    alias: str | None = None
+
+
+class DeployReply(msgspec.Struct, frozen=True):
+    """`version` is null in a dry run."""
+
+    function: str
+    version: int | None
+    digest: str
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    bytes: int
+    warnings: tuple[str, ...]
+
+
+# `:path`, so that a name with slashes is a malformed name and not an unknown route.
+@routes.tenant(
+    "POST /deploy/{name:path}",
+    "Make an adapter's files, sent or in an allowed place, a version of a function; point an alias to it",
+    {201: DeployReply, 200: DeployReply},
+    parameters=(parameter("query", "dry_run", "Only validate; nothing is stored", BOOLEAN),),
+    body=DeploySource,
+    multipart=True,
+    errors=(409,),
+)
+async def deploy(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     if not is_name(name):
         raise ServiceError(
@@ -36,7 +69,6 @@ async def deploy(request: Request) -> Response:
             "a function's name has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit",
             param="name",
         )
-    known_only(request, "dry_run")
     dry_run = flag(request, "dry_run")
     given = media_type(request)
     if given == "application/json":
@@ -63,7 +95,7 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
 
 
 async def _from_source(services: Services, request: Request, tenant: str, name: str, dry_run: bool) -> Response:
-    body = decode_json(await read_call_body(request, services.config), schema.DeploySource)
+    body = await read_message(request, services.config, DeploySource)
     place = allowed_place(services.sources, body.source)
     check_options(body.alias, body.policy)
     with services.deploys.deploy(tenant):
@@ -89,8 +121,7 @@ async def _store(services: Services, tenant: str, name: str, given: _Given, dry_
                 services.registry.check, given.config, given.weights, name, given.alias, given.policy
             )
             return json_response(await _reply(services, checked))
-        with services.functions.changing(tenant, name):
-            made = await services.threads.write(services.registry.deploy, tenant, name, *given)
+        made = await services.functions.change(services.registry.deploy, tenant, name, *given)
     return json_response(await _reply(services, made), 201 if made.created else 200)
 
 
@@ -115,10 +146,10 @@ def _alias(upload: Upload) -> str | None:
         raise ServiceError("validation_failed", "an alias is made of a-z, 0-9, '.', '_', '-'", param="alias") from None
 
 
-async def _reply(services: Services, made: Deployment) -> schema.DeployReply:
-    fields = {field: getattr(made, field) for field in schema.DeployReply.__struct_fields__}
+async def _reply(services: Services, made: Deployment) -> DeployReply:
+    fields = {field: getattr(made, field) for field in DeployReply.__struct_fields__}
     fields["warnings"] = (*made.warnings, *await _room_warnings(services, made))
-    return msgspec.convert(fields, schema.DeployReply)
+    return msgspec.convert(fields, DeployReply)
 
 
 async def _room_warnings(services: Services, deployment: Deployment) -> list[str]:
@@ -142,7 +173,3 @@ async def _room_warnings(services: Services, deployment: Deployment) -> list[str
         f"the adapter takes {needed} bytes on a node, and the roomiest one has {room} bytes for an adapter: calls will "
         "be answered 413 until `adapter_memory` (and `host_memory`) are raised"
     ]
-
-
-# `:path`, so that a name with slashes is a malformed name and not an unknown route.
-routes = [ExactRoute("/deploy/{name:path}", deploy, methods=["POST"])]

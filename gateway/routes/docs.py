@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.http.params import known_only
-from gateway.http.routing import ExactRoute
+from gateway.http.routing import Endpoint, Routes
+
+routes = Routes()
 
 FOLDER = Path(__file__).parents[1] / "docs_page"
 VIEWER = "openapi-explorer-2.4.820.min.js"
@@ -32,19 +32,16 @@ HEADERS = {
 REVALIDATE, FOREVER = "no-cache", "public, max-age=31536000, immutable"
 
 
-def _file(name: str, media_type: str, cache: str) -> Callable[[Request], Awaitable[Response]]:
+def _file(name: str, media_type: str, cache: str) -> Endpoint:
     """Returns the endpoint that answers with one file of the page."""
     content = (FOLDER / name).read_bytes()
 
-    async def docs(request: Request) -> Response:
-        known_only(request)
+    async def docs(_: Request) -> Response:
         return Response(content, headers={**HEADERS, "cache-control": cache}, media_type=media_type)
 
     return docs
 
 
-routes = [
-    ExactRoute("/docs", _file("index.html", "text/html", REVALIDATE), methods=["GET"]),
-    ExactRoute("/docs/page.css", _file("page.css", "text/css", REVALIDATE), methods=["GET"]),
-    ExactRoute(f"/docs/{VIEWER}", _file(VIEWER, "text/javascript", FOREVER), methods=["GET"]),
-]
+routes.public("GET /docs")(_file("index.html", "text/html", REVALIDATE))
+routes.public("GET /docs/page.css")(_file("page.css", "text/css", REVALIDATE))
+routes.public(f"GET /docs/{VIEWER}")(_file(VIEWER, "text/javascript", FOREVER))

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.errors import NotFound
-from gateway.api.explain_schema import ExplainReply, reply_of
-from gateway.catalog.callers import TENANT_HEADER
-from gateway.http.params import known_only
+from gateway.calls.explanations import ExplainReply
+from gateway.http.params import TENANT_HEADER
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
-from gateway.services import services_of
+from gateway.http.routing import TENANT, Routes, parameter
+
+if TYPE_CHECKING:
+    from gateway.catalog.callers import Caller
+    from gateway.services import Services
+
+routes = Routes()
+_ID = parameter("path", "id", "The call's id, or the x-request-id of its reply", {"type": "string", "maxLength": 200})
 
 
-async def explain(request: Request) -> Response:
-    services = services_of(request)
-    caller = await services.callers.caller(request)
+@routes.caller(
+    "GET /explain/{id}",
+    "How a call was placed: candidates, forecasts, choice; its tenant's key, or an admin key",
+    {200: ExplainReply},
+    parameters=(_ID, TENANT),
+    errors=(400,),
+)
+async def explain(request: Request, services: Services, caller: Caller) -> Response:
     named = TENANT_HEADER in request.headers
     whose = None if caller.admin and not named else await services.callers.tenant(request)
-    known_only(request)
     wanted = request.path_params["id"]
-    found = await services.explanations.find(wanted, whose)
+    found = services.explanations.find(wanted, whose)
     if found is not None:
-        return json_response(reply_of(found))
+        return json_response(found.reply())
     told = await services.peers.ask(wanted, whose)
     if told is None:
         # Another tenant's call answers the same.
         raise NotFound(f"no call {wanted[:100]!r} is remembered; the latest few thousand are")
     return json_response(msgspec.json.decode(told, type=ExplainReply))
-
-
-routes = [ExactRoute("/explain/{id}", explain, methods=["GET"])]

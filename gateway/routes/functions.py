@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -11,24 +11,119 @@ from starlette.responses import Response
 
 from adapters.aliases import Alias
 from adapters.errors import NotFound
-from adapters.functions import BrokenFunction, FunctionRecord, Manifest, VersionEntry
+from adapters.functions import BrokenFunction, FunctionRecord, Manifest, Policy, VersionEntry
 from adapters.names import is_name
 from cluster.errors import ServiceError
-from cluster.state import NodeView
-from gateway.api import schema
-from gateway.http.bodies import decode_json, read_call_body
-from gateway.http.params import etag, flag, if_match, integer, known_only
+from gateway.http.bodies import read_message
+from gateway.http.params import etag, flag, if_match, integer
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
-from gateway.services import Services, services_of
+from gateway.http.routing import BOOLEAN, NAME_TEXT, Routes, parameter
+
+if TYPE_CHECKING:
+    from cluster.state import NodeView
+    from gateway.services import Services
+
+routes = Routes()
 
 MAX_PAGE = 1000
 
 
-async def list_functions(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request, "limit", "after")
+class Residency(msgspec.Struct, frozen=True):
+    """Where a version is: on which node, in which tier. Known of versions that the tenant has called since the gateway
+    started."""
+
+    version: int
+    node: str
+    tier: str
+
+
+class FunctionItem(msgspec.Struct, frozen=True):
+    name: str
+    versions: list[int]
+    aliases: dict[str, int | dict[str, float]]
+    ranks: list[int]
+    """Of the version that `latest` points to, like `bytes`; of that with the largest share, if there are several."""
+    bytes: int
+    residency: list[Residency]
+    error: str | None = None
+    """Why nothing else is known of it; null in good order."""
+
+
+class FunctionList(msgspec.Struct, frozen=True):
+    functions: list[FunctionItem]
+    next: str | None
+    """Send it as `after` for the next page."""
+
+
+class VersionItem(msgspec.Struct, frozen=True):
+    version: int
+    digest: str
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    bytes: int
+    created: float
+    """Unix time."""
+
+
+class VersionReply(msgspec.Struct, frozen=True):
+    """A version's manifest."""
+
+    function: str
+    version: int
+    digest: str
+    base_id: str
+    dtype: str
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    bytes: int
+    warnings: tuple[str, ...]
+    config_sha256: str
+    weights_sha256: str
+    created: float
+    """Unix time."""
+    source: str | None = None
+    """Where the files came from, if not with the request."""
+
+
+class VersionList(msgspec.Struct, frozen=True):
+    versions: list[VersionReply]
+
+
+class LastHour(msgspec.Struct, frozen=True):
+    """What this gateway saw of the function in the last 60 minutes."""
+
+    invocations: int
+    failures: int
+    prompt_tokens: int
+    completion_tokens: int
+    mean_ttft_ms: float | None
+
+
+class FunctionReply(msgspec.Struct, frozen=True):
+    name: str
+    created: float
+    generation: int
+    """Rises with each change of the function; the ETag."""
+    policy: dict[str, Any]
+    aliases: dict[str, int | dict[str, float]]
+    versions: list[VersionItem]
+    residency: list[Residency]
+    last_hour: LastHour
+
+
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": 100}
+
+
+@routes.tenant(
+    "GET /functions",
+    "The tenant's functions, a page at a time",
+    {200: FunctionList},
+    parameters=(
+        parameter("query", "limit", "Functions per page", _LIMIT),
+        parameter("query", "after", "`next` of the page before", NAME_TEXT),
+    ),
+)
+async def list_functions(request: Request, services: Services, tenant: str) -> Response:
     limit = integer(request, "limit", 100, 1, MAX_PAGE)
     after = request.query_params.get("after", "")
     if after and not is_name(after):
@@ -36,52 +131,54 @@ async def list_functions(request: Request) -> Response:
     records, following = await services.threads.read(services.registry.functions, tenant, after, limit)
     nodes = await services.cluster.nodes()
     items = [
-        schema.FunctionItem(record.name, [], {}, [], 0, [], error=record.problem)
+        FunctionItem(record.name, [], {}, [], 0, [], error=record.problem)
         if isinstance(record, BrokenFunction)
         else _item(record, _called(services, tenant, record), nodes)
         for record in records
     ]
-    return json_response(schema.FunctionList(functions=items, next=following))
+    return json_response(FunctionList(functions=items, next=following))
 
 
-async def function(request: Request) -> Response:
-    """One route for all methods, so that a 405 names them all."""
-    chosen = {"DELETE": delete_function, "PATCH": patch_function}.get(request.method, get_function)
-    return await chosen(request)
-
-
-async def get_function(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant(
+    "GET /functions/{name}",
+    "One function: policy, aliases, versions, where they are resident, its last hour",
+    {200: FunctionReply},
+    etag=True,
+)
+async def get_function(request: Request, services: Services, tenant: str) -> Response:
     record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
     return await _function_reply(services, tenant, record)
 
 
-async def patch_function(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant(
+    "PATCH /functions/{name}",
+    "Change the stated fields of a function's policy; null takes one back",
+    {200: FunctionReply},
+    body=Policy,
+    errors=(409,),
+    etag=True,
+    if_match=True,
+)
+async def change_policy(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
-    policy = decode_json(await read_call_body(request, services.config), dict[str, Any])
-    with services.functions.changing(tenant, name):
-        record = await services.threads.write(
-            services.registry.changes.set_policy, tenant, name, policy, if_match(request)
-        )
+    policy = await read_message(request, services.config, dict[str, Any])
+    record = await services.functions.change(
+        services.registry.changes.set_policy, tenant, name, policy, if_match(request)
+    )
     return await _function_reply(services, tenant, record)
 
 
 async def _function_reply(services: Services, tenant: str, record: FunctionRecord) -> Response:
     sums = await services.windows.last_hour(tenant, record.name)
-    reply = schema.FunctionReply(
+    reply = FunctionReply(
         name=record.name,
         created=record.created,
         generation=record.generation,
         policy=msgspec.to_builtins(record.policy),
         aliases=_aliases(record),
-        versions=[msgspec.convert(entry, schema.VersionItem, from_attributes=True) for entry in record.versions],
+        versions=[msgspec.convert(entry, VersionItem, from_attributes=True) for entry in record.versions],
         residency=_residency(_called(services, tenant, record), await services.cluster.nodes()),
-        last_hour=schema.LastHour(
+        last_hour=LastHour(
             invocations=sums.invocations,
             failures=sums.failures,
             prompt_tokens=sums.prompt_tokens,
@@ -92,47 +189,44 @@ async def _function_reply(services: Services, tenant: str, record: FunctionRecor
     return json_response(reply, headers={"etag": etag(record.generation)})
 
 
-async def delete_function(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request, "force")
+@routes.tenant(
+    "DELETE /functions/{name}",
+    "Delete a function: new calls answer 404 at once, running ones finish",
+    {204: None},
+    parameters=(parameter("query", "force", "Cancel the running ones, too", BOOLEAN),),
+    if_match=True,
+)
+async def delete_function(request: Request, services: Services, tenant: str) -> Response:
     force = flag(request, "force")
     name = request.path_params["name"]
-    with services.functions.changing(tenant, name):
-        await services.threads.write(services.registry.delete_function, tenant, name, if_match(request))
+    await services.functions.change(services.registry.delete_function, tenant, name, if_match(request))
     if force:
         await services.revoke(tenant, name, f"function {name} was deleted")
     return Response(status_code=204)
 
 
-async def list_versions(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant("GET /functions/{name}/versions", "The manifests of all versions", {200: VersionList})
+async def list_versions(request: Request, services: Services, tenant: str) -> Response:
     manifests = await services.threads.read(services.registry.versions, tenant, request.path_params["name"])
-    return json_response(schema.VersionList(versions=[_manifest(manifest) for manifest in manifests]))
+    return json_response(VersionList(versions=[_manifest(manifest) for manifest in manifests]))
 
 
-async def version(request: Request) -> Response:
-    """One route for both methods, so that a 405 names both."""
-    return await (delete_version if request.method == "DELETE" else get_version)(request)
-
-
-async def get_version(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant("GET /functions/{name}/versions/{version}", "The manifest of one version", {200: VersionReply})
+async def get_version(request: Request, services: Services, tenant: str) -> Response:
     name, number = request.path_params["name"], _number(request)
     return json_response(_manifest(await services.threads.read(services.registry.manifest, tenant, name, number)))
 
 
-async def delete_version(request: Request) -> Response:
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
+@routes.tenant(
+    "DELETE /functions/{name}/versions/{version}",
+    "Delete a version that no alias points to",
+    {204: None},
+    errors=(409,),
+    if_match=True,
+)
+async def delete_version(request: Request, services: Services, tenant: str) -> Response:
     name, number = request.path_params["name"], _number(request)
-    with services.functions.changing(tenant, name):
-        await services.threads.write(services.registry.delete_version, tenant, name, number, if_match(request))
+    await services.functions.change(services.registry.delete_version, tenant, name, number, if_match(request))
     return Response(status_code=204)
 
 
@@ -143,11 +237,11 @@ def _number(request: Request) -> int:
     return int(version)
 
 
-def _item(record: FunctionRecord, called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> schema.FunctionItem:
+def _item(record: FunctionRecord, called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> FunctionItem:
     weights = record.aliases["latest"].weights if "latest" in record.aliases else {}
     most = max(weights, key=weights.__getitem__, default="")
     latest = next((entry for entry in record.versions if str(entry.version) == most), None)
-    return schema.FunctionItem(
+    return FunctionItem(
         name=record.name,
         versions=[entry.version for entry in record.versions],
         aliases=_aliases(record),
@@ -168,25 +262,17 @@ def _pointed(alias: Alias) -> int | dict[str, float]:
 
 def _called(services: Services, tenant: str, record: FunctionRecord) -> list[VersionEntry]:
     """The versions whose residency the tenant may see: an adapter that it never ran is there for someone else."""
-    return [entry for entry in record.versions if services.called.has(tenant, entry.digest)]
+    return [entry for entry in record.versions if services.dispatcher.called.has(tenant, entry.digest)]
 
 
-def _residency(called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> list[schema.Residency]:
+def _residency(called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> list[Residency]:
     return [
-        schema.Residency(version=entry.version, node=node.record.id, tier=node.residents[entry.digest].tier)
+        Residency(version=entry.version, node=node.record.id, tier=node.residents[entry.digest].tier)
         for node in nodes
         for entry in called
         if entry.digest in node.residents
     ]
 
 
-def _manifest(manifest: Manifest) -> schema.VersionReply:
-    return msgspec.convert(manifest, schema.VersionReply, from_attributes=True)
-
-
-routes = [
-    ExactRoute("/functions", list_functions, methods=["GET"]),
-    ExactRoute("/functions/{name}", function, methods=["GET", "PATCH", "DELETE"]),
-    ExactRoute("/functions/{name}/versions", list_versions, methods=["GET"]),
-    ExactRoute("/functions/{name}/versions/{version}", version, methods=["GET", "DELETE"]),
-]
+def _manifest(manifest: Manifest) -> VersionReply:
+    return msgspec.convert(manifest, VersionReply, from_attributes=True)

@@ -9,42 +9,40 @@ from starlette.types import ASGIApp
 from cluster.errors import ServiceError
 from gateway.api import schema
 from gateway.calls.choices import collect
-from gateway.calls.invocation import Invocation, prepare
-from gateway.calls.parameters import Options, stated
+from gateway.calls.invocation import Invocation
+from gateway.calls.prepare import prepare
 from gateway.calls.prompts import Conversation, Source, prompts_of
 from gateway.calls.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.calls.unserved import UNSERVED, served_fields
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
 from gateway.http.event_stream import EventStream
-from gateway.http.params import asks_for_events, known_only, side
+from gateway.http.params import asks_for_events
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
+from gateway.http.routing import Routes, parameter
 from gateway.http.stopwatch import Stopwatch
-from gateway.services import Services, services_of
+from gateway.services import Services
+
+routes = Routes()
 
 
-async def invoke(request: Request) -> ASGIApp:
-    watch = Stopwatch()
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    watch.lap("auth")
-    known_only(request, "qualifier")
+@routes.call(
+    "POST /invoke/{target:path}",
+    "Generate text with a function",
+    {200: schema.InvokeReply},
+    parameters=(
+        parameter("path", "target", "`name`, `name:alias`, `name:version`, or the base model's id"),
+        parameter("query", "qualifier", "Alias or version, if the path names none"),
+    ),
+    body=schema.InvokeRequest,
+    stream="Events `token` (TokenEvent), then one `done` (DoneEvent), or `error` (ErrorReply)",
+)
+async def invoke(request: Request, services: Services, tenant: str, watch: Stopwatch) -> ASGIApp:
     data = await read_call_body(request, services.config)
     call = convert(served_fields(parse_json(data), UNSERVED), schema.InvokeRequest)
     watch.lap("body")
-    target = await services.functions.target(tenant, *_name_and_qualifier(request), side(request))
-    watch.lap("resolve")
-    invocation = await prepare(
-        services,
-        tenant=tenant,
-        target=target,
-        source=_source(call, services.base.vocab_size),
-        options=_options(call),
-        watch=watch,
-        receive=request.receive,
-        request_id=request.state.request_id,
-    )
+    named, source = _name_and_qualifier(request), _source(call, services.base.vocab_size)
+    invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
     if call.stream or asks_for_events(request.headers.get("accept", "")):
         return _stream(services, invocation, request.state.request_id)
     return await _whole(services, invocation, request)
@@ -90,10 +88,3 @@ def _source(call: schema.InvokeRequest, vocab_size: int) -> Source:
         return Conversation(msgspec.to_builtins(call.messages))
     assert call.prompt is not None
     return prompts_of(call.prompt, vocab_size)
-
-
-def _options(call: schema.InvokeRequest) -> Options:
-    return Options(**stated(call), logprobs=call.logprobs, echo=bool(call.echo))
-
-
-routes = [ExactRoute("/invoke/{target:path}", invoke, methods=["POST"])]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,40 +16,128 @@ from cluster.errors import ServiceError
 from cluster.messages import Adapter
 from cluster.news import NodeRecord
 from cluster.record_check import BadRecord
-from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
+from cluster.residency import (
+    AdapterState,
+    AdapterStates,
+    EvictOrder,
+    HeldTier,
+    LayerName,
+    Moved,
+    PrefetchOrder,
+)
 from cluster.state import NodeView
-from gateway.api import node_schema, schema
-from gateway.http.bodies import decode_json, read_body, require_json
-from gateway.http.params import known_only
+from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
+from gateway.http.routing import TENANT, Routes, parameter
 from gateway.routes.cluster import take_news
-from gateway.services import Services, services_of
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+routes = Routes()
+_NODE = parameter("path", "id", "The node, as GET /nodes names it")
+_TENANT = {**TENANT, "description": "Whose function is meant"}
+NODE_ERRORS = (502, 504)
 
 
-async def nodes(request: Request) -> Response:
-    services = await _admin(request)
-    return json_response(schema.NodeList(nodes=[_item(services, node) for node in await services.cluster.nodes()]))
+class NodeItem(msgspec.Struct, frozen=True):
+    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet;
+    `circuit` is whether the gateway worker that answers can reach it (`half_open`: one request may try)."""
+
+    record: dict[str, Any]
+    reserved: int
+    age: float
+    circuit: Literal["closed", "open", "half_open"]
 
 
-async def adapters(request: Request) -> Response:
-    services = await _admin(request)
+class NodeList(msgspec.Struct, frozen=True):
+    nodes: list[NodeItem]
+
+
+class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An adapter, by exactly one of the two: a `function` (also `name:alias` or `name:version`) of the tenant that
+    `x-garnish-tenant` names, or a version's `digest`."""
+
+    function: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)] | None = None
+
+
+class NodeAdapter(msgspec.Struct, frozen=True):
+    """An adapter on a node."""
+
+    digest: str
+    tier: HeldTier
+    """Where all of it is; `absent`: it is arriving from the registry."""
+    bytes: int
+    """In memory, or of its file on the disk; 0 until that is known."""
+    ranks: list[int]
+    """Of its projections, without repeats. Empty for one that is on the disk alone."""
+    in_use: int
+    """Requests that are computed with it."""
+    waiting: int
+    """Requests and prefetches that wait for it."""
+    layers: list[LayerName] | None
+    """While it loads: how far each layer has come. Null when it does not."""
+
+
+class NodeAdapters(msgspec.Struct, frozen=True):
+    node: str
+    adapters: list[NodeAdapter]
+    unnamed: int
+    """So many more are on the disk alone."""
+
+
+class MovedReply(msgspec.Struct, frozen=True):
+    """`tier` is where the adapter is now; null while its load goes on."""
+
+    node: str
+    digest: str
+    tier: HeldTier | None
+
+
+@routes.admin("GET /nodes", "The nodes as the scheduler sees them", {200: NodeList})
+async def list_nodes(_: Request, services: Services) -> Response:
+    return json_response(NodeList(nodes=[_item(services, node) for node in await services.cluster.nodes()]))
+
+
+@routes.admin(
+    "GET /nodes/{id}/adapters",
+    "The adapters on a node: tiers, and layer by layer while they load",
+    {200: NodeAdapters},
+    parameters=(_NODE,),
+    errors=NODE_ERRORS,
+)
+async def list_node_adapters(request: Request, services: Services) -> Response:
     node = await _node(services, request)
     _, found = await services.node_calls.ask(node, "/adapters", AdapterStates)
     listed = [_adapter(state) for state in found.adapters]
-    return json_response(node_schema.NodeAdapters(node=node.id, adapters=listed, unnamed=found.unnamed))
+    return json_response(NodeAdapters(node=node.id, adapters=listed, unnamed=found.unnamed))
 
 
-async def prefetch(request: Request) -> Response:
-    services = await _admin(request)
+@routes.admin(
+    "POST /nodes/{id}/prefetch",
+    "Bring an adapter to a node's device, or to its host memory if the device is in use",
+    {200: MovedReply, 202: MovedReply},
+    parameters=(_NODE, _TENANT),
+    body=AdapterRef,
+    errors=(409, *NODE_ERRORS),
+)
+async def prefetch(request: Request, services: Services) -> Response:
     adapter = await _named(services, request, await _ref(services, request))
     node = await _node(services, request)
     status, moved = await services.node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter))
     return _moved(node, moved, status)
 
 
-async def evict(request: Request) -> Response:
-    services = await _admin(request)
+@routes.admin(
+    "POST /nodes/{id}/evict",
+    "Take an adapter off a node's device, host memory and disk; 409 while it is in use",
+    {200: MovedReply},
+    parameters=(_NODE, _TENANT),
+    body=AdapterRef,
+    errors=(409, *NODE_ERRORS),
+)
+async def evict(request: Request, services: Services) -> Response:
     ref = await _ref(services, request)
     digest = ref.digest or (await _named(services, request, ref)).digest
     node = await _node(services, request)
@@ -55,17 +145,26 @@ async def evict(request: Request) -> Response:
     return _moved(node, moved, status)
 
 
-async def drain(request: Request) -> Response:
-    return await _set_draining(request, "/drain")
+@routes.admin(
+    "POST /nodes/{id}/drain",
+    "Give a node no new requests; running ones end",
+    {200: NodeItem},
+    parameters=(_NODE,),
+    errors=NODE_ERRORS,
+)
+async def drain_node(request: Request, services: Services) -> Response:
+    return await _set_draining(request, services, "/drain")
 
 
-async def undrain(request: Request) -> Response:
-    return await _set_draining(request, "/undrain")
+@routes.admin(
+    "POST /nodes/{id}/undrain", "Give it requests again", {200: NodeItem}, parameters=(_NODE,), errors=NODE_ERRORS
+)
+async def undrain_node(request: Request, services: Services) -> Response:
+    return await _set_draining(request, services, "/undrain")
 
 
-async def _set_draining(request: Request, path: str) -> Response:
+async def _set_draining(request: Request, services: Services, path: str) -> Response:
     """The node refuses by itself from now on; its new record is taken in here, so that none is sent there in vain."""
-    services = await _admin(request)
     node = await _node(services, request)
     await services.node_calls.order(node, path)
     told = await services.node_calls.ask_news(node)
@@ -79,13 +178,6 @@ async def _set_draining(request: Request, path: str) -> Response:
     raise ServiceError("node_failed", f"node {node.id} has fallen silent")
 
 
-async def _admin(request: Request) -> Services:
-    services = services_of(request)
-    await services.callers.admin(request)
-    known_only(request)
-    return services
-
-
 async def _node(services: Services, request: Request) -> NodeRecord:
     """Raises NotFound. The id is compared, and used for nothing else."""
     wanted = request.path_params["id"]
@@ -95,17 +187,14 @@ async def _node(services: Services, request: Request) -> NodeRecord:
     raise NotFound(f"there is no node {wanted[:100]!r}")
 
 
-async def _ref(services: Services, request: Request) -> node_schema.AdapterRef:
-    require_json(request)
-    config = services.config
-    body = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
-    ref = decode_json(body, node_schema.AdapterRef)
+async def _ref(services: Services, request: Request) -> AdapterRef:
+    ref = await read_message(request, services.config, AdapterRef)
     if (ref.function is None) == (ref.digest is None):
         raise ServiceError("validation_failed", "send exactly one of function and digest", param="function")
     return ref
 
 
-async def _named(services: Services, request: Request, ref: node_schema.AdapterRef) -> Adapter:
+async def _named(services: Services, request: Request, ref: AdapterRef) -> Adapter:
     """Raises NotFound when the registry has no such version, or no artifact of it for this base."""
     registry, read = services.registry, services.threads.read
     if ref.digest is not None:
@@ -121,35 +210,25 @@ async def _named(services: Services, request: Request, ref: node_schema.AdapterR
     return Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks)
 
 
-def _item(services: Services, node: NodeView) -> schema.NodeItem:
+def _item(services: Services, node: NodeView) -> NodeItem:
     record = node.record
     strict = msgspec.structs.asdict(record.strict) if record.strict is not None else None
     residents = [msgspec.structs.asdict(resident) for resident in node.residents.values()]
     told = {**msgspec.to_builtins(record), "strict": strict, "residents": residents}
     told.pop("received", None)
-    return schema.NodeItem(
+    return NodeItem(
         record=told,
         reserved=node.reserved,
         age=round(node.age, 3),
-        circuit=services.breakers.circuit(record.id, record.epoch),
+        circuit=services.dispatcher.client.breakers.circuit(record.id, record.epoch),
     )
 
 
-def _adapter(state: AdapterState) -> node_schema.NodeAdapter:
+def _adapter(state: AdapterState) -> NodeAdapter:
     fields = {**msgspec.structs.asdict(state), "layers": state.layers or None}
-    return msgspec.convert(fields, node_schema.NodeAdapter)
+    return msgspec.convert(fields, NodeAdapter)
 
 
 def _moved(node: NodeRecord, moved: Moved, status: int) -> Response:
     fields = {"node": node.id, "digest": moved.digest, "tier": moved.tier}
-    return json_response(msgspec.convert(fields, node_schema.MovedReply), status)
-
-
-routes = [
-    ExactRoute("/nodes", nodes, methods=["GET"]),
-    ExactRoute("/nodes/{id}/adapters", adapters, methods=["GET"]),
-    ExactRoute("/nodes/{id}/prefetch", prefetch, methods=["POST"]),
-    ExactRoute("/nodes/{id}/evict", evict, methods=["POST"]),
-    ExactRoute("/nodes/{id}/drain", drain, methods=["POST"]),
-    ExactRoute("/nodes/{id}/undrain", undrain, methods=["POST"]),
-]
+    return json_response(msgspec.convert(fields, MovedReply), status)

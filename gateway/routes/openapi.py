@@ -1,20 +1,198 @@
-"""GET /openapi.json: the contract as a document; no key needed."""
+"""GET /openapi.json: the table of routes, and the message types that check their requests, as a document.
+
+Run `python -m gateway.routes.openapi` after changing a message or a route; a test compares the committed file.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.http.openapi import render
-from gateway.http.params import known_only
-from gateway.http.routing import ExactRoute
+from gateway.api import openai_schema as openai
+from gateway.api import schema
+from gateway.http.routing import NAME_PATTERN, Operation, Routes
+from gateway.routes import (
+    aliases,
+    cluster,
+    deploy,
+    docs,
+    explain,
+    functions,
+    health,
+    invoke,
+    metrics,
+    nodes,
+    pools,
+    tenants,
+    tokens,
+    usage,
+)
+from gateway.routes import openai as openai_routes
+
+routes = Routes()
+CALLED = (invoke, openai_routes, tokens, deploy, functions, aliases)
+OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs)
+ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
+DOCUMENTED = [operation for operation in ALL if operation.summary]
+FILE = Path(__file__).parents[1] / "openapi.json"
+
+TAGS = {
+    "Calls": ("invoke", "explain"),
+    "Functions": ("deploy", "functions"),
+    "OpenAI-compatible": ("v1", "tokenize", "detokenize"),
+    "Operations": (),
+}
+"""Groups of routes, each by the first parts of its paths, in the order in which viewers list them."""
+
+STATUS_TEXT = {
+    400: "Broken JSON, a broken or slow body, an admin key without tenant; on /v1 also wrong fields",
+    401: "No key, or not a valid one",
+    403: "The key may not do this",
+    404: "No such function, version, alias, node or call, or it belongs to another tenant",
+    409: "Not while things are as they are: something is in use, there already or declared, a limit is reached",
+    412: "The function has changed since it had the ETag in If-Match",
+    413: "The body is over its limit",
+    415: "Another content type is expected",
+    422: "Wrong types, values or unknown fields; `param` names the field, `details` lists several problems",
+    429: "Full; try again after Retry-After seconds",
+    499: "Cancelled, because the function was deleted by force",
+    500: "Unexpected; the log has it under the request id",
+    502: "The node died and no other one could take over",
+    503: "No node, or no registry; try again after Retry-After seconds",
+    504: "The timeout passed before the first token",
+}
+
+
+def document() -> dict[str, Any]:
+    """The whole OpenAPI 3.1 document."""
+    schemas, components = _components()
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in DOCUMENTED:
+        path = re.sub(r":\w+}", "}", operation.path)
+        paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Garnish",
+            "version": "1",
+            "description": "LoRA adapters of one base model as serverless functions.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "security": [{"bearer": []}, {"apiKey": []}],
+        "tags": [{"name": tag} for tag in TAGS],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+            "schemas": components,
+        },
+    }
+
+
+def _components() -> tuple[dict[type[Any], Any], dict[str, Any]]:
+    """A reference per message type, and what the references point to."""
+    types: set[type[Any]] = {schema.ErrorReply, openai.OpenAIError, schema.TokenEvent, schema.DoneEvent}
+    types.add(openai.ChatChunk)
+    for operation in DOCUMENTED:
+        kinds = (*operation.replies.values(), operation.details.get("body"))
+        types |= {kind for kind in kinds if kind not in (None, str)}
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    return dict(zip(ordered, references, strict=True)), components
+
+
+def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "operationId": _id(operation.endpoint.__name__),
+        "tags": [_tag(operation.path)],
+        "summary": operation.summary,
+        "parameters": list(operation.parameters),
+        "responses": _responses(operation, schemas),
+    }
+    if not operation.key:
+        made["security"] = []
+    content: dict[str, Any] = {}
+    if operation.details.get("multipart"):
+        content["multipart/form-data"] = {"schema": _UPLOAD}
+    if "body" in operation.details:
+        content["application/json"] = {"schema": schemas[operation.details["body"]]}
+    if content:
+        made["requestBody"] = {"required": True, "content": content}
+    return made
+
+
+def _id(name: str) -> str:
+    """Returns a handler's name as clients that are generated spell it: `get_alias` is `getAlias`."""
+    return re.sub(r"_(\w)", lambda letter: letter[1].upper(), name)
+
+
+def _tag(path: str) -> str:
+    """Returns the group of routes under which viewers list this path."""
+    first = path.split("/")[1]
+    return next((tag for tag, firsts in TAGS.items() if first in firsts), "Operations")
+
+
+_UPLOAD = {
+    "type": "object",
+    "required": ["adapter_config.json", "adapter_model.safetensors"],
+    "additionalProperties": False,
+    "properties": {
+        "adapter_config.json": {"type": "string", "contentMediaType": "application/json"},
+        "adapter_model.safetensors": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "policy": {"type": "string", "contentMediaType": "application/json"},
+        "alias": {"type": "string", "pattern": NAME_PATTERN},
+    },
+}
+
+
+def _responses(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[str, Any]:
+    responses: dict[str, Any] = {}
+    for status, kind in operation.replies.items():
+        headers = {**_REQUEST_ID, **_ETAG} if operation.details.get("etag") else _REQUEST_ID
+        responses[str(status)] = {"description": "Done", "headers": headers}
+        if kind is str:
+            responses[str(status)]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+        elif kind is not None:
+            responses[str(status)]["content"] = {"application/json": {"schema": schemas[kind]}}
+        if "stream" in operation.details:
+            described = {"type": "string", "description": operation.details["stream"]}
+            responses[str(status)]["content"]["text/event-stream"] = {"schema": described}
+    error = schemas[openai.OpenAIError if operation.path.startswith("/v1/") else schema.ErrorReply]
+    for status in sorted(operation.errors):
+        content = {"application/json": {"schema": error}}
+        responses[str(status)] = {"description": STATUS_TEXT[status], "headers": _REQUEST_ID, "content": content}
+    return responses
+
+
+_REQUEST_ID = {
+    "x-request-id": {"description": "The caller's own, when it sent a sane one", "schema": {"type": "string"}}
+}
+_ETAG = {"etag": {"description": "The function's generation, for If-Match", "schema": {"type": "string"}}}
+
+
+def render() -> bytes:
+    """The document as it is committed and served."""
+    return json.dumps(document(), indent=1).encode() + b"\n"
+
 
 _DOCUMENT = render()
 
 
-async def openapi(request: Request) -> Response:
-    known_only(request)
+@routes.public("GET /openapi.json")
+async def openapi(_: Request) -> Response:
     return Response(_DOCUMENT, media_type="application/json")
 
 
-routes = [ExactRoute("/openapi.json", openapi, methods=["GET"])]
+ALL += routes
+
+if __name__ == "__main__":
+    FILE.write_bytes(render())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,20 +15,69 @@ from cluster.errors import ServiceError
 from cluster.leases import Lease
 from cluster.node_table import NodeTable
 from cluster.redis_link import RedisAway
-from gateway.api import pool_schema as schema
 from gateway.calls.holding import AUTOSCALER
-from gateway.http.bodies import decode_json, read_body, require_json
-from gateway.http.params import known_only
+from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
-from gateway.services import Services, services_of
+from gateway.http.routing import Routes
 from gateway.workers.pool_loads import PoolLoad
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+routes = Routes()
 
 RETRY_AFTER = 1.0
 
 
-async def pools(request: Request) -> Response:
-    services = await _admin(request)
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What calls ask, over the last ten seconds. Work is in nodes' time, by the nodes' cost models."""
+
+    open_requests: int
+    queue_wait: float
+    """Seconds, of the request that has waited longest; 0 when none waits."""
+    demand: float
+    """Work that arrives per second, in nodes."""
+    backlog: float
+    """Work that waits, in seconds of one node."""
+    attainment: float | None
+    """Share of the calls that got what they were promised; null where nothing was promised."""
+
+
+class Pool(Load, frozen=True, kw_only=True):
+    pool: str | None
+    """Null: nodes of no pool."""
+    nodes: int
+    """That report."""
+    ready: int
+
+
+class PoolList(msgspec.Struct, frozen=True):
+    pools: list[Pool]
+    unplaced: Load
+    """Requests that no node could take: held for a first node, or refused because all were full."""
+    workers: int
+    """Gateway workers whose counts these are."""
+    stale: float | None
+    """Seconds since the gateway's workers were last in step; null while they are."""
+    autoscaler: str | None
+    """Who holds the autoscaler's lease; null: nobody, or it can't be told."""
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    holder: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,200}$", max_length=200)]
+    seconds: Annotated[float, Meta(ge=0, le=300)]
+    """For so long from now; 0 gives it back."""
+
+
+class LeaseReply(msgspec.Struct, frozen=True):
+    holder: str | None
+    """Who has it now."""
+    seconds: float
+    """Until it ends by itself."""
+
+
+@routes.admin("GET /pools", "What calls ask of the node pools now", {200: PoolList})
+async def list_pools(_: Request, services: Services) -> Response:
     loads, workers = await services.windows.loads()
     nodes = await services.cluster.table()
     counted = Counter(nodes.record(row).pool for row in nodes.rows() if nodes.live[row])
@@ -35,9 +86,9 @@ async def pools(request: Request) -> Response:
         _pool(name, loads.get(name) or PoolLoad(name), counted[name], ready[name], _occupied(nodes, name))
         for name in sorted({*counted, *(name for name, load in loads.items() if name is not None and load.open)})
     ]
-    reply = schema.PoolList(
+    reply = PoolList(
         pools=listed,
-        unplaced=schema.Load(**_fields(loads.get(None) or PoolLoad(None))),
+        unplaced=Load(**_fields(loads.get(None) or PoolLoad(None))),
         workers=workers,
         stale=services.cluster.stale,
         autoscaler=await _holder(services),
@@ -45,12 +96,14 @@ async def pools(request: Request) -> Response:
     return json_response(reply)
 
 
-async def lease(request: Request) -> Response:
-    services = await _admin(request)
-    require_json(request)
-    config = services.config
-    body = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
-    asked = decode_json(body, schema.LeaseRequest)
+@routes.admin(
+    "PUT /pools/autoscaler",
+    "Take, prolong or give back the lease by which one autoscaler decides the pools' sizes",
+    {200: LeaseReply},
+    body=LeaseRequest,
+)
+async def lease_autoscaler(request: Request, services: Services) -> Response:
+    asked = await read_message(request, services.config, LeaseRequest)
     try:
         if asked.seconds > 0:
             held = await services.leases.take(AUTOSCALER, asked.holder, asked.seconds)
@@ -64,13 +117,6 @@ async def lease(request: Request) -> Response:
     return json_response(_lease(held))
 
 
-async def _admin(request: Request) -> Services:
-    services = services_of(request)
-    await services.callers.admin(request)
-    known_only(request)
-    return services
-
-
 async def _holder(services: Services) -> str | None:
     try:
         return (await services.leases.look(AUTOSCALER)).holder or None
@@ -78,14 +124,14 @@ async def _holder(services: Services) -> str | None:
         return None
 
 
-def _lease(held: Lease) -> schema.LeaseReply:
-    return schema.LeaseReply(holder=held.holder or None, seconds=round(held.seconds, 3))
+def _lease(held: Lease) -> LeaseReply:
+    return LeaseReply(holder=held.holder or None, seconds=round(held.seconds, 3))
 
 
-def _pool(name: str, load: PoolLoad, nodes: int, ready: int, occupied: float) -> schema.Pool:
+def _pool(name: str, load: PoolLoad, nodes: int, ready: int, occupied: float) -> Pool:
     fields = _fields(load)
     fields["demand"] += occupied
-    return schema.Pool(pool=name or None, nodes=nodes, ready=ready, **fields)
+    return Pool(pool=name or None, nodes=nodes, ready=ready, **fields)
 
 
 def _fields(load: PoolLoad) -> dict[str, Any]:
@@ -103,9 +149,3 @@ def _occupied(nodes: NodeTable, pool: str) -> float:
     rows = [row for row in nodes.rows() if nodes.live[row] and nodes.record(row).pool == pool]
     shares = [nodes.requests[row] / nodes.capacity[row] for row in rows if not nodes.modelled[row]]
     return float(np.sum(shares)) if shares else 0.0
-
-
-routes = [
-    ExactRoute("/pools", pools, methods=["GET"]),
-    ExactRoute("/pools/autoscaler", lease, methods=["PUT"]),
-]

@@ -2,94 +2,156 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from adapters import tenant_removal
 from adapters.errors import NotFound
 from adapters.names import NAME_RULE, is_name
-from adapters.tenant_removal import delete_tenant
+from adapters.slo import Slo, Weight
 from adapters.tenants import Limits, Tenant
-from gateway.api import admin_schema as schema
-from gateway.http.bodies import decode_json, read_body, require_json
-from gateway.http.params import known_only
+from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
-from gateway.services import Services, services_of
+from gateway.http.routing import Routes
 from gateway.workers.attainment import WINDOWS
 
+if TYPE_CHECKING:
+    from gateway.services import Services
 
-async def tenant(request: Request) -> Response:
-    """One route for all methods, so that a 405 names them."""
-    services = services_of(request)
-    await services.callers.admin(request)
-    known_only(request)
-    name = request.path_params["tenant"]
-    if not is_name(name):
-        raise NotFound(f"there is no tenant {name[:100]!r}: a tenant's name has {NAME_RULE}")
-    if request.method == "PUT":
-        return await _put(services, request, name)
-    if request.method == "DELETE":
-        return await _delete(services, name)
-    return json_response(await _reply(services, await services.threads.read(services.tenants.get, name)))
+routes = Routes()
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-async def _put(services: Services, request: Request, name: str) -> Response:
-    require_json(request)
-    config = services.config
-    data = await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
-    asked = decode_json(data, schema.TenantRequest)
-    try:
-        made, created = await services.threads.write(
-            services.tenants.replace, name, asked.limits or Limits(), asked.slo, asked.weight
-        )
-    finally:
-        services.tenant_changed(name)
+class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole of what is to hold; what is absent is not limited or promised."""
+
+    slo: Slo | None = None
+    limits: Limits | None = None
+    weight: Weight = 1.0
+    """Its share of the nodes is to the others' as its weight is to theirs."""
+
+
+class KeyItem(msgspec.Struct, frozen=True):
+    """A key without its text, which only its maker has seen. Times are Unix time."""
+
+    key_id: str
+    created: float
+    revoked: float | None
+
+
+class Attainment(msgspec.Struct, frozen=True):
+    """Shares of the calls that ended in a window, as all gateway workers saw them; null where there was
+    none, or nothing was promised."""
+
+    window_seconds: int
+    calls: int
+    ttft: float | None
+    tpot: float | None
+    all: float | None
+    """Everything that was promised held."""
+
+
+class TenantReply(msgspec.Struct, frozen=True):
+    id: str
+    slo: Slo
+    limits: Limits
+    weight: float
+    declared: bool
+    """Whether serverless.yml declares it: then only its keys can be changed here."""
+    keys: list[KeyItem]
+    attainment: list[Attainment]
+    """Of the SLO, over the last minute, ten minutes and hour; empty while nothing is promised."""
+
+
+class NewKeyReply(msgspec.Struct, frozen=True):
+    """`key` is shown this once; the service keeps a hash."""
+
+    tenant: str
+    key_id: str
+    key: str
+    created: float
+
+
+@routes.admin("GET /tenants/{tenant}", "A tenant: limits, and its keys without their text", {200: TenantReply})
+async def get_tenant(request: Request, services: Services) -> Response:
+    return json_response(await _reply(services, await services.threads.read(services.tenants.get, _name(request))))
+
+
+@routes.admin(
+    "PUT /tenants/{tenant}",
+    "Make a tenant, or replace its limits",
+    {201: TenantReply, 200: TenantReply},
+    body=TenantRequest,
+    errors=(409,),
+)
+async def put_tenant(request: Request, services: Services) -> Response:
+    name = _name(request)
+    asked = await read_message(request, services.config, TenantRequest)
+    limits = asked.limits or Limits()
+    made, created = await _change(services, name, services.tenants.replace, name, limits, asked.slo, asked.weight)
     return json_response(await _reply(services, made), 201 if created else 200)
 
 
-async def _delete(services: Services, name: str) -> Response:
-    try:
-        await services.threads.write(delete_tenant, services.tenants, services.registry, name)
-    finally:
-        services.tenant_changed(name)
+@routes.admin(
+    "DELETE /tenants/{tenant}",
+    "Delete a tenant: its keys end, then its functions are deleted",
+    {204: None},
+    errors=(409,),
+)
+async def delete_tenant(request: Request, services: Services) -> Response:
+    name = _name(request)
+    await _change(services, name, tenant_removal.delete_tenant, services.tenants, services.registry, name)
     return Response(status_code=204)
 
 
-async def add_key(request: Request) -> Response:
-    services = services_of(request)
-    await services.callers.admin(request)
-    known_only(request)
+@routes.admin(
+    "POST /tenants/{tenant}/keys",
+    "Make a key of a tenant, which is shown this once",
+    {201: NewKeyReply},
+    errors=(409,),
+)
+async def create_key(request: Request, services: Services) -> Response:
     name = request.path_params["tenant"]
     text, record = await services.threads.write(services.tenants.add_key, name)
-    made = schema.NewKeyReply(tenant=name, key_id=record.key_id, key=text, created=record.created)
+    made = NewKeyReply(tenant=name, key_id=record.key_id, key=text, created=record.created)
     return json_response(made, 201, {"cache-control": "no-store"})
 
 
-async def revoke_key(request: Request) -> Response:
-    services = services_of(request)
-    await services.callers.admin(request)
-    known_only(request)
+@routes.admin("DELETE /tenants/{tenant}/keys/{key_id}", "End a key within a second on every gateway", {204: None})
+async def revoke_key(request: Request, services: Services) -> Response:
     name = request.path_params["tenant"]
-    try:
-        await services.threads.write(services.tenants.revoke_key, name, request.path_params["key_id"])
-    finally:
-        services.tenant_changed(name)
+    await _change(services, name, services.tenants.revoke_key, name, request.path_params["key_id"])
     return Response(status_code=204)
 
 
-async def _reply(services: Services, tenant: Tenant) -> schema.TenantReply:
-    keys = [schema.KeyItem(key.key_id, key.created, key.revoked) for key in tenant.keys]
+async def _change(services: Services, tenant: str, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns what `change` does. Also when it fails, or its caller goes, the thread may have made the change."""
+    try:
+        return await services.threads.write(change, *args, **kwargs)
+    finally:
+        services.tenant_changed(tenant)
+
+
+def _name(request: Request) -> str:
+    """Raises NotFound for what can't be a tenant's name."""
+    name: str = request.path_params["tenant"]
+    if not is_name(name):
+        raise NotFound(f"there is no tenant {name[:100]!r}: a tenant's name has {NAME_RULE}")
+    return name
+
+
+async def _reply(services: Services, tenant: Tenant) -> TenantReply:
+    keys = [KeyItem(key.key_id, key.created, key.revoked) for key in tenant.keys]
     promised = tenant.slo.ttft_ms or tenant.slo.tpot_ms
     attained = await services.windows.attainment(tenant.id) if promised else []
     windows = [
-        schema.Attainment(seconds, kept.calls, kept.share("ttft"), kept.share("tpot"), kept.share("all"))
+        Attainment(seconds, kept.calls, kept.share("ttft"), kept.share("tpot"), kept.share("all"))
         for seconds, kept in zip(WINDOWS, attained, strict=False)
     ]
-    return schema.TenantReply(tenant.id, tenant.slo, tenant.limits, tenant.weight, tenant.declared, keys, windows)
-
-
-routes = [
-    ExactRoute("/tenants/{tenant}", tenant, methods=["GET", "PUT", "DELETE"]),
-    ExactRoute("/tenants/{tenant}/keys", add_key, methods=["POST"]),
-    ExactRoute("/tenants/{tenant}/keys/{key_id}", revoke_key, methods=["DELETE"]),
-]
+    return TenantReply(tenant.id, tenant.slo, tenant.limits, tenant.weight, tenant.declared, keys, windows)

@@ -4,22 +4,64 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ServiceError
 from cluster.text import BaseText, TextError
-from gateway.api.token_schema import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
-from gateway.calls.invocation import served_context
+from gateway.api import openai_schema as openai
+from gateway.api import schema
 from gateway.calls.model_names import check_model
+from gateway.calls.prepare import served_context
 from gateway.calls.prompts import INLINE_CHARACTERS, MESSAGE_CHARACTERS, in_text_thread
-from gateway.http.bodies import decode_json, read_call_body
-from gateway.http.params import known_only
+from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
-from gateway.services import Services, services_of
+from gateway.http.routing import Routes
+from gateway.services import Services
+
+routes = Routes()
+
+MAX_TOKENS = 1 << 19
+"""Ids of one list; a body of 1 MiB holds no more."""
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Exactly one of `prompt` and `messages`. All functions of a base have its tokenizer; without `model` the base is
+    meant."""
+
+    model: ModelName | None = None
+    prompt: schema.Text | None = None
+    messages: Annotated[list[openai.ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    """The tokenizer's, around the text. Default, as in calls: true for a prompt, false for messages, whose template
+    writes its own."""
+    add_generation_prompt: bool | None = None
+    """Of messages: whether the assistant's turn is opened. Default: true."""
+    return_token_strs: bool | None = None
+
+
+class TokenizeReply(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    """Tokens that prompt and output may have together on the nodes that serve now."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: ModelName | None = None
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=MAX_TOKENS)]
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True):
+    prompt: str
+
 
 T = TypeVar("T")
 
@@ -27,8 +69,15 @@ Tokenized = tuple[list[int], list[str] | None]
 """Ids, and the tokens as the vocabulary writes them."""
 
 
-async def tokenize(request: Request) -> Response:
-    services, call = await _read(request, TokenizeRequest)
+@routes.tenant(
+    "POST /tokenize",
+    "The token ids of a prompt or a conversation, as a call would have them",
+    {200: TokenizeReply},
+    body=TokenizeRequest,
+    errors=(499, 504),
+)
+async def tokenize(request: Request, services: Services, tenant: str) -> Response:
+    call = await _read(request, services, tenant, TokenizeRequest)
     if (call.prompt is None) == (call.messages is None):
         raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
     if call.messages is None and call.add_generation_prompt is not None:
@@ -45,8 +94,15 @@ async def tokenize(request: Request) -> Response:
     return json_response(TokenizeReply(len(tokens), context, tokens, strings))
 
 
-async def detokenize(request: Request) -> Response:
-    services, call = await _read(request, DetokenizeRequest)
+@routes.tenant(
+    "POST /detokenize",
+    "The text of token ids, special tokens included",
+    {200: DetokenizeReply},
+    body=DetokenizeRequest,
+    errors=(499, 504),
+)
+async def detokenize(request: Request, services: Services, tenant: str) -> Response:
+    call = await _read(request, services, tenant, DetokenizeRequest)
     text = await _run(services, request, lambda: services.text.decode(call.tokens), len(call.tokens), "tokens")
     return json_response(DetokenizeReply(text))
 
@@ -54,15 +110,12 @@ async def detokenize(request: Request) -> Response:
 Call = TypeVar("Call", TokenizeRequest, DetokenizeRequest)
 
 
-async def _read(request: Request, kind: type[Call]) -> tuple[Services, Call]:
+async def _read(request: Request, services: Services, tenant: str, kind: type[Call]) -> Call:
     """The checked body of a caller who may name its model."""
-    services = services_of(request)
-    tenant = await services.callers.tenant(request)
-    known_only(request)
-    call = decode_json(await read_call_body(request, services.config), kind)
+    call = await read_message(request, services.config, kind)
     if call.model is not None:
         await check_model(services, tenant, call.model)
-    return services, call
+    return call
 
 
 def _encode(text: BaseText, call: TokenizeRequest) -> list[int]:
@@ -92,9 +145,3 @@ async def _run(services: Services, request: Request, work: Callable[[], T], size
         return await in_text_thread(services.text_threads, work, deadline, request.receive)
     except TextError as error:
         raise ServiceError("validation_failed", str(error), param=field) from error
-
-
-routes = [
-    ExactRoute("/tokenize", tokenize, methods=["POST"]),
-    ExactRoute("/detokenize", detokenize, methods=["POST"]),
-]

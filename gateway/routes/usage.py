@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -15,26 +15,71 @@ from adapters.errors import NotFound
 from adapters.names import is_name
 from adapters.store import MAX_LIST
 from cluster.errors import ServiceError
-from gateway.api import admin_schema as schema
-from gateway.catalog.callers import TENANT_HEADER
-from gateway.http.params import known_only
+from gateway.http.params import TENANT_HEADER
 from gateway.http.responses import json_response
-from gateway.http.routing import ExactRoute
-from gateway.services import Services, services_of
+from gateway.http.routing import Routes, parameter
 from gateway.usage.hours import HOUR
 from gateway.usage.report import GROUPS, Group, Sheet, sum_usage
+
+if TYPE_CHECKING:
+    from gateway.catalog.callers import Caller
+    from gateway.services import Services
+
+routes = Routes()
 
 DEFAULT_HOURS = 24
 MAX_HOURS = 366 * 24
 LAST_TIME = 4102444800
 """Unix time of the year 2100."""
 TENANTS_AT_ONCE = 4
+_ABOUT_TIME = "Unix time, or ISO 8601 (UTC where it names no zone); widened to whole hours"
 
 
-async def usage(request: Request) -> Response:
-    services = services_of(request)
-    whose = await _whose(services, request)
-    known_only(request, "tenant", "from", "to", "group_by")
+class UsageSums(msgspec.Struct, frozen=True):
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    cold_starts: int
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """Sums of one group; what it is not grouped by is null, and so is the base model's version."""
+
+    tenant: str | None
+    function: str | None
+    version: int | None
+    hour: str | None
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    cold_starts: int
+
+
+class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "to"}):
+    """`from` and `to` are Unix time at whole hours: the time asked for, widened to them."""
+
+    start: int
+    end: int
+    group_by: list[str]
+    rows: list[UsageRow]
+    total: UsageSums
+
+
+@routes.caller(
+    "GET /usage",
+    "Requests, tokens and cold starts of the caller's tenant; with an admin key of any, or of all",
+    {200: UsageReply},
+    parameters=(
+        parameter("query", "tenant", "With an admin key: whose (all tenants, when absent)"),
+        parameter("query", "from", f"{_ABOUT_TIME}, 366 days before `to` at most. Default: 24 hours before `to`"),
+        parameter("query", "to", f"{_ABOUT_TIME}. Default: now"),
+        parameter("query", "group_by", "Of tenant, function, version, hour; several by commas. Default: function"),
+        parameter("header", TENANT_HEADER, "As `tenant`"),
+    ),
+    errors=(404,),
+)
+async def get_usage(request: Request, services: Services, caller: Caller) -> Response:
+    whose = _whose(request, caller)
     start, end = _span(request, time.time())
     sheet = Sheet(_groups(request))
     if whose is None:
@@ -45,16 +90,15 @@ async def usage(request: Request) -> Response:
             await services.callers.account(whose)  # a tenant that is gone may have used something, nobody has not
     empty: dict[str, None] = dict.fromkeys(GROUPS)
     rows = [
-        msgspec.convert({**empty, **groups, **msgspec.structs.asdict(sums)}, schema.UsageRow)
+        msgspec.convert({**empty, **groups, **msgspec.structs.asdict(sums)}, UsageRow)
         for groups, sums in sheet.ordered()
     ]
-    total = msgspec.convert(msgspec.structs.asdict(sheet.total), schema.UsageSums)
-    return json_response(schema.UsageReply(start, end, list(sheet.groups), rows, total))
+    total = msgspec.convert(msgspec.structs.asdict(sheet.total), UsageSums)
+    return json_response(UsageReply(start, end, list(sheet.groups), rows, total))
 
 
-async def _whose(services: Services, request: Request) -> str | None:
+def _whose(request: Request, caller: Caller) -> str | None:
     """The tenant meant; None: all of them."""
-    caller = await services.callers.caller(request)
     named, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
     if None not in (named, header) and named != header:
         raise ServiceError("validation_failed", f"{TENANT_HEADER} names another tenant", param="tenant")
@@ -119,6 +163,3 @@ def _time(request: Request, name: str, default: float) -> float:
         expected = "expected Unix time, or a time such as 2026-11-21T17:00Z"
         raise ServiceError("validation_failed", f"{name}: {expected}", param=name) from None
     return seconds
-
-
-routes = [ExactRoute("/usage", usage, methods=["GET"])]

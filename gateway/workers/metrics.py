@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -17,7 +18,6 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from cluster.messages import ColdStart
-from cluster.news import NodeRecord
 from cluster.node_book import NodeView
 from gateway.workers.attainment import PROMISES, WINDOWS, Kept, Promise
 
@@ -28,6 +28,18 @@ MAX_LABELS = 200
 
 DECISION_SECONDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+OF_NODES = (
+    ("running", "Requests in a node's batch"),
+    ("queued", "Requests in a node's queue"),
+    ("kv_blocks", "Blocks of the KV cache"),
+    ("kv_blocks_free", "Of them free"),
+    ("adapter_bytes", "Adapter memory on the device"),
+    ("adapter_bytes_free", "Of it free"),
+    ("forecast_ratio", "Observed over forecast time of a node's last passes, median"),
+)
+"""Fields of NodeRecord, each with what it says."""
 
 
 class LabelCap:
@@ -51,60 +63,36 @@ class Metrics:
         self._tenant = LabelCap()
         self._function = LabelCap()
         self._node = LabelCap()
-        own = self.registry
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry, buckets=SECONDS)
         owner = ("tenant", "function")
-        self._requests = Counter("garnish_requests", "Replies by route and status", ("route", "status"), registry=own)
-        self._invocations = Counter("garnish_invocations", "Invocations by outcome", (*owner, "outcome"), registry=own)
-        self._tokens = Counter("garnish_tokens", "Tokens by kind", (*owner, "kind"), registry=own)
-        self._ttft = Histogram("garnish_ttft_seconds", "Receipt to first token", owner, buckets=SECONDS, registry=own)
-        self._tpot = Histogram("garnish_tpot_seconds", "Between two tokens", owner, buckets=SECONDS, registry=own)
-        self._cold = Counter(
-            "garnish_cold_starts", "Invocations by where the adapter was", ("tier", "plan"), registry=own
-        )
-        self._exposed = Counter("garnish_exposed_load_seconds", "Computation waiting for adapter bytes", registry=own)
-        self._loads = Counter(
-            "garnish_cold_load_seconds",
-            "Loads of invocations' adapters: in all, and of that from the store or the disk",
-            ("part",),
-            registry=own,
-        )
-        self._forecast_error = Histogram(
-            "garnish_exposed_forecast_error_seconds",
-            "Exposed load, planned and real, apart",
-            buckets=SECONDS,
-            registry=own,
-        )
-        self._layers = Counter(
-            "garnish_cold_layers", "Layers begun before the whole adapter was there", ("where",), registry=own
-        )
-        self._replays = Counter("garnish_cold_replays", "Prompt chunks that a CPU worker failed", registry=own)
-        self._schedule = Histogram(
-            "garnish_schedule_seconds", "Placing one request", buckets=DECISION_SECONDS, registry=own
-        )
-        self._first_token_error = Histogram(
-            "garnish_ttft_forecast_error_seconds",
-            "First token, forecast at placement and real, apart",
-            ("came",),
-            buckets=SECONDS,
-            registry=own,
-        )
-        self._retries = Counter("garnish_retries", "Generations sent to another node after one failed", registry=own)
-        self._refusals = Counter(
-            "garnish_limited", "Calls refused by a limit of their tenant or function", ("tenant", "limit"), registry=own
-        )
-        self._opened = Counter(
-            "garnish_circuits_opened", "Nodes given up for a while, by a worker each", ("node",), registry=own
-        )
-        self._promises = Counter(
-            "garnish_slo_calls", "Calls to which a TTFT, a TPOT or any was promised", ("tenant", "slo"), registry=own
-        )
-        self._held = Counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"), registry=own)
-        self._preemptions = Counter(
-            "garnish_preemptions", "Places given up to strict requests", ("tenant",), registry=own
-        )
-        self._open = Gauge(
-            "garnish_open_invocations", "Invocations in progress", registry=own, multiprocess_mode="livesum"
-        )
+        self._requests = counter("garnish_requests", "Replies by route and status", ("route", "status"))
+        self._invocations = counter("garnish_invocations", "Invocations by outcome", (*owner, "outcome"))
+        self._tokens = counter("garnish_tokens", "Tokens by kind", (*owner, "kind"))
+        self._ttft = histogram("garnish_ttft_seconds", "Receipt to first token", owner)
+        self._tpot = histogram("garnish_tpot_seconds", "Between two tokens", owner)
+        self._cold = counter("garnish_cold_starts", "Invocations by where the adapter was", ("tier", "plan"))
+        self._exposed = counter("garnish_exposed_load_seconds", "Computation waiting for adapter bytes")
+        told = "Loads of invocations' adapters: in all, and of that from the store or the disk"
+        self._loads = counter("garnish_cold_load_seconds", told, ("part",))
+        told = "Exposed load, planned and real, apart"
+        self._forecast_error = histogram("garnish_exposed_forecast_error_seconds", told)
+        told = "Layers begun before the whole adapter was there"
+        self._layers = counter("garnish_cold_layers", told, ("where",))
+        self._replays = counter("garnish_cold_replays", "Prompt chunks that a CPU worker failed")
+        self._schedule = histogram("garnish_schedule_seconds", "Placing one request", buckets=DECISION_SECONDS)
+        told = "First token, forecast at placement and real, apart"
+        self._first_token_error = histogram("garnish_ttft_forecast_error_seconds", told, ("came",))
+        self._retries = counter("garnish_retries", "Generations sent to another node after one failed")
+        told = "Calls refused by a limit of their tenant or function"
+        self._refusals = counter("garnish_limited", told, ("tenant", "limit"))
+        self._opened = counter("garnish_circuits_opened", "Nodes given up for a while, by a worker each", ("node",))
+        told = "Calls to which a TTFT, a TPOT or any was promised"
+        self._promises = counter("garnish_slo_calls", told, ("tenant", "slo"))
+        self._held = counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"))
+        self._preemptions = counter("garnish_preemptions", "Places given up to strict requests", ("tenant",))
+        told = "Invocations in progress"
+        self._open = Gauge("garnish_open_invocations", told, registry=self.registry, multiprocess_mode="livesum")
 
     def count_request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -169,93 +157,62 @@ class Metrics:
     ) -> bytes:
         """Prometheus text format, of all workers, of the nodes as they are known now, and of what was kept of promises
         by tenant and window; `stale`: since how many seconds it knows no better."""
-        asked = CollectorRegistry()
+        counted, told, views = self.registry, CollectorRegistry(), list(nodes)
         if MULTIPROCESS in os.environ:
-            MultiProcessCollector(asked)  # type: ignore[no-untyped-call]
-        else:
-            asked.register(_Again(self.registry))
-        asked.register(_Nodes(list(nodes), stale or 0.0))
-        asked.register(_Promises(attained or {}, self._tenant))
-        return generate_latest(asked)
+            counted = CollectorRegistry()
+            MultiProcessCollector(counted)  # type: ignore[no-untyped-call]
+        told.register(_Told([*_of_nodes(views, stale or 0.0), *_residency(views), self._of_promises(attained or {})]))
+        return generate_latest(counted) + generate_latest(told)
 
-
-class _Again(Collector):
-    """The metrics of another registry."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._registry.collect())
-
-
-class _Nodes(Collector):
-    def __init__(self, views: list[NodeView], stale: float) -> None:
-        self._views, self._stale = views, stale
-        self._nodes = [view.record for view in views]
-
-    def collect(self) -> Iterator[Metric]:
-        told = "Since when the worker that answers has been without Redis"
-        yield GaugeMetricFamily("garnish_cluster_stale_seconds", told, value=self._stale)
-        states = GaugeMetricFamily("garnish_nodes", "Nodes by state", labels=("state",))
-        for state, count in sorted(Tally(node.state for node in self._nodes).items()):
-            states.add_metric((state,), count)
-        yield states
-        yield self._each("garnish_node_running", "Requests in a node's batch", lambda node: node.running)
-        yield self._each("garnish_node_queued", "Requests in a node's queue", lambda node: node.queued)
-        yield self._each("garnish_node_kv_blocks", "Blocks of the KV cache", lambda node: node.kv_blocks)
-        yield self._each("garnish_node_kv_blocks_free", "Of them free", lambda node: node.kv_blocks_free)
-        yield self._each("garnish_node_adapter_bytes", "Adapter memory on the device", lambda node: node.adapter_bytes)
-        yield self._each("garnish_node_adapter_bytes_free", "Of it free", lambda node: node.adapter_bytes_free)
-        yield self._forecasts()
-        yield from self._residency()
-
-    def _forecasts(self) -> GaugeMetricFamily:
-        told = "Observed over forecast time of a node's last passes, median"
-        family = GaugeMetricFamily("garnish_node_forecast_ratio", told, labels=("node",))
-        for node in self._nodes:
-            if node.forecast_ratio is not None:
-                family.add_metric((node.id,), node.forecast_ratio)
-        return family
-
-    def _each(self, name: str, told: str, value: Callable[[NodeRecord], int]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, told, labels=("node",))
-        for node in self._nodes:
-            family.add_metric((node.id,), value(node))
-        return family
-
-    def _residency(self) -> Iterator[Metric]:
-        adapters = GaugeMetricFamily("garnish_resident_adapters", "Adapters by tier", labels=("node", "tier"))
-        size = GaugeMetricFamily("garnish_resident_bytes", "Bytes of adapters by tier", labels=("node", "tier"))
-        for view in self._views:
-            count, total = Tally[str](), Tally[str]()
-            for resident in view.residents.values():
-                count[resident.tier] += 1
-                total[resident.tier] += resident.bytes
-            for tier in sorted(count):
-                adapters.add_metric((view.record.id, tier), count[tier])
-                size.add_metric((view.record.id, tier), total[tier])
-        yield adapters
-        yield size
-
-
-class _Promises(Collector):
-    def __init__(self, attained: Mapping[str, list[Kept]], label: Callable[[str], str]) -> None:
-        self._attained, self._label = attained, label
-
-    def collect(self) -> Iterator[Metric]:
+    def _of_promises(self, attained: Mapping[str, list[Kept]]) -> Metric:
         sums: dict[tuple[str, int], Kept] = {}
-        for tenant, windows in self._attained.items():
+        for tenant, windows in attained.items():
             for seconds, kept in zip(WINDOWS, windows, strict=True):
-                sums.setdefault((self._label(tenant), seconds), Kept()).add(kept)
-        family = GaugeMetricFamily(
-            "garnish_slo_attainment",
-            "Share of calls that got what was promised",
-            labels=("tenant", "slo", "window"),
-        )
+                sums.setdefault((self._tenant(tenant), seconds), Kept()).add(kept)
+        told = "Share of calls that got what was promised"
+        family = GaugeMetricFamily("garnish_slo_attainment", told, labels=("tenant", "slo", "window"))
         for (tenant, seconds), kept in sums.items():
             for promise in PROMISES:
                 share = kept.share(promise)
                 if share is not None:
                     family.add_metric((tenant, promise, f"{seconds}s"), share)
+        return family
+
+
+class _Told(Collector):
+    """What is known now, and was never counted here."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _of_nodes(views: list[NodeView], stale: float) -> Iterator[Metric]:
+    told = "Since when the worker that answers has been without Redis"
+    yield GaugeMetricFamily("garnish_cluster_stale_seconds", told, value=stale)
+    states = GaugeMetricFamily("garnish_nodes", "Nodes by state", labels=("state",))
+    for state, count in sorted(Tally(view.record.state for view in views).items()):
+        states.add_metric((state,), count)
+    yield states
+    for field, told in OF_NODES:
+        family = GaugeMetricFamily(f"garnish_node_{field}", told, labels=("node",))
+        for view in views:
+            if (value := getattr(view.record, field)) is not None:
+                family.add_metric((view.record.id,), value)
         yield family
+
+
+def _residency(views: list[NodeView]) -> Iterator[Metric]:
+    adapters = GaugeMetricFamily("garnish_resident_adapters", "Adapters by tier", labels=("node", "tier"))
+    size = GaugeMetricFamily("garnish_resident_bytes", "Bytes of adapters by tier", labels=("node", "tier"))
+    for view in views:
+        count, total = Tally[str](), Tally[str]()
+        for resident in view.residents.values():
+            count[resident.tier] += 1
+            total[resident.tier] += resident.bytes
+        for tier in sorted(count):
+            adapters.add_metric((view.record.id, tier), count[tier])
+            size.add_metric((view.record.id, tier), total[tier])
+    yield from (adapters, size)

@@ -72,7 +72,7 @@ class ExplanationAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"
 class ExplanationAnswered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
     number: str
     reply: bytes
-    """JSON of gateway.explain_schema.ExplainReply."""
+    """JSON of gateway.calls.explanations.ExplainReply."""
 
 
 Message = FunctionChanged | TenantChanged | CallsRevoked | DigestCalled | ExplanationAsked | ExplanationAnswered

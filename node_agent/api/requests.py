@@ -140,23 +140,7 @@ class RequestRegistry:
         """Give a request to the engine. Raises ServiceError when it can't be taken: now, here or at all."""
         self._received = self._received.with_one(request.place)
         self._check(request)
-        command = Submit(
-            id=request.id,
-            tenant=request.tenant,
-            token_ids=request.token_ids,
-            max_tokens=request.max_tokens,
-            sampling=request.sampling,
-            timeout=request.timeout,
-            adapter=request.adapter,
-            ignore_eos=request.ignore_eos,
-            function=request.function,
-            weight=request.weight,
-            slo_class=request.slo_class,
-            ttft=request.ttft,
-            tpot=request.tpot,
-            generated=request.generated,
-        )
-        self._send(command)
+        self._send(Submit(request))
         entry = InFlight(request)
         late = request.timeout + self.backstop
         entry.timer = asyncio.get_running_loop().call_later(late, self._expire, entry, late)

@@ -1,16 +1,16 @@
-"""What comes in: a Submit as the engine's request, and why one can't be served here."""
+"""What comes in: a GenerateRequest as the engine's request, and why one can't be served here."""
 
 from __future__ import annotations
 
 import time
 
+from cluster.messages import GenerateRequest
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.request import Request
-from node_agent.ipc import Submit
 
 
-def request_of(message: Submit) -> Request:
+def request_of(message: GenerateRequest) -> Request:
     return Request(
         id=message.id,
         tenant=message.tenant,

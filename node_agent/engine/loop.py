@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from cluster.messages import GenerateRequest
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
@@ -29,7 +30,7 @@ from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.rows import choose_hot
 from node_agent.engine.scheduler import Admission
 from node_agent.engine.waiting import WaitingQueue
-from node_agent.ipc import Admitted, EngineEvent, Generated, Submit, Top
+from node_agent.ipc import Admitted, EngineEvent, Generated, Top
 from node_agent.performance.drift import Drift
 from node_agent.runner.lora_choice import choose_lora
 from node_agent.runner.prompt_scores import all_finite
@@ -96,7 +97,7 @@ class Engine:
 
     # --- what the process around it calls
 
-    def submit(self, message: Submit) -> None:
+    def submit(self, message: GenerateRequest) -> None:
         """Queue a request, or answer at once why not. Its adapter's load starts now."""
         request = request_of(message)
         problem = self._problem(request)

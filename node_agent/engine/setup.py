@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_store
-from cluster.messages import Sampling
+from cluster.messages import GenerateRequest, Sampling
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
@@ -22,7 +22,7 @@ from node_agent.device import DTYPES, free_memory, pick_device
 from node_agent.engine.limits import Limits
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
-from node_agent.ipc import Finished, Submit
+from node_agent.ipc import Finished
 from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token, load_model
 
 MAX_CPU_KV = 1 << 30
@@ -86,7 +86,9 @@ def default_threads(model_dir: Path, left: int = 0, host_nodes: int = 1) -> int:
 
 def warm_up(engine: Engine) -> None:
     """A dummy prefill and decode, so that the first caller does not pay for lazy initialisation."""
-    engine.submit(Submit("warm-up", "", [1] * 8, 3, Sampling(temperature=0), timeout=300.0, ignore_eos=True))
+    engine.submit(
+        GenerateRequest("warm-up", "", "", [1] * 8, 3, Sampling(temperature=0), timeout=300.0, ignore_eos=True)
+    )
     while engine.busy:
         engine.step()
     last = engine.take_events()[-1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from statistics import median
 
-from cluster.messages import Sampling
+from cluster.messages import GenerateRequest, Sampling
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
-from node_agent.ipc import Finished, Generated, Submit
+from node_agent.ipc import Finished, Generated
 
 CALLERS = (1, 8)
 CONTEXT = 64
@@ -42,7 +42,7 @@ def _step_seconds(engine: Engine, rows: int) -> float | None:
     """Returns the median time of decode steps of so many dummy requests; None if they ended before one was timed."""
     names = [f"speed-{row}" for row in range(rows)]
     for name in names:
-        engine.submit(Submit(name, "", [1], STEPS, Sampling(temperature=0), timeout=30.0, ignore_eos=True))
+        engine.submit(GenerateRequest(name, "", "", [1], STEPS, Sampling(temperature=0), timeout=30.0, ignore_eos=True))
     took: list[float] = []
     started = set[str]()
     end = float("inf")

@@ -20,7 +20,8 @@ from adapters.base_model import BaseModel
 from adapters.errors import MAX_PROBLEMS, AdapterError, InspectionBusy, InvalidAdapter, TooLarge
 from adapters.inspector import Inspector
 from adapters.inspector_process import MEMORY_BYTES, NICENESS
-from adapters.peft_format import MAX_CONFIG_BYTES, MAX_HEADER_BYTES
+from adapters.peft_config import MAX_CONFIG_BYTES
+from adapters.peft_format import MAX_HEADER_BYTES
 from adapters.registry import Registry
 from adapters.validate import SPARE_TENSORS, TENSORS_PER_LAYER, Inspection, inspect_files
 

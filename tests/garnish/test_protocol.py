@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from garnish.connection import Connection
 from garnish.errors import GarnishError
 from garnish.protocol import EventReader, base_headers, error_of, invoke_call, parse
-from gateway.api.schema import FunctionList, TokenEvent
+from gateway.api.schema import TokenEvent
+from gateway.routes.functions import FunctionList
 
 DONE = {
     "id": "inv_1",

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.frames import Frames
-from cluster.messages import ColdStart
+from cluster.messages import ColdStart, GenerateRequest
 from node_agent.ipc import Admitted, Cancel, Command, EngineEvent, Finished, Generated, Ready, Stats, Submit, encode
 
 _command_decoder = msgspec.msgpack.Decoder(list[Command])
@@ -57,10 +57,10 @@ class ScriptedEngine:
                 self._commands += _command_decoder.decode(body)
         return self._commands.pop(0)
 
-    async def hear_submit(self) -> Submit:
+    async def hear_submit(self) -> GenerateRequest:
         command = await self.hear()
         assert isinstance(command, Submit), command
-        return command
+        return command.request
 
     async def hear_cancel(self) -> Cancel:
         command = await self.hear()

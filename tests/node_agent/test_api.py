@@ -51,16 +51,7 @@ def test_everything_that_the_engine_needs_is_passed_on(tmp_path: Path, stories_d
             engine = await node.engine()
             request = request_of(token_ids=[1, 2, 3], sampling=sampling, adapter=adapter, ignore_eos=True)
             async with node.generate(request) as stream:
-                assert await engine.hear() == Submit(
-                    id="r1",
-                    tenant="demo",
-                    token_ids=[1, 2, 3],
-                    max_tokens=100,
-                    sampling=sampling,
-                    timeout=60.0,
-                    adapter=adapter,
-                    ignore_eos=True,
-                )
+                assert await engine.hear() == Submit(request)
                 await engine.say(finished("r1"))
                 await stream.rest()
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import GREEDY, LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference, make_adapter
-from cluster.messages import Adapter, Sampling
+from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.engine.stats import stats_of
-from node_agent.ipc import Finished, Submit
+from node_agent.ipc import Finished
 from node_agent.types import Plan
 
 STORY = [1, 403, 407, 261]
@@ -93,7 +93,7 @@ def test_full_queue_answers_overloaded(make_engine: MakeEngine) -> None:
 def test_two_requests_of_one_id(make_engine: MakeEngine) -> None:
     engine = make_engine()
     first = engine.submit(STORY, 5)
-    engine.engine.submit(Submit(first, "test", STORY, 5, GREEDY, 10.0))
+    engine.engine.submit(GenerateRequest(first, "", "test", STORY, 5, GREEDY, 10.0))
     events = engine.engine.take_events()
     assert [e.error_type for e in events if isinstance(e, Finished)] == ["conflict"]
     engine.run()

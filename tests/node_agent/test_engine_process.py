@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.local_engine import MakeEngine
 from cluster.frames import Frames
-from cluster.messages import Sampling
+from cluster.messages import GenerateRequest, Sampling
 from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
 from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Submit, encode, event_decoder
 from tests.node_agent.test_newcomers import STORY, flooded
@@ -53,7 +53,7 @@ def test_calls_and_cancellations_do_not_wait_for_the_pass(
 
         def advancing() -> bool:
             if len(layers) == 1:  # while the second layer is computed
-                late = Submit("late", "v0", STORY, 2, sampling, timeout=60.0, ignore_eos=True)
+                late = Submit(GenerateRequest("late", "", "v0", STORY, 2, sampling, timeout=60.0, ignore_eos=True))
                 peer.sendall(encode([Cancel(computed[0]), late]))
             layers.append(advance())
             return layers[-1]

@@ -18,7 +18,7 @@ from stub_node import echo, refuse
 
 from cluster.news import Resident
 from cluster.performance_model import PerformanceModel
-from gateway.api.explain_schema import ExplainReply
+from gateway.calls.explanations import ExplainReply
 from tests.cluster.measured import PROFILE
 
 CALL = {"prompt": "x", "max_tokens": 3}

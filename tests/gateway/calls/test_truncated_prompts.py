@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.calls.parameters import DEFAULT_MAX_TOKENS, Options, kept_tokens, max_tokens_of
+from gateway.api.schema import GenerationParams
+from gateway.calls.parameters import DEFAULT_MAX_TOKENS, kept_tokens, max_tokens_of
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,6 @@ from gateway.calls.parameters import DEFAULT_MAX_TOKENS, Options, kept_tokens, m
 def test_truncating_a_prompt_leaves_room_for_the_output(
     stated: int | None, context: int, kept: int, output: int
 ) -> None:
-    options = Options(truncate_prompt_tokens=-1, max_tokens=stated)
+    options = GenerationParams(truncate_prompt_tokens=-1, max_tokens=stated)
     assert kept_tokens(options, context) == kept
     assert max_tokens_of(options, stated, kept, context, "prompt") == output

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.http.routing import mounted
 from gateway.routes import docs, openapi
 
 LINK = re.compile(r'(?:src|href|spec-url)="([^"]*)"')
@@ -85,7 +86,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     async def probe(request: Request) -> Response:
         return Response(PROBE, media_type="text/javascript")
 
-    routes = [Route("/docs", page), Route("/probe.js", probe), *docs.routes, *openapi.routes]
+    routes = [Route("/docs", page), Route("/probe.js", probe), *mounted([*docs.routes, *openapi.routes])]
     with served(Starlette(routes=routes)) as url:
         assert CHROMIUM is not None
         shown = subprocess.run(

@@ -23,8 +23,8 @@ from cluster.news import whole
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.secret import is_authorized
 from garnish.credentials import FILE_NAME, Credentials, write_credentials
-from gateway.api import node_schema, schema
 from gateway.calls import node_calls
+from gateway.routes import nodes
 
 DIGEST = "d" * 64
 STATES = AdapterStates(
@@ -94,7 +94,7 @@ def test_a_nodes_adapters_layer_by_layer(running: Running) -> None:
     node = operated(running)
     node.answer("/adapters", STATES)
     reply = running.client("admin").get("/nodes/n1/adapters")
-    found = msgspec.json.decode(reply.content, type=node_schema.NodeAdapters)
+    found = msgspec.json.decode(reply.content, type=nodes.NodeAdapters)
     assert (found.node, found.unnamed, len(found.adapters)) == ("n1", 7, 3)
     loaded, loading, kept = found.adapters
     assert (loaded.tier, loaded.in_use, loaded.ranks, loaded.layers) == ("device", 2, [8, 16], None)
@@ -207,9 +207,9 @@ def test_a_draining_node_gets_nothing_new_and_ends_what_runs(running: Running) -
     with client.stream("POST", f"/invoke/{running.base.id}", json=call) as reply:
         lines = reply.iter_lines()
         assert next(lines) == "event: token"
-        item = msgspec.json.decode(admin.post("/nodes/n1/drain").content, type=schema.NodeItem)
+        item = msgspec.json.decode(admin.post("/nodes/n1/drain").content, type=nodes.NodeItem)
         assert item.record["state"] == "draining"
-        listed = msgspec.json.decode(admin.get("/nodes").content, type=schema.NodeList).nodes
+        listed = msgspec.json.decode(admin.get("/nodes").content, type=nodes.NodeList).nodes
         assert [entry.record["state"] for entry in listed] == ["draining"]
         assert error_of(client.post(f"/invoke/{running.base.id}", json=CALL)) == (503, "unavailable")
         other = operated(running, "n2")

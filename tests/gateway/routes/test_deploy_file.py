@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from garnish import AsyncClient
-from gateway.api.schema import DeployReply
+from gateway.routes.deploy import DeployReply
 from tests.garnish.hub_server import running_hub
 
 

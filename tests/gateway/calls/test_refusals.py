@@ -10,7 +10,7 @@ from running_gateway import Running
 
 from gateway.calls.unserved import CHAT_UNSERVED, DOCS, UNSERVED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROUTES: dict[str, dict[str, Any]] = {
     "/invoke/stories260K": {"prompt": "Once", "max_tokens": 1},
     "/v1/completions": {"model": "stories260K", "prompt": "Once", "max_tokens": 1},

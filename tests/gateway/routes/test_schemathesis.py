@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway.http.openapi import FILE
+from gateway.routes.openapi import FILE
 
 CHECKS = [
     not_a_server_error,

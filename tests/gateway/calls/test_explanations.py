@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from gateway.calls.explanations import MAX_OF_CALL, Explained, MemoryExplanations, PlacedCall, Placement
+from gateway.calls.explanations import MAX_OF_CALL, Explained, Explanations, PlacedCall, Placement
 from gateway.scheduling.request import PlacementRequest
 
 
@@ -17,16 +15,16 @@ def call(number: int, tenant: str = "t", request_id: str | None = None) -> Place
     return PlacedCall(f"inv_{number}", request_id or f"req_{number}", tenant, "f")
 
 
-def keep(store: MemoryExplanations, made: PlacedCall) -> None:
-    asyncio.run(store.keep(made, placement(f"{made.id}-0")))
+def keep(store: Explanations, made: PlacedCall) -> None:
+    store.keep(made, placement(f"{made.id}-0"))
 
 
-def find(store: MemoryExplanations, wanted: str, tenant: str | None) -> Explained | None:
-    return asyncio.run(store.find(wanted, tenant))
+def find(store: Explanations, wanted: str, tenant: str | None) -> Explained | None:
+    return store.find(wanted, tenant)
 
 
 def test_each_name_finds_it_for_its_tenant_alone() -> None:
-    store = MemoryExplanations()
+    store = Explanations()
     keep(store, call(1))
     for name in ("inv_1", "inv_1-0", "inv_1-7", "req_1"):
         for whose in ("t", None):
@@ -38,7 +36,7 @@ def test_each_name_finds_it_for_its_tenant_alone() -> None:
 
 
 def test_a_request_id_that_several_used() -> None:
-    store = MemoryExplanations()
+    store = Explanations()
     keep(store, call(1, "t", "mine"))
     keep(store, call(2, "other", "mine"))
     keep(store, call(3, "other", "inv_1"))  # one that names itself like another's call
@@ -53,7 +51,7 @@ def test_a_request_id_that_several_used() -> None:
 
 
 def test_a_call_with_many_placements_is_bounded() -> None:
-    store, made = MemoryExplanations(), call(1)
+    store, made = Explanations(), call(1)
     for _ in range(MAX_OF_CALL + 5):
         keep(store, made)
     found = find(store, "inv_1", "t")
@@ -61,7 +59,7 @@ def test_a_call_with_many_placements_is_bounded() -> None:
 
 
 def test_the_oldest_goes_and_no_tenant_pushes_out_another() -> None:
-    store = MemoryExplanations(max_placements=60)
+    store = Explanations(max_placements=60)
     for number in range(20):
         keep(store, call(number, "small"))
     for number in range(100, 200):
@@ -75,7 +73,7 @@ def test_the_oldest_goes_and_no_tenant_pushes_out_another() -> None:
 
 
 def test_calls_with_many_placements_count_as_many() -> None:
-    store = MemoryExplanations(max_placements=40)
+    store = Explanations(max_placements=40)
     for number in range(10):
         for _ in range(10):
             keep(store, call(number))
@@ -83,7 +81,7 @@ def test_calls_with_many_placements_count_as_many() -> None:
 
 
 def test_more_tenants_than_placements_are_kept() -> None:
-    store = MemoryExplanations(max_placements=3)
+    store = Explanations(max_placements=3)
     for number in range(20):
         keep(store, call(number, f"t{number}"))
         assert find(store, f"inv_{number}", f"t{number}") is not None

@@ -17,10 +17,11 @@ from running_gateway import Running, upload
 from adapters.local_store import LocalStore
 from cluster.news import Resident, whole
 from cluster.secret import authorization
-from gateway.api import schema
 from gateway.app import ROUTES
-from gateway.http.openapi import FILE, document, render
 from gateway.routes import docs
+from gateway.routes.functions import FunctionReply, Residency, VersionList, VersionReply
+from gateway.routes.nodes import NodeList
+from gateway.routes.openapi import FILE, document, render
 from gateway.workers.called import CalledDigests
 
 
@@ -67,7 +68,7 @@ def test_records_of_another_version_or_size(gateway: Running) -> None:
 
 def test_nodes_as_the_scheduler_sees_them(gateway: Running) -> None:
     gateway.node(state="draining", running=3)
-    nodes = msgspec.json.decode(gateway.client("admin").get("/nodes").content, type=schema.NodeList).nodes
+    nodes = msgspec.json.decode(gateway.client("admin").get("/nodes").content, type=NodeList).nodes
     assert [(node.record["id"], node.record["state"]) for node in nodes] == [
         ("node-0", "ready"),
         ("node-1", "draining"),
@@ -96,14 +97,14 @@ def test_one_function(gateway: Running, pirate: dict) -> None:
     digest = client.post("/deploy/f", files=pirate).json()["digest"]
     client.post("/invoke/f", json={"prompt": "x", "max_tokens": 3})
     gateway.nodes[0].publish(gateway.url, residents=[Resident(digest=digest, tier="device", bytes=9, in_use=1)])
-    body = msgspec.json.decode(client.get("/functions/f").content, type=schema.FunctionReply)
+    body = msgspec.json.decode(client.get("/functions/f").content, type=FunctionReply)
     assert [version.version for version in body.versions] == [1]
     assert body.aliases == {"latest": 1}
-    assert body.residency == [schema.Residency(version=1, node="node-0", tier="device")]
+    assert body.residency == [Residency(version=1, node="node-0", tier="device")]
     assert (body.last_hour.invocations, body.last_hour.failures, body.last_hour.completion_tokens) == (1, 0, 3)
     assert body.last_hour.mean_ttft_ms is not None
-    versions = msgspec.json.decode(client.get("/functions/f/versions").content, type=schema.VersionList).versions
-    one = msgspec.json.decode(client.get("/functions/f/versions/1").content, type=schema.VersionReply)
+    versions = msgspec.json.decode(client.get("/functions/f/versions").content, type=VersionList).versions
+    one = msgspec.json.decode(client.get("/functions/f/versions/1").content, type=VersionReply)
     assert versions == [one]
     assert (one.digest, one.base_id) == (digest, "stories260K")
     for version in ("2", "x", "0", "1e0", "99999999999999"):
@@ -173,7 +174,7 @@ def test_delete(gateway: Running, pirate: dict) -> None:
 
 
 def test_the_committed_document_is_the_generated_one() -> None:
-    assert FILE.read_bytes() == render(), "run: python -m gateway.http.openapi"
+    assert FILE.read_bytes() == render(), "run: python -m gateway.routes.openapi"
 
 
 def test_the_document_is_valid_and_served(gateway: Running) -> None:

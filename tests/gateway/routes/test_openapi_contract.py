@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from running_gateway import Running
 
-from gateway.http.openapi import document
+from gateway.routes.openapi import document
 
 DOCUMENT = document()
 OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]

@@ -1,0 +1,168 @@
+"""A checked call becomes an invocation: its target resolved, its prompt as tokens, all defaults filled in."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+
+from adapters.slo import lower_class
+from adapters.tenants import Tenant
+from cluster.errors import ServiceError
+from cluster.messages import GenerateRequest, Sampling, version_for
+from gateway.api.schema import GenerationParams
+from gateway.calls.admission import call_of
+from gateway.calls.invocation import Echo, Invocation
+from gateway.calls.parameters import (
+    check_prompt_logprobs,
+    kept_tokens,
+    max_tokens_of,
+    merge,
+    sampling_of,
+    stops_of,
+)
+from gateway.calls.prompts import INLINE_CHARACTERS, Prompts, Source, tokens_of
+from gateway.catalog.functions import Target
+from gateway.http.params import side
+from gateway.http.stopwatch import Stopwatch
+from gateway.services import Services
+from gateway.usage.counts import BASE
+from gateway.usage.meter import Meter
+
+
+def new_id() -> str:
+    return f"inv_{secrets.token_hex(12)}"
+
+
+async def prepare(
+    request: Request,
+    services: Services,
+    tenant: str,
+    watch: Stopwatch,
+    *,
+    named: tuple[str, str | None],
+    source: Source,
+    stated: GenerationParams,
+) -> Invocation:
+    """Returns the call as nodes take it. `request` has given its whole body; `named`: a function's name and qualifier.
+
+    Raises NotFound, ClientGone, ServiceError: `validation_failed` when prompt and `max_tokens` don't fit the context,
+    when it has more choices than may run at once, or a parameter names what the base model has not.
+    """
+    target = await services.functions.target(tenant, *named, side(request))
+    watch.lap("resolve")
+    merged = merge(stated, target.defaults)
+    context = await served_context(services)
+    deadline = watch.received + _timeout(services, stated, target)
+    sampling = sampling_of(merged, services.text, services.base.vocab_size)
+    keep = kept_tokens(merged, context)
+    prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, request.receive, keep)
+    check_prompt_logprobs(merged, (merged.n or 1) * sum(map(len, prompts)))
+    account = await services.callers.account(tenant)
+    base, timeout = services.base.fingerprint, max(deadline - time.monotonic(), 0.001)
+    template = _template(base, target=target, account=account, merged=merged, sampling=sampling, timeout=timeout)
+    limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
+    requests = _requests(template, prompts, limits, merged.n or 1)
+    call = call_of(tenant, account.limits, target.function, target.max_concurrency, requests)
+    watch.lap("tokenize")
+    version = BASE if target.version is None else str(target.version)
+    return Invocation(
+        id=template.id,
+        tenant=tenant,
+        target=target,
+        requests=requests,
+        received=watch.received,
+        steps=dict(watch.steps),
+        call=call,
+        meter=Meter(len(requests), partial(services.usage.add, tenant, target.function, version)),
+        request_id=request.state.request_id,
+        choices=merged.n or 1,
+        echo=await _echo(services, source, prompts, merged),
+    )
+
+
+def _template(
+    base: str, *, target: Target, account: Tenant, merged: GenerationParams, sampling: Sampling, timeout: float
+) -> GenerateRequest:
+    """What all of a call's requests have in common; its id is the call's."""
+    slo = account.slo
+    return GenerateRequest(
+        id=new_id(),
+        base=base,
+        tenant=account.id,
+        token_ids=[],
+        max_tokens=1,
+        sampling=sampling,
+        timeout=timeout,
+        adapter=target.adapter,
+        stop=stops_of(merged.stop),
+        ignore_eos=bool(merged.ignore_eos),
+        function=_opaque(target),
+        weight=account.weight,
+        slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
+        ttft=_seconds(slo.ttft_ms),
+        tpot=_seconds(slo.tpot_ms),
+        v=version_for(sampling),
+    )
+
+
+def _requests(
+    template: GenerateRequest, prompts: list[list[int]], limits: list[int], choices: int
+) -> list[GenerateRequest]:
+    """One per prompt and choice; `limits`: of each prompt, the most tokens of its outputs."""
+    return [
+        msgspec.structs.replace(
+            template,
+            id=f"{template.id}-{index * choices + choice}",
+            token_ids=tokens,
+            max_tokens=limit,
+            sampling=msgspec.structs.replace(template.sampling, choice=choice),
+        )
+        for index, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
+        for choice in range(choices)
+    ]
+
+
+async def _echo(services: Services, source: Source, prompts: list[list[int]], merged: GenerationParams) -> list[Echo]:
+    """Of each prompt; none where they are not to be echoed. Long ones are decoded in a thread."""
+    if not merged.echoes or not isinstance(source, Prompts):
+        return []
+    text, own = services.text, source
+    skip, truncated = merged.skip_special_tokens is not False, merged.truncate_prompt_tokens is not None
+
+    def decode() -> list[Echo]:
+        texts = own.texts(text, prompts, truncated=truncated, skip_special=skip)
+        firsts = [text.tokenizer.decode(tokens[:1], skip_special_tokens=False) for tokens in prompts]
+        return [Echo(*pair) for pair in zip(texts, firsts, strict=True)]
+
+    return decode() if source.characters <= INLINE_CHARACTERS else await services.text_threads.run(decode)
+
+
+async def served_context(services: Services) -> int:
+    """Tokens that prompt and output may have together on the roomiest node that serves now.
+
+    While none does, the base's own: placement then answers that the call may be tried again.
+    """
+    longest = (await services.cluster.table()).serving(services.base.fingerprint).longest
+    # A node that is starting tells no context yet: its 0 must not refuse anything.
+    return min(services.base.max_context, longest or services.base.max_context)
+
+
+def _timeout(services: Services, stated: GenerationParams, target: Target) -> float:
+    if stated.timeout is not None and stated.timeout > services.config.max_timeout:
+        limit = services.config.max_timeout
+        raise ServiceError("validation_failed", f"timeout may be at most {limit:g} s here", param="timeout")
+    return stated.timeout or target.timeout or services.config.request_timeout
+
+
+def _opaque(target: Target) -> str:
+    """The function's name as nodes know it: it tells only which calls are of one function."""
+    return "" if target.adapter is None else hashlib.blake2b(target.function.encode(), digest_size=8).hexdigest()
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
