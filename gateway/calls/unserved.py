@@ -54,6 +54,14 @@ CHAT_UNSERVED = {
 """On /v1/chat/completions alone."""
 
 
+ROLES = {"tool": _TOOLS, "function": _TOOLS}
+PARTS = dict.fromkeys(
+    ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file"),
+    "the base reads text alone: say in words what it is to know",
+)
+"""Of a message: roles, and kinds of parts of its content."""
+
+
 def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, ...] = ()) -> Any:
     """The body without fields that ask for nothing. Raises ServiceError for one that asks for what is not served."""
     if not isinstance(body, dict):
@@ -62,6 +70,28 @@ def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, 
         neutral, instead = unserved[field]
         # 1 == True in Python, but not in JSON.
         if not any(body[field] == value and type(body[field]) is type(value) for value in neutral):
-            message = f"{field} is not served; {instead} ({DOCS})"
-            raise ServiceError("validation_failed", message, param=field)
+            raise _refusal(field, field, instead)
+    if body.get("max_tokens") == 0:
+        raise _refusal(
+            "max_tokens 0", "max_tokens", "to score a prompt use 1, with prompt_logprobs, or echo and logprobs"
+        )
+    _check_messages(body.get("messages"))
     return {field: value for field, value in body.items() if field not in unserved and field not in ignored}
+
+
+def _check_messages(messages: Any) -> None:
+    """What is no list of messages is refused later, by its type."""
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict):
+            continue
+        role, content, where = message.get("role"), message.get("content"), f"messages[{index}]"
+        if isinstance(role, str) and role in ROLES:
+            raise _refusal(f"role {role}", f"{where}.role", ROLES[role])
+        for at, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind in PARTS:
+                raise _refusal(kind, f"{where}.content[{at}].type", PARTS[kind])
+
+
+def _refusal(what: str, param: str, instead: str) -> ServiceError:
+    return ServiceError("validation_failed", f"{what} is not served; {instead} ({DOCS})", param=param)

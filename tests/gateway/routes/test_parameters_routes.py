@@ -125,6 +125,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {}}}, "structured_outputs", "docs/guide/invoke.md"),
     ({"tools": [{"type": "function"}]}, "tools", "parse the text"),
     ({"priority": 3}, "priority", "slo_class"),
+    ({"max_tokens": 0}, "max_tokens", "to score a prompt use 1, with prompt_logprobs"),
 ]
 
 
@@ -157,6 +158,18 @@ def test_refusals_of_one_route(gateway: Running) -> None:
     assert "prompt_logprobs" in gateway.client().post(ROUTES[0], json=body).json()["error"]["message"]
     chat = gateway.client().post("/v1/chat/completions", json={"model": "stories260K", **body})
     assert (chat.status_code, chat.json()["error"]["param"]) == (400, "echo")
+    for message, param, says in [
+        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "messages[0].role", "role tool is not served; describe"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]},
+         "messages[0].content[1].type", "image_url is not served; the base reads text alone"),
+        ({"role": "nurse", "content": "a"}, "messages[0].role", "nurse"),
+        ({"role": ["tool"], "content": 4}, "messages[0].role", "str"),
+    ]:  # fmt: skip
+        for route, said in (("/v1/chat/completions", {"model": "stories260K"}), (ROUTES[0], {})):
+            reply = gateway.client().post(route, json={**said, "messages": [message]})
+            error = reply.json()["error"]
+            assert reply.status_code == (400 if said else 422) and error["param"] == param, (message, error)
+            assert says in error["message"], (message, error)
 
 
 JSON = st.recursive(
