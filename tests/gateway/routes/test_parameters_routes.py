@@ -159,7 +159,7 @@ def test_refusals_of_one_route(gateway: Running) -> None:
     chat = gateway.client().post("/v1/chat/completions", json={"model": "stories260K", **body})
     assert (chat.status_code, chat.json()["error"]["param"]) == (400, "echo")
     for message, param, says in [
-        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "messages[0].role", "role tool is not served; describe"),
+        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "messages[0].role", "role tool is not served"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]},
          "messages[0].content[1].type", "image_url is not served; the base reads text alone"),
         ({"role": "nurse", "content": "a"}, "messages[0].role", "nurse"),
