@@ -13,6 +13,7 @@ of the oracle, less 1, on a shorter piece of the trace, for the oracle is slow.
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ import msgspec
 import numpy as np
 
 from adapters.base_model import load_base_model
+from benchmarks.ablation import HALVES, Case, ablation_rows, all_variants
+from benchmarks.ablation import figures_of as ablation_figures
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.testbed import NODES, bed, play, registry_of
 from benchmarks.trace import FILE as MAF
@@ -39,13 +42,15 @@ RANKS = (8, 16, 32, 64)
 MEAN_PROMPT, MEAN_OUTPUT = 115, 96
 FULL = {
     "sim_nodes": SIM_NODES, "sim_loads": [1.0, 0.9, 0.75, 0.6], "sim_seconds": 600.0,
-    "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS,
+    "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS, "ablate_loads": [1.0, 0.75],
+    "ablate_seeds": 5,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": list(POLICIES), "bed_loads": [0.6, 0.8, 1.0],
     "bed_seconds": 30.0, "bed_functions": 64, "bed_longest": 256,
 }  # fmt: skip
 QUICK = {
     "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 20.0,
-    "oracle_seconds": 4.0, "functions": 400,
+    "oracle_seconds": 4.0, "functions": 400, "ablate_loads": [1.0],
+    "ablate_seeds": 1,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": ["rank_aware", "random"], "bed_loads": [0.6],
     "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30,
 }  # fmt: skip
@@ -167,18 +172,44 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+def ablate(profiles: list[str], half: str, variants: list[str], settings: dict[str, Any], file: Path | None) -> None:
+    """Writes the report anew after each seed: the whole takes long."""
+    probe, rows = contention_probe(), []
+    for seed in HALVES[half].seeds[: settings["ablate_seeds"]]:
+        for name in profiles:
+            profile, nodes = load_profile(name), settings["sim_nodes"]
+            whole = SIM_RATE * work(load_profile("papers")) / work(profile) * nodes / SIM_NODES
+
+            def laws(load: float, seed: int, case: Case, whole: float = whole) -> Laws:
+                seconds, functions = settings["sim_seconds"], settings["functions"]
+                part = HALVES[half].functions
+                return Laws(seed, RANKS, functions, whole * load, seconds, MEAN_OUTPUT, 0, part, case.shifted)
+
+            rows += ablation_rows(name, profile, half, variants, laws, settings["ablate_loads"], nodes, seed)
+        settings |= {"half": half, "probe_before_ms": probe, "probe_after_ms": contention_probe(), "slo": DEFAULT_SLO}
+        document = report("routing_ablation", settings, 0, rows, ablation_figures(rows), simulated=True)
+        if file is not None:
+            file.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--profiles", default=",".join(profile_names()), help="committed ones, by commas (all)")
     parser.add_argument("--only", choices=("sim60", "testbed8"), help="leave the other one out")
     parser.add_argument("--seconds", type=float, help="of SIM-60's trace, instead of ten minutes")
+    parser.add_argument("--ablate", choices=tuple(HALVES), help="SIM-60 with one term off at a time, on this half")
+    parser.add_argument("--variants", help="of --ablate, by commas (all)")
     options = parser.parse_args()
     settings: dict[str, Any] = dict(QUICK if options.quick else FULL)
     if options.seconds:
         settings["sim_seconds"] = options.seconds
+    profiles = options.profiles.split(",")[: 1 if options.quick else None]
+    if options.ablate:
+        variants = options.variants.split(",") if options.variants else all_variants()
+        return ablate(profiles, options.ablate, variants, settings, options.json)
     probe, rows = contention_probe(), []
-    for name in options.profiles.split(",")[: 1 if options.quick else None]:
+    for name in profiles:
         profile = load_profile(name)
         if options.only != "testbed8":
             rows += sim_rows(name, profile, settings, options.seed)
