@@ -1,4 +1,4 @@
-"""What each term of `rank_aware` brings: the policy with one term off at a time, on SIM-60, paired over seeds.
+"""What each term of `rank_aware` brings: the policy with one term off at a time, in simulation, paired over seeds.
 
 Functions and seeds are split in halves: terms are chosen on one, figures are published from the other. `exact`: nodes
 take as long as their models say, and clones of a function burst in the same minute. `error`: each node is slower or
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.routing_variants import VARIANTS, maker
-from benchmarks.trace import FILE as MAF
 from garnish.simulation.job import Job, TraceRequest
 from garnish.simulation.node import Pace
 from garnish.simulation.outcome import summarise
@@ -27,8 +26,6 @@ from garnish.simulation.prepare import make_jobs
 from garnish.simulation.profile import NodeProfile
 from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import DEFAULT_SLO, Slo, parse_slo
-from garnish.simulation.traces.laws import Laws
-from garnish.simulation.traces.read import read_trace
 
 NODE_SD, PASS_SD = 0.15, 0.1
 """Of a node's factor, and of a pass's."""
@@ -69,25 +66,22 @@ def pace(case: Case, seed: int, node: int) -> Pace:
 
 
 def ablation_rows(
-    name: str,
+    place: dict[str, Any],
     profile: NodeProfile,
-    half: str,
-    variants: Sequence[str],
-    laws: Callable[[float, int, Case], Laws],
-    loads: Sequence[float],
     nodes: int,
-    seed: int,
+    variants: Sequence[str],
+    traces: Callable[[float, Case], Sequence[TraceRequest]],
+    loads: Sequence[float],
+    seconds: float,
 ) -> list[dict[str, Any]]:
-    """A row per load, case and variant. `laws` of a load, a seed and a case."""
+    """A row per load, case and variant; `place` says what they share, the seed among it."""
     slo, rows = parse_slo(DEFAULT_SLO, profile), []
     for load in loads:
         for case in CASES:
-            drawn = laws(load, seed, case)
-            requests = read_trace(MAF, drawn)[1]
+            requests = traces(load, case)
             for variant in variants:
-                found = _run(profile, nodes, variant, requests, slo, partial(pace, case, seed), drawn.seconds or 0)
-                place = {"profile": name, "half": half, "load": load, "case": case.name, "seed": seed}
-                rows.append({**place, "rate": drawn.rate, "variant": variant, **found})
+                found = _run(profile, nodes, variant, requests, slo, partial(pace, case, place["seed"]), seconds)
+                rows.append({**place, "load": load, "case": case.name, "variant": variant, **found})
                 print(*rows[-1].values(), file=sys.stderr, flush=True)
     return rows
 
@@ -145,10 +139,10 @@ def paired(rows: Sequence[dict[str, Any]], measure: str, variant: str, against: 
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """`attain_` and `goodput_` of a variant, then the half, profile, load and case: means over seeds."""
+    """`attain_` and `goodput_` of a variant, then the study, profile, load and case: means over seeds."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        place = f"{row['half']}_{row['profile']}_{row['load']:g}_{row['case']}"
+        place = f"{row['study']}_{row['profile']}_{row['load']:g}_{row['case']}"
         found.setdefault(f"{row['variant'].replace(' ', '_')}_{place}", []).append(row)
     return {
         f"{short}_{name}": mean(row[measure] for row in each)

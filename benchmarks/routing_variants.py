@@ -1,4 +1,4 @@
-"""`rank_aware` with single terms switched off or set to a neutral value, for the ablation alone: users see no switch."""
+"""`rank_aware` with single terms switched off or set to a neutral value: for the ablation, users see no switch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class Weights:
     """a cold prompt counts one step more"""
     prompts: bool = True
     """it waits for the prompts before it"""
+    two_passes: bool = True
+    """which are in a pass of their own, before the one with its prompt; else in the same one"""
     rows: bool = True
     """it waits for a row, or for memory"""
     exposed: bool = True
@@ -73,13 +75,14 @@ class Variant(RankAware):
                 if charge is not None:
                     totals = np.fmin(totals + charge / made.answer * made.requests, np.inf)
             scores = self.last = Scores(made, totals)
-            best = rank_aware._best(nodes, scores) if weights.ties else _first(totals)  # noqa: SLF001
+            best = rank_aware._best(nodes, scores) if weights.ties else _first(totals)
             if best is None:
-                best = rank_aware._least_bad(scores) if weights.least_bad else int(np.nanargmin(plain))  # noqa: SLF001
+                best = rank_aware._least_bad(scores) if weights.least_bad else int(np.nanargmin(plain))
         row = int(candidates[best])
         self._note(nodes, row, best, seen, made)
-        if weights.one_home and request.digest in self._spreading._adapters:  # noqa: SLF001
-            self._spreading._adapters[request.digest].wanted = 1  # noqa: SLF001
+        digest = request.digest or ""
+        if weights.one_home and (adapter := self._spreading._adapters.get(digest)) is not None:
+            adapter.wanted, adapter.homes = 1, {nodes.ids[row] or "": None}
         return row
 
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
@@ -89,6 +92,9 @@ class Variant(RankAware):
             made.ttft, made.wait = made.ttft - made.wait + prompts, prompts
         if not weights.prompts:
             made.ttft, made.wait = made.ttft - prompts, made.wait - prompts
+        if not weights.two_passes:
+            base = np.where(prompts > 0.0, nodes.prefill_base[candidates], 0.0)
+            made.ttft, made.wait = made.ttft - base, made.wait - base
         exposed = made.exposed
         if not weights.link:
             ahead = nodes.device_wait[candidates] - nodes.device_latency[candidates]
@@ -137,6 +143,11 @@ VARIANTS: Mapping[str, Weights] = {
     "no promises": Weights(promises=False, least_bad=False),
     "no homes": Weights(homes=False),
     "one home": Weights(one_home=True),
+    "one pass": Weights(two_passes=False),
+    "A": Weights(others=1.0, one_home=True, missed_pass=False, two_passes=False),
+    "B": Weights(others=1.0, one_home=True, two_passes=False),
+    "C": Weights(others=1.0, one_home=True, missed_pass=False, prompts=False),
+    "D": Weights(others=0.6, one_home=True, missed_pass=False, two_passes=False),
 }
 
 

@@ -105,7 +105,7 @@ def bed_rows(
     name: str, profile: NodeProfile, model_dir: Path, settings: dict[str, Any], seed: int
 ) -> list[dict[str, Any]]:
     rng, count = np.random.default_rng(seed), settings["bed_functions"]
-    functions = {f"f{i}": int(rank) for i, rank in enumerate(rank_of(Laws(seed, RANKS), count))}
+    functions = bed_functions(seed, count)
     context = load_base_model(model_dir, model_dir.name).max_context
     words = _words_per_token(model_dir)
     slo, rows = 1.5 * base_tpt(profile), []
@@ -129,6 +129,11 @@ def bed_rows(
                     "late_max_ms": max(sample.late or 0.0 for sample in samples) * 1e3,
                 })  # fmt: skip
     return rows
+
+
+def bed_functions(seed: int, count: int) -> dict[str, int]:
+    """Names and ranks."""
+    return {f"f{i}": int(rank) for i, rank in enumerate(rank_of(Laws(seed, RANKS), count))}
 
 
 def poisson_trace(
@@ -177,19 +182,46 @@ def ablate(profiles: list[str], half: str, variants: list[str], settings: dict[s
     probe, rows = contention_probe(), []
     for seed in HALVES[half].seeds[: settings["ablate_seeds"]]:
         for name in profiles:
-            profile, nodes = load_profile(name), settings["sim_nodes"]
-            whole = SIM_RATE * work(load_profile("papers")) / work(profile) * nodes / SIM_NODES
-
-            def laws(load: float, seed: int, case: Case, whole: float = whole) -> Laws:
-                seconds, functions = settings["sim_seconds"], settings["functions"]
-                part = HALVES[half].functions
-                return Laws(seed, RANKS, functions, whole * load, seconds, MEAN_OUTPUT, 0, part, case.shifted)
-
-            rows += ablation_rows(name, profile, half, variants, laws, settings["ablate_loads"], nodes, seed)
+            place = {"half": half, "profile": name, "seed": seed}
+            rows += _ablate_sim(place, load_profile(name), variants, settings)
+            rows += _ablate_bed(place, load_profile(name), variants, settings)
         settings |= {"half": half, "probe_before_ms": probe, "probe_after_ms": contention_probe(), "slo": DEFAULT_SLO}
         document = report("routing_ablation", settings, 0, rows, ablation_figures(rows), simulated=True)
         if file is not None:
             file.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _ablate_sim(
+    place: dict[str, Any], profile: NodeProfile, variants: list[str], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    nodes, seconds = settings["sim_nodes"], settings["sim_seconds"]
+    whole = SIM_RATE * work(load_profile("papers")) / work(profile) * nodes / SIM_NODES
+
+    def trace(load: float, case: Case) -> list[TraceRequest]:
+        laws = Laws(
+            place["seed"], RANKS, settings["functions"], whole * load, seconds, MEAN_OUTPUT,
+            half=HALVES[place["half"]].functions, shifted=case.shifted,
+        )  # fmt: skip
+        return read_trace(MAF, laws)[1]
+
+    return ablation_rows(
+        {"study": "sim60", **place}, profile, nodes, variants, trace, settings["ablate_loads"], seconds
+    )
+
+
+def _ablate_bed(
+    place: dict[str, Any], profile: NodeProfile, variants: list[str], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """TESTBED-8, simulated: every adapter is on the device."""
+    cached = msgspec.structs.replace(profile, adapter_memory=None, host_memory=None)
+    functions = bed_functions(place["seed"], settings["bed_functions"])
+
+    def trace(load: float, _: Case) -> list[TraceRequest]:
+        rng = np.random.default_rng((place["seed"], 2))
+        return poisson_trace(load * NODES / work(profile), settings, functions, profile.max_context, rng)
+
+    place = {"study": "testbed8", **place}
+    return ablation_rows(place, cached, NODES, variants, trace, settings["bed_loads"], settings["bed_seconds"])
 
 
 def main() -> None:
@@ -198,7 +230,7 @@ def main() -> None:
     parser.add_argument("--profiles", default=",".join(profile_names()), help="committed ones, by commas (all)")
     parser.add_argument("--only", choices=("sim60", "testbed8"), help="leave the other one out")
     parser.add_argument("--seconds", type=float, help="of SIM-60's trace, instead of ten minutes")
-    parser.add_argument("--ablate", choices=tuple(HALVES), help="SIM-60 with one term off at a time, on this half")
+    parser.add_argument("--ablate", choices=tuple(HALVES), help="one term off at a time, on this half; simulated")
     parser.add_argument("--variants", help="of --ablate, by commas (all)")
     options = parser.parse_args()
     settings: dict[str, Any] = dict(QUICK if options.quick else FULL)
