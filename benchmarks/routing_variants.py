@@ -126,11 +126,12 @@ MINIMAL = Weights(
 )  # fmt: skip
 """The start of the screen: queue work, exposed load, and what this rank adds to the batch that it joins, times the
 expected length; homes."""
-LEAN = Weights(others=1.0, spread=False, missed_pass=False, promises=False, least_bad=False)
+KEPT = Weights(others=1.0, one_home=True, missed_pass=False, two_passes=False)
+"""What the screen left."""
 VARIANTS: Mapping[str, Weights] = {
     "today": Weights(),
     "minimal": MINIMAL,
-    "lean": LEAN,
+    "kept": KEPT,
     "others 1": Weights(others=1.0),
     "no prompt of others": Weights(others_prefill=False),
     "1 / mean": Weights(spread=False),
@@ -144,10 +145,6 @@ VARIANTS: Mapping[str, Weights] = {
     "no homes": Weights(homes=False),
     "one home": Weights(one_home=True),
     "one pass": Weights(two_passes=False),
-    "A": Weights(others=1.0, one_home=True, missed_pass=False, two_passes=False),
-    "B": Weights(others=1.0, one_home=True, two_passes=False),
-    "C": Weights(others=1.0, one_home=True, missed_pass=False, prompts=False),
-    "D": Weights(others=0.6, one_home=True, missed_pass=False, two_passes=False),
 }
 
 

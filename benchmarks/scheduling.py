@@ -43,14 +43,14 @@ MEAN_PROMPT, MEAN_OUTPUT = 115, 96
 FULL = {
     "sim_nodes": SIM_NODES, "sim_loads": [1.0, 0.9, 0.75, 0.6], "sim_seconds": 600.0,
     "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS, "ablate_loads": [1.0, 0.75],
-    "ablate_seeds": 5,
+    "ablate_seeds": 5, "ablate_bed_seconds": 120.0,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": list(POLICIES), "bed_loads": [0.6, 0.8, 1.0],
     "bed_seconds": 30.0, "bed_functions": 64, "bed_longest": 256,
 }  # fmt: skip
 QUICK = {
     "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 20.0,
     "oracle_seconds": 4.0, "functions": 400, "ablate_loads": [1.0],
-    "ablate_seeds": 1,
+    "ablate_seeds": 1, "ablate_bed_seconds": 2.0,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": ["rank_aware", "random"], "bed_loads": [0.6],
     "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30,
 }  # fmt: skip
@@ -215,13 +215,14 @@ def _ablate_bed(
     """TESTBED-8, simulated: every adapter is on the device."""
     cached = msgspec.structs.replace(profile, adapter_memory=None, host_memory=None)
     functions = bed_functions(place["seed"], settings["bed_functions"])
+    bed = settings | {"bed_seconds": settings["ablate_bed_seconds"]}
 
     def trace(load: float, _: Case) -> list[TraceRequest]:
         rng = np.random.default_rng((place["seed"], 2))
-        return poisson_trace(load * NODES / work(profile), settings, functions, profile.max_context, rng)
+        return poisson_trace(load * NODES / work(profile), bed, functions, profile.max_context, rng)
 
     place = {"study": "testbed8", **place}
-    return ablation_rows(place, cached, NODES, variants, trace, settings["bed_loads"], settings["bed_seconds"])
+    return ablation_rows(place, cached, NODES, variants, trace, settings["bed_loads"], bed["bed_seconds"])
 
 
 def main() -> None:
@@ -232,8 +233,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of SIM-60's trace, instead of ten minutes")
     parser.add_argument("--ablate", choices=tuple(HALVES), help="one term off at a time, on this half; simulated")
     parser.add_argument("--variants", help="of --ablate, by commas (all)")
+    parser.add_argument(
+        "--part", type=int, default=1, help="SIM-60 with so many times fewer nodes, calls and functions"
+    )
     options = parser.parse_args()
     settings: dict[str, Any] = dict(QUICK if options.quick else FULL)
+    for name in ("sim_nodes", "functions"):
+        settings[name] //= options.part
     if options.seconds:
         settings["sim_seconds"] = options.seconds
     profiles = options.profiles.split(",")[: 1 if options.quick else None]
