@@ -14,7 +14,7 @@ from gateway.scheduling.cost import Terms, terms
 from gateway.scheduling.policy import Policy, make_policy
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.scores import Scores
+from gateway.scheduling.cost import Scores
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ def _make_dispatcher(
     shared, fingerprint = opened.shared, opened.base.fingerprint
     return Dispatcher(
         shared.cluster,
-        Placer(shared.cluster, config.policy, fingerprint, metrics, explanations, gateways=shared.workers),
+        Placer(shared.cluster, config.policy, fingerprint, metrics, explanations),
         _node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
         Running(),
         metrics,

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from cluster.node_table import ABSENT, DEVICE, TIERS, NodeTable
+from gateway.scheduling.cost import Scores
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.scores import Scores
 
 MOST_CANDIDATES = 16
 """Told of one placement: the chosen one and the best of the others."""
@@ -134,8 +134,9 @@ def picture(
     rows = candidates[shown]
     values = np.full((len(FIELDS), rows.size), np.nan)
     values[0] = nodes.now - nodes.heard[rows]
-    for index, name in enumerate(FIELDS[1:5], 1):
-        values[index] = getattr(nodes, name)[rows]
+    for index, where in enumerate(rows.tolist()):
+        load = nodes.load(where)
+        values[1:5, index] = load.running, load.queued, len(nodes.reservations(where)), nodes.modelled[where]
     if scores is None:
         tiers = nodes.tiers(request.digest) if request.digest else {}
         away = ABSENT if request.digest else DEVICE
