@@ -6,7 +6,6 @@ when a place on it is taken or given back; policies only read. A row stays the n
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,32 +17,24 @@ from cluster.crowd import room_for_others
 from cluster.messages import NEWEST_VERSION
 from cluster.model_check import problem_of
 from cluster.news import NodeRecord, Resident
-from cluster.node_load import MOST, Demand, Found, NodeLoad, found_by_strict, held_by, load_of, prompts_before, tightest_tpot
-from cluster.performance_model import (
-    RANK_TERMS,
-    DecodeModel,
-    ModelKey,
-    PerformanceModel,
-    PrefillModel,
-    Transfer,
+from cluster.node_load import (
+    MOST,
+    Demand,
+    Found,
+    NodeLoad,
+    found_by_strict,
+    held_by,
+    load_of,
+    prompts_before,
+    tightest_tpot,
 )
+from cluster.performance_model import RANK_TERMS, DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from cluster.resident_index import ABSENT, DEVICE, DISK, HOST, TIERS, ResidentIndex
 
 __all__ = [
-    "ABSENT",
-    "ASSUMED",
-    "COLUMNS",
-    "DEVICE",
-    "DISK",
-    "HOST",
-    "MOST",
-    "RANK_TERMS",
-    "STANDARD",
-    "STRICT",
-    "TIERS",
-    "Demand",
-    "NodeTable",
-]
+    "ABSENT", "ASSUMED", "COLUMNS", "DEVICE", "DISK", "HOST", "MOST", "RANK_TERMS", "STANDARD", "STRICT", "TIERS",
+    "Demand", "NodeTable",
+]  # fmt: skip
 
 
 ROW = np.dtype(
@@ -81,7 +72,7 @@ ROW = np.dtype(
     ]
 )
 """What follows of a node from its record, the places given away on it and its model."""
-COLUMNS = ("live", "heard", "base", *(ROW.names or ()))
+COLUMNS = ("live", "heard", *(ROW.names or ()))
 STANDARD, STRICT = range(2)
 """Which of two."""
 
@@ -121,16 +112,11 @@ class NodeTable:
         """Its record has not expired."""
         self.heard = np.zeros(capacity, np.float64)
         """When its record came in, by the receiver's clock."""
-        self.base = np.zeros(capacity, np.int64)
-        """As `base_number` counts."""
         self.older: dict[int, int] = {}
         """By row, the newest version that the node serves, of nodes that would not serve NEWEST_VERSION."""
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._residents = ResidentIndex(capacity)
-        self._base_numbers: dict[str, int] = {}
-        self._base_nodes: dict[str, int] = {}
-        self._next_base = itertools.count(1)
         self._problems: dict[int, str] = {}
         self._demands: list[dict[str, Demand]] = [{} for _ in range(capacity)]
         self._records: list[NodeRecord | None] = [None] * capacity
@@ -181,14 +167,11 @@ class NodeTable:
         """Those that are live, ready, and of this base."""
         found = self._serving.get(base)
         if found is None:
-            rows = np.flatnonzero(self.live & self.ready & (self.base == self.base_number(base)))
+            rows = np.flatnonzero(self.live & self.ready)
+            rows = rows[[self.record(row).base == base for row in rows.tolist()]]
             contexts = self.max_context[rows] if rows.size else np.zeros(1, np.int64)
             found = self._serving[base] = Serving(rows, int(contexts.min()), int(contexts.max()))
         return found
-
-    def base_number(self, base: str) -> int:
-        """What the column `base` has for nodes that serve this base; -1 when none does."""
-        return self._base_numbers.get(base, -1)
 
     def model_problem(self, row: int) -> str | None:
         """Why the model that the node publishes is not believed; None where it is, or where there is none."""
@@ -227,8 +210,6 @@ class NodeTable:
         if residents is not None:
             self._residents.put(row, residents)
         self._residents.change(row, changed)
-        if before is None or before.base != record.base:
-            self._rebase(row, before.base if before else None, record.base)
         if before is None or (before.performance, before.base) != (record.performance, record.base):
             self._model(row, record.performance, record.base)
         self.older.pop(row, None)
@@ -252,9 +233,8 @@ class NodeTable:
             return
         self._serving.clear()
         self._residents.put(row, [])
-        self._rebase(row, self.record(row).base, None)
         self._problems.pop(row, None)
-        self.table[row], self.live[row], self.heard[row], self.base[row] = 0, False, 0.0, 0
+        self.table[row], self.live[row], self.heard[row] = 0, False, 0.0
         self.older.pop(row, None)
         self.ids[row], self._records[row], self._loads[row], self.generation[row] = None, None, None, 0
         self._demands[row].clear()
@@ -320,17 +300,6 @@ class NodeTable:
             self._problems[row] = problem
             log.warning("the performance model of node %s is not used: %s", self.ids[row], problem)
         self._models[row] = measured if measured is not None and problem is None else ASSUMED
-
-    def _rebase(self, row: int, before: str | None, after: str | None) -> None:
-        if after is not None:
-            self._base_nodes[after] = self._base_nodes.get(after, 0) + 1
-            if after not in self._base_numbers:
-                self._base_numbers[after] = next(self._next_base)
-            self.base[row] = self._base_numbers[after]
-        if before is not None:
-            self._base_nodes[before] -= 1
-            if not self._base_nodes[before]:
-                del self._base_nodes[before], self._base_numbers[before]
 
 
 def _counts(record: NodeRecord) -> tuple[str, bool, int]:

@@ -26,8 +26,6 @@ from gateway.scheduling.cost import Scores, ScoringPolicy, Terms, attainable, te
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.widening import Widening
 
-EQUAL = 1e-9
-"""Totals that differ by less than this part are the same but for rounding."""
 RETRY_BOUNDS = (1.0, 30.0)
 """Seconds; a forecast beyond a batch's answers is worth little."""
 MAX_HOMES = 32_768
@@ -90,13 +88,9 @@ def _plain(made: Terms) -> np.ndarray:
 def _best(nodes: NodeTable, scores: Scores) -> int | None:
     """The least total's index. Of equals the one nearest to having the adapter, then the emptier one, then the one
     with more KV memory. None: all are infinite."""
-    totals, made = scores.totals, scores.terms
-    least = totals.min()
-    if not least < np.inf:
-        return None
-    equal = np.flatnonzero(totals <= least * (1.0 + EQUAL))
-    room = nodes.kv_room[made.candidates[equal], STANDARD]
-    return int(equal[np.lexsort((-room, made.requests[equal], made.tier[equal]))[0]])
+    made, room = scores.terms, nodes.kv_room[scores.terms.candidates, STANDARD]
+    best = int(np.lexsort((-room, made.requests, made.tier, scores.totals))[0])
+    return best if scores.totals[best] < np.inf else None
 
 
 def _least_bad(scores: Scores) -> int:

@@ -291,3 +291,17 @@ def test_ranks_do_not_pile_up_behind_full_rows() -> None:
     assert policy.last is not None
     step = policy.last.terms.decode
     assert step[0] < step[1]
+
+
+def test_an_adapter_is_at_home_where_its_last_request_went() -> None:
+    """Elsewhere the copy that it displaces counts; of many adapters the homes of the latest ones are remembered."""
+    policy = RankAware(lambda: 0.0, max_homes=2)
+    first, other = node("first"), node("other", performance=slow(0.999))
+    assert chosen(policy, table_of(first), ask(digest="a")) == "first"
+    nodes = table_of(first, other)
+    assert chosen(policy, nodes, ask(digest="a")) == "first"
+    assert policy.last is not None and policy.last.spreading is not None
+    assert policy.last.spreading.tolist() == [0.0, policy.last.terms.transfer[1]]
+    for digest in ("b", "c"):
+        assert chosen(policy, nodes, ask(digest=digest)) == "other"
+    assert chosen(policy, nodes, ask(digest="a")) == "other", "its home was forgotten"
