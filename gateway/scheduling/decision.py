@@ -41,6 +41,8 @@ class Candidate(msgspec.Struct, frozen=True):
     told."""
     model_problem: str | None
     """Why the one that it publishes is not used."""
+    widened: bool = False
+    """Its passes have taken other than its model says for a minute: what is forecast of it refuses nobody."""
     prefill: float | None = None
     """What the prompt adds to the prompts that wait."""
     exposed_load: float | None = None
@@ -77,6 +79,8 @@ class Decision(msgspec.Struct, frozen=True):
     prompt_tokens: int
     max_tokens: int
     expected_tokens: float
+    expected_inverse: float
+    """The mean of 1 / tokens of such answers."""
     rank: int
     adapter_bytes: int
     slo_class: str
@@ -98,6 +102,7 @@ class Picture(msgspec.Struct):
 
     nodes: list[str]
     problems: list[str | None]
+    widened: list[bool]
     values: np.ndarray
     """f64[FIELDS, candidates]; NaN: not known"""
     chosen: int | None
@@ -121,6 +126,7 @@ class Picture(msgspec.Struct):
             reserved=int(told["reserved"]),
             model="measured" if told["modelled"] else "assumed",
             model_problem=self.problems[index],
+            widened=self.widened[index],
             broken=_broken(told, request),
             **{name: known[name] for name in SCORED},
         )
@@ -160,6 +166,7 @@ def picture(
     return Picture(
         nodes=[nodes.ids[where] or "" for where in listed],
         problems=[nodes.model_problem(where) for where in listed],
+        widened=[False] * len(listed) if scores is None else scores.widened[shown].tolist(),
         values=values,
         chosen=None if row is None else listed.index(row),
         more=candidates.size - len(listed),
