@@ -1,4 +1,5 @@
-"""`rank_aware` with single terms switched off or set to a neutral value: for the ablation, users see no switch."""
+"""`rank_aware` with single terms switched off, or with ones that were tried and dropped: for the ablation, users see no
+switch."""
 
 from __future__ import annotations
 
@@ -8,49 +9,40 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from cluster.node_table import DEVICE, NodeTable
-from gateway.scheduling import rank_aware
-from gateway.scheduling.cost import Terms, terms
+from cluster.node_table import DEVICE, STANDARD, NodeTable
+from gateway.scheduling.cost import Scores, Terms
 from gateway.scheduling.policy import Policy, make_policy
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.cost import Scores
 
 
 @dataclass(frozen=True)
 class Weights:
     """As the policy has them."""
 
-    others: float = rank_aware.OTHERS
-    """of what the request adds to the others"""
+    others: float = 1.0
+    """of what the request adds to the others; it was 0.6"""
     others_prefill: bool = True
     """its prompt counts among that"""
     spread: bool = True
     """a second before the first token weighs the mean of 1 / tokens; else 1 / expected tokens"""
-    missed_pass: bool = True
-    """a cold prompt counts one step more"""
+    missed_pass: bool = False
+    """a cold prompt counts one step more; dropped"""
+    two_passes: bool = False
+    """the prompts before it are in a pass of their own; dropped, they are in the one that computes it"""
     prompts: bool = True
     """it waits for the prompts before it"""
-    two_passes: bool = True
-    """which are in a pass of their own, before the one with its prompt; else in the same one"""
     rows: bool = True
     """it waits for a row, or for memory"""
     exposed: bool = True
     """it waits for its adapter's bytes"""
-    link: bool = True
-    """which come behind others on the link"""
     step: bool = True
     """its own step's length counts"""
     rank: bool = True
     """its rank is known"""
     promises: bool = True
-    """a node where a promise would be broken is out, also for those that are not strict"""
-    least_bad: bool = True
-    """where all break one, the one that breaks it least; else the least total"""
-    ties: bool = True
+    """a node where a promise would be broken is out"""
     homes: bool = True
-    one_home: bool = False
-    """however much an adapter is asked for"""
 
 
 class Variant(RankAware):
@@ -59,92 +51,60 @@ class Variant(RankAware):
         self._weights = weights
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
-        weights = self._weights
-        seen = request
-        if not weights.rank:
-            seen = msgspec.structs.replace(seen, rank=0)
-        if not weights.spread:
-            seen = msgspec.structs.replace(seen, expected_inverse=0.0)
-        with np.errstate(all="ignore"):
-            made = self._terms(nodes, candidates, seen)
-            plain = self._plain(made)
-            kept = made.strain <= 1.0 if weights.promises else np.full(plain.size, True)
-            totals = np.where(kept & (plain < np.inf), plain, np.inf)
-            if weights.homes:
-                charge = self._charge(nodes, made, seen, totals)
-                if charge is not None:
-                    totals = np.fmin(totals + charge / made.answer * made.requests, np.inf)
-            scores = self.last = Scores(made, totals)
-            best = rank_aware._best(nodes, scores) if weights.ties else _first(totals)
-            if best is None:
-                best = rank_aware._least_bad(scores) if weights.least_bad else int(np.nanargmin(plain))
-        row = int(candidates[best])
-        self._note(nodes, row, best, seen, made)
-        digest = request.digest or ""
-        if weights.one_home and (adapter := self._spreading._adapters.get(digest)) is not None:
-            adapter.wanted, adapter.homes = 1, {nodes.ids[row] or "": None}
-        return row
+        if not self._weights.rank:
+            request = msgspec.structs.replace(request, rank=0)
+        if not self._weights.spread:
+            request = msgspec.structs.replace(request, expected_inverse=0.0)
+        return super().choose(nodes, candidates, request)
+
+    def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
+        if not self._weights.homes:
+            self._homes.clear()
+        return super()._score(nodes, candidates, request)
 
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
-        made, weights = terms(nodes, candidates, request), self._weights
-        prompts = nodes.prompt_wait[candidates]
+        made, weights = super()._terms(nodes, candidates, request), self._weights
+        prompts, before = nodes.prompt_wait[candidates, STANDARD], made.wait
         if not weights.rows:
-            made.ttft, made.wait = made.ttft - made.wait + prompts, prompts
+            made.wait = prompts
         if not weights.prompts:
-            made.ttft, made.wait = made.ttft - prompts, made.wait - prompts
-        if not weights.two_passes:
-            base = np.where(prompts > 0.0, nodes.prefill_base[candidates], 0.0)
-            made.ttft, made.wait = made.ttft - base, made.wait - base
-        exposed = made.exposed
-        if not weights.link:
-            ahead = nodes.device_wait[candidates] - nodes.device_latency[candidates]
-            exposed = exposed - np.where(made.tier == DEVICE, 0.0, ahead * nodes.exposed_share[candidates])
-            made.transfer = made.transfer - ahead
+            made.wait = made.wait - prompts
+        if weights.two_passes:
+            made.wait = made.wait + np.where(prompts > 0.0, nodes.prefill_base[candidates], 0.0)
+        made.ttft = made.ttft - before + made.wait
         if not weights.exposed:
-            exposed = np.zeros(exposed.size)
-        made.ttft, made.exposed = made.ttft - made.exposed + exposed, exposed
+            made.ttft, made.exposed = made.ttft - made.exposed, np.zeros(candidates.size)
+        if not weights.promises:
+            made.tpot_limit, made.ttft_limit = np.full(candidates.size, np.inf), np.inf
         return made
 
     def _plain(self, made: Terms) -> np.ndarray:
         weights = self._weights
         first = made.ttft + (made.tier != DEVICE) * made.step if weights.missed_pass else made.ttft
         added = made.decode + made.prefill / made.answer if weights.others_prefill else made.decode
-        others = (made.requests - 1.0) * added
         own = made.step if weights.step else made.decode
-        plain: np.ndarray = first * made.inverse + own + weights.others * others
+        plain: np.ndarray = first * made.inverse + own + weights.others * (made.requests - 1.0) * added
         return plain
 
 
-def _first(totals: np.ndarray) -> int | None:
-    best = int(totals.argmin())
-    return best if totals[best] < np.inf else None
-
-
-MINIMAL = Weights(
-    others=1.0, others_prefill=False, spread=False, missed_pass=False, rows=False, step=False, promises=False,
-    least_bad=False, ties=False,
-)  # fmt: skip
+MINIMAL = Weights(others_prefill=False, spread=False, rows=False, step=False, promises=False)
 """The start of the screen: queue work, exposed load, and what this rank adds to the batch that it joins, times the
 expected length; homes."""
-KEPT = Weights(others=1.0, one_home=True, missed_pass=False, two_passes=False)
-"""What the screen left."""
 VARIANTS: Mapping[str, Weights] = {
-    "today": Weights(),
+    "rank_aware": Weights(),
     "minimal": MINIMAL,
-    "kept": KEPT,
-    "others 1": Weights(others=1.0),
+    "others 0.6": Weights(others=0.6),
     "no prompt of others": Weights(others_prefill=False),
     "1 / mean": Weights(spread=False),
-    "no missed pass": Weights(missed_pass=False),
+    "missed pass": Weights(missed_pass=True),
+    "two passes": Weights(two_passes=True),
     "no prompt queue": Weights(prompts=False),
     "no row or memory wait": Weights(rows=False),
     "no load": Weights(exposed=False),
     "no own step": Weights(step=False),
     "no rank": Weights(rank=False),
-    "no promises": Weights(promises=False, least_bad=False),
+    "no promises": Weights(promises=False),
     "no homes": Weights(homes=False),
-    "one home": Weights(one_home=True),
-    "one pass": Weights(two_passes=False),
 }
 
 

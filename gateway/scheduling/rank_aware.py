@@ -52,14 +52,14 @@ class RankAware(ScoringPolicy):
                     scores.retry_after = _relief(scores.terms, later)
                     return None
             if best is None:
-                best = _least_bad(scores)
+                best = self._least_bad(scores)
         row = int(candidates[best])
         self._note(request.digest, nodes.ids[row])
         return row
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
-        made = terms(nodes, candidates, request)
-        plain = _plain(made)
+        made = self._terms(nodes, candidates, request)
+        plain = self._plain(made)
         # Comparisons with NaN are false: what can't be forecast never wins.
         totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
         home, spreading = nodes.row(self._homes.get(request.digest or "", "")), None
@@ -68,6 +68,22 @@ class RankAware(ScoringPolicy):
             spreading = np.where(at_home, 0.0, made.transfer)
             totals = np.fmin(totals + spreading / made.answer * made.requests, np.inf)  # NaN, too, is out
         return Scores(made, totals, self._widening.widened(nodes, candidates), spreading)
+
+    def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
+        return terms(nodes, candidates, request)
+
+    def _plain(self, made: Terms) -> np.ndarray:
+        """f64[C]: the total, without what another copy displaces."""
+        others = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
+        plain: np.ndarray = made.ttft * made.inverse + made.step + others
+        return plain
+
+    def _least_bad(self, scores: Scores) -> int:
+        """The index of the node where promises are broken by the smallest part, as far as its forecasts are
+        believed."""
+        made = scores.terms
+        finite = [np.where(values >= 0.0, values, np.inf) for values in (self._plain(made), made.strain)]
+        return int(np.lexsort((*finite, ~scores.widened))[0])
 
     def _note(self, digest: str | None, node_id: str | None) -> None:
         if digest is None or node_id is None:
@@ -78,26 +94,12 @@ class RankAware(ScoringPolicy):
             self._homes.popitem(last=False)
 
 
-def _plain(made: Terms) -> np.ndarray:
-    """f64[C]: the total, without what another copy displaces."""
-    others = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
-    plain: np.ndarray = made.ttft * made.inverse + made.step + others
-    return plain
-
-
 def _best(nodes: NodeTable, scores: Scores) -> int | None:
     """The least total's index. Of equals the one nearest to having the adapter, then the emptier one, then the one
     with more KV memory. None: all are infinite."""
     made, room = scores.terms, nodes.kv_room[scores.terms.candidates, STANDARD]
     best = int(np.lexsort((-room, made.requests, made.tier, scores.totals))[0])
     return best if scores.totals[best] < np.inf else None
-
-
-def _least_bad(scores: Scores) -> int:
-    """The index of the node where promises are broken by the smallest part, as far as its forecasts are believed."""
-    made = scores.terms
-    finite = [np.where(values >= 0.0, values, np.inf) for values in (_plain(made), made.strain)]
-    return int(np.lexsort((*finite, ~scores.widened))[0])
 
 
 def _relief(made: Terms, later: np.ndarray) -> float:
