@@ -89,7 +89,8 @@ class ScoringPolicy:
 
 def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
     """`candidates` i64[C], ascending, C >= 1. Odd numbers in `nodes` make odd terms, and numpy's warnings."""
-    at = nodes.table[candidates]
+    everybody = candidates[-1] == candidates.size - 1  # a slice costs nothing, and picking rows does
+    at = nodes.table[: candidates.size] if everybody else nodes.table[candidates]
     after, tokens, rank = at["requests"] + 1.0, float(request.prompt_tokens), float(request.rank)
     prefill = tokens * (
         at["prefill_per_token"] + tokens * at["prefill_per_token2"] + rank * at["prefill_per_token_rank"]

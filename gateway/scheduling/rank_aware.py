@@ -97,9 +97,12 @@ class RankAware(ScoringPolicy):
 def _best(nodes: NodeTable, scores: Scores) -> int | None:
     """The least total's index. Of equals the one nearest to having the adapter, then the emptier one, then the one
     with more KV memory. None: all are infinite."""
-    made, room = scores.terms, nodes.kv_room[scores.terms.candidates, STANDARD]
-    best = int(np.lexsort((-room, made.requests, made.tier, scores.totals))[0])
-    return best if scores.totals[best] < np.inf else None
+    least = scores.totals.min()
+    if not least < np.inf:
+        return None
+    equal, made = np.flatnonzero(scores.totals == least), scores.terms
+    room = nodes.kv_room[made.candidates[equal], STANDARD]
+    return int(equal[np.lexsort((-room, made.requests[equal], made.tier[equal]))[0]])
 
 
 def _relief(made: Terms, later: np.ndarray) -> float:
