@@ -54,6 +54,8 @@ QUICK = {
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": ["rank_aware", "random"], "bed_loads": [0.6],
     "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30,
 }  # fmt: skip
+SCREEN = {"bed_loads": [0.8, 1.0], "ablate_bed_seconds": 60.0}
+"""Of FULL, while terms are chosen."""
 
 
 def work(profile: NodeProfile) -> float:
@@ -238,6 +240,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     settings: dict[str, Any] = dict(QUICK if options.quick else FULL)
+    if options.ablate == "chosen" and not options.quick:
+        settings |= SCREEN
     for name in ("sim_nodes", "functions"):
         settings[name] //= options.part
     if options.seconds:
