@@ -8,6 +8,7 @@ import pytest
 from scheduling_world import ask, chosen, node, table_of
 
 from cluster.node_table import NodeTable
+from gateway.scheduling.decision import picture
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.widening import EVERY, OFF, PATIENCE, Widening
 from tests.told import tell
@@ -77,6 +78,8 @@ def test_what_a_widened_node_forecasts_refuses_nobody() -> None:
     assert chosen(policy, nodes, STRICT) is None
     now += PATIENCE
     assert chosen(policy, nodes, STRICT) == "busier"
+    told = picture(nodes, np.arange(2), STRICT, 1, policy.last).candidates(STRICT)
+    assert {each.node: each.widened for each in told} == {"full": False, "busier": True}
     tell(nodes, msgspec.structs.replace(busier, forecast_ratio=1.0))
     now += EVERY
     assert chosen(policy, nodes, STRICT) is None
