@@ -49,6 +49,8 @@ class Weights:
     """where all break one, the one that breaks it least; else the least total"""
     ties: bool = True
     homes: bool = True
+    copies: bool = False
+    """no homes: a node that does not have the adapter pays for the copy that it displaces"""
     one_home: bool = False
     """however much an adapter is asked for"""
 
@@ -74,6 +76,9 @@ class Variant(RankAware):
                 charge = self._charge(nodes, made, seen, totals)
                 if charge is not None:
                     totals = np.fmin(totals + charge / made.answer * made.requests, np.inf)
+            if weights.copies:
+                charge = np.where(made.tier == DEVICE, 0.0, made.transfer)
+                totals = np.fmin(totals + charge / made.answer * made.requests, np.inf)
             scores = self.last = Scores(made, totals)
             best = rank_aware._best(nodes, scores) if weights.ties else _first(totals)
             if best is None:
@@ -126,7 +131,7 @@ MINIMAL = Weights(
 )  # fmt: skip
 """The start of the screen: queue work, exposed load, and what this rank adds to the batch that it joins, times the
 expected length; homes."""
-KEPT = Weights(others=1.0, one_home=True, missed_pass=False, two_passes=False)
+KEPT = Weights(others=1.0, homes=False, copies=True, missed_pass=False, two_passes=False)
 """What the screen left."""
 VARIANTS: Mapping[str, Weights] = {
     "today": Weights(),
