@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from cluster.node_table import DEVICE, STANDARD, NodeTable
-from gateway.scheduling.cost import Scores, Terms
+from gateway.scheduling.cost import Terms
 from gateway.scheduling.policy import Policy, make_policy
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
@@ -42,7 +42,8 @@ class Weights:
     """its rank is known"""
     promises: bool = True
     """a node where a promise would be broken is out"""
-    homes: bool = True
+    copies: bool = True
+    """one more copy of the adapter counts"""
 
 
 class Variant(RankAware):
@@ -56,11 +57,6 @@ class Variant(RankAware):
         if not self._weights.spread:
             request = msgspec.structs.replace(request, expected_inverse=0.0)
         return super().choose(nodes, candidates, request)
-
-    def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
-        if not self._weights.homes:
-            self._homes.clear()
-        return super()._score(nodes, candidates, request)
 
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
         made, weights = super()._terms(nodes, candidates, request), self._weights
@@ -84,12 +80,14 @@ class Variant(RankAware):
         added = made.decode + made.prefill / made.answer if weights.others_prefill else made.decode
         own = made.step if weights.step else made.decode
         plain: np.ndarray = first * made.inverse + own + weights.others * (made.requests - 1.0) * added
+        if weights.copies:
+            plain = plain + made.requests * made.spreading / made.answer
         return plain
 
 
 MINIMAL = Weights(others_prefill=False, spread=False, rows=False, step=False, promises=False)
 """The start of the screen: queue work, exposed load, and what this rank adds to the batch that it joins, times the
-expected length; homes."""
+expected length; copies."""
 VARIANTS: Mapping[str, Weights] = {
     "rank_aware": Weights(),
     "minimal": MINIMAL,
@@ -104,7 +102,7 @@ VARIANTS: Mapping[str, Weights] = {
     "no own step": Weights(step=False),
     "no rank": Weights(rank=False),
     "no promises": Weights(promises=False),
-    "no homes": Weights(homes=False),
+    "no copies": Weights(copies=False),
 }
 
 

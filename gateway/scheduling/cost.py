@@ -39,8 +39,9 @@ class Terms(msgspec.Struct, dict=True):
     """i64[C]: DEVICE, HOST, DISK or ABSENT; DEVICE for the base alone"""
     prefill: np.ndarray
     """d_prefill: what the prompt adds to the prompts that wait"""
-    transfer: np.ndarray
-    """of the adapter from host memory to the device, behind what is on the link"""
+    spreading: np.ndarray
+    """what one more copy displaces, and must be loaded again: as long as the adapter's own transfer from host memory,
+    behind what is on the link; 0 where it is on the device"""
     exposed: np.ndarray
     """what the first token waits for the adapter's bytes"""
     decode: np.ndarray
@@ -74,8 +75,6 @@ class Scores(msgspec.Struct, gc=False):
     """The least wins; infinite where a promise would be broken."""
     widened: np.ndarray
     """bool[C]: what is forecast of the node refuses nobody"""
-    spreading: np.ndarray | None = None
-    """Seconds charged for one more copy of the adapter, as if the first token waited for them. None: nowhere any."""
     retry_after: float = 0.0
     """Seconds until a refused request may find a place, as forecast."""
 
@@ -96,7 +95,7 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
         at["prefill_per_token"] + tokens * at["prefill_per_token2"] + rank * at["prefill_per_token_rank"]
     )
     decode = _decode(nodes, candidates, at, request)
-    tier, transfer, exposed = _load(nodes, candidates, at, request)
+    tier, spreading, exposed = _load(nodes, candidates, at, request)
     step, wait = _step_and_wait(at, request, after, decode)
     promised = at["tightest_tpot"][:, STANDARD]
     return Terms(
@@ -104,7 +103,7 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
         requests=after,
         tier=tier,
         prefill=prefill,
-        transfer=transfer,
+        spreading=spreading,
         exposed=exposed,
         decode=decode,
         step=step,
@@ -151,8 +150,8 @@ def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: P
 def _load(
     nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tiers i64[C]; the transfer to the device; what the first token waits for the adapter, and for what must come
-    before it on its way."""
+    """Tiers i64[C]; what a copy displaces; what the first token waits for the adapter, and for what must come before it
+    on its way."""
     n, size = candidates.size, float(request.adapter_bytes)
     if request.digest is None:
         return np.full(n, DEVICE), np.zeros(n), np.zeros(n)
@@ -162,8 +161,9 @@ def _load(
         tier[index] = [held[row] for row in candidates[index].tolist()]
     transfer = at["device_wait"] + size * at["device_per_byte"]
     far = transfer + at["store_latency"] + size * at["store_per_byte"]
-    load = np.where(tier == DEVICE, 0.0, np.where(tier == HOST, transfer, far))
-    return tier, transfer, load * at["exposed_share"]
+    load = np.where(tier == HOST, transfer, far)
+    cold = tier != DEVICE
+    return tier, np.where(cold, transfer, 0.0), np.where(cold, load * at["exposed_share"], 0.0)
 
 
 def _indices(candidates: np.ndarray, rows: Collection[int]) -> np.ndarray:

@@ -56,7 +56,7 @@ class Candidate(msgspec.Struct, frozen=True):
     ttft: float | None = None
     """From its placement to its first token."""
     spreading: float | None = None
-    """Charged for one more copy of the adapter."""
+    """Charged for one more copy of the adapter, for the request and for each one there."""
     total: float | None = None
     """The least wins; null where it is infinite, see `broken`."""
     broken: list[str] = []
@@ -157,11 +157,10 @@ def picture(
             made.step,
             made.wait,
             made.ttft,
-            scores.spreading,
+            made.spreading,
         )
         for index, column in enumerate((*columns, scores.totals, made.tpot_limit), 5):
-            if column is not None:
-                values[index] = column[shown]
+            values[index] = column[shown]
     listed = rows.tolist()
     return Picture(
         nodes=[nodes.ids[where] or "" for where in listed],

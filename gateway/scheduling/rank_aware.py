@@ -1,22 +1,19 @@
 """The default policy: the node on which the request costs least, among those on which it breaks no promise.
 
-    total = own + others
+    total  = own + others + copy
     own    = ttft * mean of 1 / tokens + step, the request's own time per token as forecast
     others = (running + waiting + reserved) * (d_prefill / expected tokens + d_decode)
+    copy   = (running + waiting + reserved + 1) * transfer / expected tokens, where the adapter is not on the device
 
 the sum of what time per token becomes for the request and of what it adds to that of all who are there. Algorithm 1 of
-Toppings has the second part alone, so that every idle node is free, whether it has the adapter or not, and an idle
-node that breaks a promise costs infinity * 0, which is NaN (gateway.scheduling.toppings).
-
-An adapter is at home on the node that its last request was given to. Without homes one that is called often would soon
-lie on every node, and push out those that are called less: elsewhere the copy that it displaces counts, as long as the
-adapter's own transfer, for the request and for everybody there.
+Toppings has `others` alone, so that every idle node is free, whether it has the adapter or not, and an idle node that
+breaks a promise costs infinity * 0, which is NaN (gateway.scheduling.toppings). `copy`: an adapter that is called often
+would else soon lie on every node, and push out those that are called less, which must be loaded again.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -28,18 +25,13 @@ from gateway.scheduling.widening import Widening
 
 RETRY_BOUNDS = (1.0, 30.0)
 """Seconds; a forecast beyond a batch's answers is worth little."""
-MAX_HOMES = 32_768
-"""Adapters whose homes are remembered; the one that was called least recently is forgotten."""
 
 
 class RankAware(ScoringPolicy):
     """`clock`: monotonic seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_homes: int = MAX_HOMES) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._widening = Widening(clock)
-        self._homes: OrderedDict[str, str] = OrderedDict()
-        """Node ids by digest"""
-        self._max_homes = max_homes
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         self._widening.look(nodes)
@@ -53,29 +45,23 @@ class RankAware(ScoringPolicy):
                     return None
             if best is None:
                 best = self._least_bad(scores)
-        row = int(candidates[best])
-        self._note(request.digest, nodes.ids[row])
-        return row
+        return int(candidates[best])
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
         made = self._terms(nodes, candidates, request)
         plain = self._plain(made)
         # Comparisons with NaN are false: what can't be forecast never wins.
         totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
-        home, spreading = nodes.row(self._homes.get(request.digest or "", "")), None
-        at_home = candidates == (-1 if home is None else home)
-        if totals[at_home].size and totals[at_home][0] < np.inf:  # it is there, and has room
-            spreading = np.where(at_home, 0.0, made.transfer)
-            totals = np.fmin(totals + spreading / made.answer * made.requests, np.inf)  # NaN, too, is out
-        return Scores(made, totals, self._widening.widened(nodes, candidates), spreading)
+        return Scores(made, totals, self._widening.widened(nodes, candidates))
 
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
         return terms(nodes, candidates, request)
 
     def _plain(self, made: Terms) -> np.ndarray:
-        """f64[C]: the total, without what another copy displaces."""
+        """f64[C]: the total, whatever was promised."""
         others = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
-        plain: np.ndarray = made.ttft * made.inverse + made.step + others
+        copy = made.requests * made.spreading / made.answer
+        plain: np.ndarray = made.ttft * made.inverse + made.step + others + copy
         return plain
 
     def _least_bad(self, scores: Scores) -> int:
@@ -84,14 +70,6 @@ class RankAware(ScoringPolicy):
         made = scores.terms
         finite = [np.where(values >= 0.0, values, np.inf) for values in (self._plain(made), made.strain)]
         return int(np.lexsort((*finite, ~scores.widened))[0])
-
-    def _note(self, digest: str | None, node_id: str | None) -> None:
-        if digest is None or node_id is None:
-            return
-        self._homes[digest] = node_id
-        self._homes.move_to_end(digest)
-        if len(self._homes) > self._max_homes:
-            self._homes.popitem(last=False)
 
 
 def _best(nodes: NodeTable, scores: Scores) -> int | None:

@@ -57,7 +57,8 @@ def reference(record: OldRecord, demands: list[Demand], request: PlacementReques
     queue = _queue(record, demands, request, model, step, answer)
     first = queue + model.prefill.base + d_prefill + exposed
     own = first * (request.expected_inverse or 1 / answer) + step
-    total = own + len(ranks) * (d_prefill / answer + d_decode)
+    copy = 0.0 if tier == "device" else model.to_device.seconds(request.adapter_bytes + record.loading_bytes)
+    total = own + len(ranks) * (d_prefill / answer + d_decode) + (len(ranks) + 1) * copy / answer
     least = model.decode.seconds(1, 0, 0)
     others = [record.tightest_tpot, *(demand.tpot for demand in demands)]
     promises = [request.tpot, *(promise for promise in others if promise is not None and promise >= least)]
