@@ -98,7 +98,8 @@ def in_words(candidate: Candidate, made: Decision) -> str:
         f"The {there} requests there pay {told(others)} ms a token between them"
     )
     if candidate.spreading:
-        text += f"; one more copy of the adapter displaces others, which counts {told(candidate.spreading)} ms"
+        copy = (there + 1) * candidate.spreading / made.expected_tokens
+        text += f"; one more copy of the adapter displaces another ({told(candidate.spreading)} ms): {told(copy)} ms"
     return text + (f". Total {told(candidate.total)} ms" if candidate.total is not None else "")
 
 
