@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from cluster.model_check import is_off
 from cluster.node_table import NodeTable
 
-OFF = 1.3
-"""Observed over forecast; a model is off above it, and below its inverse."""
 PATIENCE = 60.0
 """Seconds that it is off before it is widened."""
 EVERY = 1.0
@@ -54,7 +53,3 @@ class Widening:
         if not self._widened:
             return np.zeros(candidates.size, np.bool_)
         return np.array([nodes.ids[row] in self._widened for row in candidates.tolist()])
-
-
-def is_off(ratio: float | None) -> bool:
-    return ratio is not None and not 1.0 / OFF <= ratio <= OFF

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from scheduling_world import ask, chosen, node, table_of
 
+from cluster.model_check import OFF
 from cluster.node_table import NodeTable
 from gateway.scheduling.decision import picture
 from gateway.scheduling.rank_aware import RankAware
-from gateway.scheduling.widening import EVERY, OFF, PATIENCE, Widening
+from gateway.scheduling.widening import EVERY, PATIENCE, Widening
 from tests.told import tell
 
 FULL = node("full", *[8] * 32, tier="device", queued=50)
