@@ -146,7 +146,7 @@ def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> 
 
 def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
     """What prompts that wait add to a pass: one that comes now is computed together with them."""
-    return model.seconds(tokens, 0, token_ranks) - model.base
+    return model.per_token * tokens + model.per_token_rank * token_ranks
 
 
 class Found(msgspec.Struct, frozen=True):

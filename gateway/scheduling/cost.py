@@ -196,4 +196,7 @@ def _step_and_wait(
     row = np.where(over > 0, over * answer / capacity, 0.0)
     held = np.maximum(at["kv_tokens"] - np.maximum(room, 0.0), 1.0)
     memory = np.where(short > 0, answer * short / held, 0.0)
-    return step, at["prompt_wait"][:, kind] + np.maximum(row, memory)
+    prompts = at["prompt_wait"][:, kind]
+    if strict:  # counts on no luck: they may have a pass of their own
+        prompts = prompts + np.where(prompts > 0, at["prefill_base"], 0.0)
+    return step, prompts + np.maximum(row, memory)

@@ -87,6 +87,8 @@ def _queue(
     waiting += sum(demand.prompt_tokens for demand in before)
     prompts = model.prefill.per_token * waiting
     prompts += model.prefill.per_token_rank * sum(demand.prompt_tokens * demand.rank for demand in before)
+    if request.slo_class == "strict" and prompts > 0:
+        prompts += model.prefill.base
     others = (request.typical_tokens or answer) * step
     over = ahead + len(demands) + 1 - rows
     row = over * others / record.max_rows if record.max_rows and over > 0 else 0.0
