@@ -39,9 +39,9 @@ def screen_table(document: dict[str, Any]) -> str:
 
 
 def confirmed_table(document: dict[str, Any]) -> str:
-    """The policy that was left beside the one before, `toppings` and the minimal start."""
+    """The policy that was left beside the one before and `toppings`."""
     rows, settings = document["rows"], document["settings"]
-    others = {BEFORE: "the one before", "toppings": "`toppings`", "minimal": "the minimal start"}
+    others = {BEFORE: "the one before", "toppings": "`toppings`"}
     head = ("case", "within the SLO", "goodput", *(f"over {name}" for name in others.values()))
     cells = []
     for each in _cells(rows):
