@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 from cluster.news import StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import Transfer
+from garnish.simulation.profile import load_profile
 from gateway.scheduling.policy import make_policy
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.toppings import Toppings
@@ -290,3 +294,23 @@ def test_ranks_do_not_pile_up_behind_full_rows() -> None:
     assert policy.last is not None
     step = policy.last.terms.decode
     assert step[0] < step[1]
+
+
+def test_the_example_of_the_page() -> None:
+    """docs/scheduling.md has these numbers."""
+    papers = load_profile("papers").performance
+    model = msgspec.structs.replace(papers, key=msgspec.structs.replace(papers.key, base="b"))
+    nodes = table_of(
+        node("idle", tier="host", performance=model),
+        node("alike", *[16] * 6, tier="device", performance=model),
+        node("large", *[64] * 4, tier="device", performance=model, prompt_tokens_left=300),
+    )
+    policy = RankAware()
+    assert (
+        chosen(policy, nodes, ask(adapter_bytes=16 * 1_572_864, expected_tokens=96, expected_inverse=0.048)) == "idle"
+    )
+    assert policy.last is not None
+    page = (Path(__file__).parents[3] / "docs" / "scheduling.md").read_text()
+    shown = re.search(r"\| `total` \| \*\*(\S+)\*\* \| (\S+) \| (\S+) \|", page)
+    assert shown is not None
+    assert (policy.last.totals * 1e3).tolist() == pytest.approx([float(each) for each in shown.groups()], abs=0.006)
