@@ -35,7 +35,7 @@ def test_quick_run(tmp_path: Path) -> None:
     again = [row | {"seed": 2} for row in document["rows"]]
     document["rows"] += again
     assert confirmed_table(document).count("\n| SIM-60 `papers` 1") == 2
-    assert "Worst mean difference to the one before" in confirmed_table(document)
+    assert "Worst case against the one before" in confirmed_table(document)
     assert "| TESTBED-8 `papers` 0.6 |" in length_table(document)
 
 
