@@ -13,6 +13,7 @@ of the oracle, less 1, on a shorter piece of the trace, for the oracle is slow.
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ import msgspec
 import numpy as np
 
 from adapters.base_model import load_base_model
+from benchmarks.ablation import HALVES, Case, ablation_rows, all_variants
+from benchmarks.ablation import figures_of as ablation_figures
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.testbed import NODES, bed, play, registry_of
 from benchmarks.trace import FILE as MAF
@@ -39,16 +42,20 @@ RANKS = (8, 16, 32, 64)
 MEAN_PROMPT, MEAN_OUTPUT = 115, 96
 FULL = {
     "sim_nodes": SIM_NODES, "sim_loads": [1.0, 0.9, 0.75, 0.6], "sim_seconds": 600.0,
-    "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS,
+    "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS, "ablate_loads": [1.0, 0.75],
+    "ablate_seeds": 5, "ablate_bed_seconds": 120.0,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": list(POLICIES), "bed_loads": [0.6, 0.8, 1.0],
     "bed_seconds": 30.0, "bed_functions": 64, "bed_longest": 256,
 }  # fmt: skip
 QUICK = {
     "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 20.0,
-    "oracle_seconds": 4.0, "functions": 400,
+    "oracle_seconds": 4.0, "functions": 400, "ablate_loads": [1.0],
+    "ablate_seeds": 1, "ablate_bed_seconds": 2.0,
     "sim_policies": [*POLICIES, "dlora"], "bed_policies": ["rank_aware", "random"], "bed_loads": [0.6],
     "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30,
 }  # fmt: skip
+SCREEN = {"bed_loads": [0.8, 1.0], "ablate_bed_seconds": 60.0}
+"""Of FULL, while terms are chosen."""
 
 
 def work(profile: NodeProfile) -> float:
@@ -100,7 +107,7 @@ def bed_rows(
     name: str, profile: NodeProfile, model_dir: Path, settings: dict[str, Any], seed: int
 ) -> list[dict[str, Any]]:
     rng, count = np.random.default_rng(seed), settings["bed_functions"]
-    functions = {f"f{i}": int(rank) for i, rank in enumerate(rank_of(Laws(seed, RANKS), count))}
+    functions = bed_functions(seed, count)
     context = load_base_model(model_dir, model_dir.name).max_context
     words = _words_per_token(model_dir)
     slo, rows = 1.5 * base_tpt(profile), []
@@ -124,6 +131,11 @@ def bed_rows(
                     "late_max_ms": max(sample.late or 0.0 for sample in samples) * 1e3,
                 })  # fmt: skip
     return rows
+
+
+def bed_functions(seed: int, count: int) -> dict[str, int]:
+    """Names and ranks."""
+    return {f"f{i}": int(rank) for i, rank in enumerate(rank_of(Laws(seed, RANKS), count))}
 
 
 def poisson_trace(
@@ -167,18 +179,79 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+def ablate(profiles: list[str], half: str, variants: list[str], settings: dict[str, Any], file: Path | None) -> None:
+    """Writes the report anew after each seed: the whole takes long."""
+    probe, rows = contention_probe(), []
+    for seed in HALVES[half].seeds[: settings["ablate_seeds"]]:
+        for name in profiles:
+            place = {"half": half, "profile": name, "seed": seed}
+            rows += _ablate_sim(place, load_profile(name), variants, settings)
+            rows += _ablate_bed(place, load_profile(name), variants, settings)
+        settings |= {"half": half, "probe_before_ms": probe, "probe_after_ms": contention_probe(), "slo": DEFAULT_SLO}
+        document = report("routing_ablation", settings, 0, rows, ablation_figures(rows), simulated=True)
+        if file is not None:
+            file.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _ablate_sim(
+    place: dict[str, Any], profile: NodeProfile, variants: list[str], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    nodes, seconds = settings["sim_nodes"], settings["sim_seconds"]
+    whole = SIM_RATE * work(load_profile("papers")) / work(profile) * nodes / SIM_NODES
+
+    def trace(load: float, case: Case) -> list[TraceRequest]:
+        laws = Laws(
+            place["seed"], RANKS, settings["functions"], whole * load, seconds, MEAN_OUTPUT,
+            half=HALVES[place["half"]].functions, shifted=case.shifted,
+        )  # fmt: skip
+        return read_trace(MAF, laws)[1]
+
+    return ablation_rows(
+        {"study": "sim60", **place}, profile, nodes, variants, trace, settings["ablate_loads"], seconds
+    )
+
+
+def _ablate_bed(
+    place: dict[str, Any], profile: NodeProfile, variants: list[str], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """TESTBED-8, simulated: every adapter is on the device."""
+    cached = msgspec.structs.replace(profile, adapter_memory=None, host_memory=None)
+    functions = bed_functions(place["seed"], settings["bed_functions"])
+    bed = settings | {"bed_seconds": settings["ablate_bed_seconds"]}
+
+    def trace(load: float, _: Case) -> list[TraceRequest]:
+        rng = np.random.default_rng((place["seed"], 2))
+        return poisson_trace(load * NODES / work(profile), bed, functions, profile.max_context, rng)
+
+    place = {"study": "testbed8", **place}
+    return ablation_rows(place, cached, NODES, variants, trace, settings["bed_loads"], bed["bed_seconds"])
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--profiles", default=",".join(profile_names()), help="committed ones, by commas (all)")
     parser.add_argument("--only", choices=("sim60", "testbed8"), help="leave the other one out")
     parser.add_argument("--seconds", type=float, help="of SIM-60's trace, instead of ten minutes")
+    parser.add_argument("--ablate", choices=tuple(HALVES), help="one term off at a time, on this half; simulated")
+    parser.add_argument("--variants", help="of --ablate, by commas (all)")
+    parser.add_argument(
+        "--part", type=int, default=1, help="SIM-60 with so many times fewer nodes, calls and functions"
+    )
     options = parser.parse_args()
     settings: dict[str, Any] = dict(QUICK if options.quick else FULL)
+    if options.ablate == "chosen" and not options.quick:
+        settings |= SCREEN
+    for name in ("sim_nodes", "functions"):
+        settings[name] //= options.part
     if options.seconds:
         settings["sim_seconds"] = options.seconds
+    profiles = options.profiles.split(",")[: 1 if options.quick else None]
+    if options.ablate:
+        variants = options.variants.split(",") if options.variants else all_variants()
+        return ablate(profiles, options.ablate, variants, settings, options.json)
     probe, rows = contention_probe(), []
-    for name in options.profiles.split(",")[: 1 if options.quick else None]:
+    for name in profiles:
         profile = load_profile(name)
         if options.only != "testbed8":
             rows += sim_rows(name, profile, settings, options.seed)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import front_page
+from benchmarks.ablation_tables import confirmed_table, length_table, screen_table
 from benchmarks.autoscale_report import autoscale_text
 from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
 from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
@@ -107,6 +108,11 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
     },
     ROOT / "docs" / "design" / "scheduling.md": {
         "placement": one("placement", placement_table),
+    },
+    ROOT / "docs" / "results" / "routing-ablation.md": {
+        "confirmed": one("routing_ablation", confirmed_table),
+        "screen": one("routing_screen", screen_table),
+        "by-length": one("routing_ablation", length_table),
     },
     ROOT / "docs" / "design" / "cold-start.md": {
         "coldstart": one("coldstart", coldstart_table),

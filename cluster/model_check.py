@@ -13,6 +13,14 @@ MAX_SECONDS = 1e6
 MIN_BANDWIDTH = 1.0
 """Bytes per second."""
 
+OFF = 1.3
+"""Observed over forecast times; a model is off above it, and below its inverse."""
+
+
+def is_off(ratio: float | None) -> bool:
+    """`ratio`: what a node tells of its last passes (`forecast_ratio`); None: it has seen none."""
+    return ratio is not None and not 1.0 / OFF <= ratio <= OFF
+
 
 def problem_of(model: PerformanceModel, base: str = "") -> str | None:
     """What is wrong with it, naming the field; None: nothing. `base`: what its node serves; empty: not known yet.

@@ -204,7 +204,7 @@ class NodeBook:
         return [
             NodeView(
                 record=node.record,
-                reserved=int(table.reserved[node.row]),
+                reserved=len(table.reservations(node.row)),
                 age=max(0.0, aged - float(self._heard[node.row])),
                 residents=table.residents(node.row),
             )

@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.messages import SloClass
 from cluster.news import NodeRecord
-from cluster.performance_model import PerformanceModel
+from cluster.performance_model import PerformanceModel, PrefillModel
 
 MOST = 1 << 53
 """No count is above it: what a record says stays exact as a float, and sums stay inside 64 bits."""
@@ -144,20 +144,33 @@ def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> 
     return min((tpot for tpot in promised if tpot >= least), default=math.inf)
 
 
-def found_by_strict(
-    load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel
-) -> tuple[float, float, float, float, float, float]:
-    """The columns strict_*. A place that is given to a standard request may be taken when a strict one comes."""
+def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
+    """What prompts that wait add to a pass: one that comes now is computed together with them."""
+    return model.per_token * tokens + model.per_token_rank * token_ranks
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a request that comes now would find."""
+
+    rows_free: float
+    kv_room: float
+    prompt_wait: float
+    saved: float = 0.0
+    tightest_tpot: float = math.inf
+    """of strict requests"""
+
+
+def found_by_strict(load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel) -> Found:
+    """A place that is given to a standard request may be taken when a strict one comes."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
     coming = [demand for demand in firm if demand.slo_class == "strict"]
     held, strict = held_by(firm), held_by(coming)
     promised = [room.tightest_tpot, *(demand.tpot for demand in coming if demand.tpot is not None)]
     prompts = room.prompt_tokens + strict.prompt_tokens
-    return (
-        room.queued + len(firm),
-        room.rows,
-        room.kv_tokens - held.tokens if load.kv_tokens else math.inf,
-        model.prefill.seconds(prompts, 0, strict.token_ranks) if prompts else 0.0,
-        model.decode.saved(load.running, room.paused_rows, room.paused_contexts),
-        tightest_tpot(promised, model),
+    return Found(
+        rows_free=room.rows - room.queued - len(firm),
+        kv_room=room.kv_tokens - held.tokens if load.kv_tokens else math.inf,
+        prompt_wait=prompts_before(model.prefill, prompts, strict.token_ranks),
+        saved=model.decode.saved(load.running, room.paused_rows, room.paused_contexts),
+        tightest_tpot=tightest_tpot(promised, model),
     )

@@ -266,7 +266,7 @@ def _make_dispatcher(
     shared, fingerprint = opened.shared, opened.base.fingerprint
     return Dispatcher(
         state=shared.cluster,
-        placer=Placer(shared.cluster, config.policy, fingerprint, metrics, explanations, gateways=shared.workers),
+        placer=Placer(shared.cluster, config.policy, fingerprint, metrics, explanations),
         client=_node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
         running=Running(),
         hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),

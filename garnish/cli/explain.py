@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from garnish.screen import Screen
     from garnish.table import Column
     from gateway.calls.explanations import ExplainedPlacement
-    from gateway.scheduling.decision import Candidate
+    from gateway.scheduling.decision import Candidate, Decision
 
 RequestId = Annotated[str, typer.Argument(help="The call's id, or the x-request-id of its reply.")]
 Admin = Annotated[bool, typer.Option("--admin", help="Any tenant's call, with the admin key of the state.")]
@@ -80,6 +80,27 @@ def _show(screen: Screen, placement: ExplainedPlacement) -> None:
     screen.table(_columns(), [_row(candidate) for candidate in made.candidates])
     if made.more:
         screen.line(f"and {made.more} more candidates")
+    for candidate in made.candidates:
+        if candidate.chosen and candidate.ttft is not None:
+            screen.line(in_words(candidate, made))
+
+
+def in_words(candidate: Candidate, made: Decision) -> str:
+    """What a total is made of."""
+    there, told = candidate.running + candidate.queued + candidate.reserved, _milliseconds
+    prefill, exposed, decode = candidate.prefill or 0.0, candidate.exposed_load or 0.0, candidate.decode or 0.0
+    ttft, step = candidate.ttft or 0.0, candidate.step or 0.0
+    others = there * (prefill / made.expected_tokens + decode)
+    text = (
+        f"{candidate.node}: it waits {told(candidate.wait)} ms to be begun, its prompt adds {told(prefill)} ms, its "
+        f"adapter {told(exposed)} ms: a first token after {told(ttft)} ms. Every token gets "
+        f"{made.expected_inverse:.3g} of that ({told(ttft * made.expected_inverse)} ms) and a step of {told(step)} ms. "
+        f"The {there} requests there pay {told(others)} ms a token between them"
+    )
+    if candidate.spreading:
+        copy = (there + 1) * candidate.spreading / made.expected_tokens
+        text += f"; one more copy of the adapter displaces another ({told(candidate.spreading)} ms): {told(copy)} ms"
+    return text + (f". Total {told(candidate.total)} ms" if candidate.total is not None else "")
 
 
 def _columns() -> list[Column]:
@@ -108,6 +129,8 @@ def _row(candidate: Candidate) -> list[str]:
         notes.append(f"no forecast: its performance model is not used: {candidate.model_problem}")
     elif candidate.model == "assumed":
         notes.append("no forecast: its performance model is not measured yet")
+    if candidate.widened:
+        notes.append("its forecasts have been off for a minute, and refuse nobody")
     return [
         "*" if candidate.chosen else "",
         candidate.node,

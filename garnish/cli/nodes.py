@@ -78,9 +78,11 @@ def list_nodes(
 
 def observed_over_forecast(record: Mapping[str, Any]) -> str:
     """How its passes compare with what its performance model says of them, if there is one."""
+    from cluster.model_check import is_off
+
     ratio = record.get("forecast_ratio")
     if ratio is not None:
-        return f"{ratio:.2f}"
+        return f"{ratio:.2f}, off" if is_off(ratio) else f"{ratio:.2f}"
     if record.get("performance"):
         return "-"
     measuring = record.get("measuring")

@@ -19,14 +19,19 @@ from garnish.simulation.rank_mix import RANK_TERM, RankMix
 from garnish.simulation.waiting import WaitingQueue
 
 Arrived = Callable[[Job, float], None]
+Pace = Callable[[], float]
+"""By how much longer than the profile's model says the pass that begins now takes: the model errs, and passes vary."""
 
 
 class SimulatedNode:
     """`wake` must be called at `next_time`, which changes with every call. Others only read the attributes."""
 
-    def __init__(self, index: int, profile: NodeProfile, ended: Callable[[Job], None]) -> None:
-        """`ended` is told of each request that is done."""
-        self.index, self.profile, self._ended = index, profile, ended
+    def __init__(
+        self, index: int, profile: NodeProfile, ended: Callable[[Job], None], pace: Pace = lambda: 1.0
+    ) -> None:
+        """`ended` is told of each request that is done. Decode steps in which nothing changes are one pass to
+        `pace`."""
+        self.index, self.profile, self._ended, self._pace = index, profile, ended, pace
         self.loads = Loads(profile)
         self._admission = Admission(profile, self.loads)
         self.queue = WaitingQueue()
@@ -44,7 +49,6 @@ class SimulatedNode:
         self.kv_free = profile.kv_tokens
         self.acknowledged: list[str] = []
         """ids of requests that came since the last record"""
-        """since the last record"""
         self.next_time = inf
         self.busy = 0.0
         """seconds in which it computed"""
@@ -161,9 +165,10 @@ class SimulatedNode:
             self.stalled = [job for job in self.stalled if not self._starts_to_decode(job)]
         self.chunks = self._choose_chunks() if self.prefilling else []
         if self.chunks:
-            self.iteration_end = now + self._mixed_seconds()
+            self.iteration_end = now + self._pace() * self._mixed_seconds()
         elif self._finishing:
-            self.run = DecodeRun(now, *self._step(), steps=self._finishing[0][0] - self.steps)
+            pace, (first, growth) = self._pace(), self._step()
+            self.run = DecodeRun(now, pace * first, pace * growth, steps=self._finishing[0][0] - self.steps)
             self.iteration_end = self.run.end
         self._iteration_begin = now
 

@@ -18,7 +18,7 @@ from cluster.news import RECORD_INTERVAL
 from cluster.node_table import Demand
 from garnish.simulation.columns import BASE, SimulatedTable
 from garnish.simulation.job import Job
-from garnish.simulation.node import Arrived, SimulatedNode
+from garnish.simulation.node import Arrived, Pace, SimulatedNode
 from garnish.simulation.profile import NodeProfile
 from gateway.scheduling.lengths import ResponseLengths
 from gateway.scheduling.placement import able
@@ -53,11 +53,19 @@ class Migrates(Protocol):
 
 
 class Simulator:
-    def __init__(self, profile: NodeProfile, nodes: int, policy: MakePolicy, jobs: Sequence[Job]) -> None:
-        """`policy` gets the simulated clock. `jobs` by ascending `at`, numbered from 0."""
+    def __init__(
+        self,
+        profile: NodeProfile,
+        nodes: int,
+        policy: MakePolicy,
+        jobs: Sequence[Job],
+        pace: Callable[[int], Pace] = lambda _: lambda: 1.0,
+    ) -> None:
+        """`policy` gets the simulated clock. `jobs` by ascending `at`, numbered from 0. `pace`: of each node, which
+        tells the profile's model of itself all the same."""
         self.now = 0.0
         self.profile, self.policy, self.jobs = profile, policy(lambda: self.now), jobs
-        self.nodes = [SimulatedNode(i, profile, self._ended) for i in range(nodes)]
+        self.nodes = [SimulatedNode(i, profile, self._ended, pace(i)) for i in range(nodes)]
         self.table = SimulatedTable(self.nodes)
         self.lengths = ResponseLengths()
         self.events = 0

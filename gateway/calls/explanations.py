@@ -43,6 +43,7 @@ class Placement(msgspec.Struct, frozen=True):
             prompt_tokens=wanted.prompt_tokens,
             max_tokens=wanted.max_tokens,
             expected_tokens=wanted.answer_tokens,
+            expected_inverse=wanted.inverse_tokens,
             rank=wanted.rank,
             adapter_bytes=wanted.adapter_bytes,
             slo_class=wanted.slo_class,

@@ -34,12 +34,10 @@ class Placer:
         metrics: Metrics,
         explanations: Explanations,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        gateways: Callable[[], int] = lambda: 1,
     ) -> None:
         self._state = state
         self._name = policy
-        self._policy: Policy = make_policy(policy, PolicySettings(clock=clock, gateways=gateways))
+        self._policy: Policy = make_policy(policy, PolicySettings(clock=clock))
         self._base = base
         self._metrics = metrics
         self._explanations = explanations

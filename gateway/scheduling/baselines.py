@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from cluster.node_table import ABSENT, NodeTable
+from cluster.node_table import ABSENT, STANDARD, NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 ASSUMED_ROWS = 32
@@ -20,7 +20,7 @@ class MostIdle:
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         tiers = nodes.tiers(request.digest) if request.digest else {}
         tier = np.array([tiers.get(row, ABSENT) for row in candidates.tolist()])
-        order = np.lexsort((-nodes.kv_tokens_free[candidates], tier, nodes.requests[candidates]))
+        order = np.lexsort((-nodes.kv_room[candidates, STANDARD], tier, nodes.requests[candidates]))
         return int(candidates[order[0]])
 
 
@@ -29,9 +29,9 @@ class FirstFit:
     the first by id. When none has, the one with the fewest requests."""
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
-        requests, rows = nodes.requests[candidates], nodes.max_rows[candidates]
-        fits = requests < np.where(rows > 0, rows, ASSUMED_ROWS)
-        fits &= nodes.kv_room[candidates] >= request.prompt_tokens + request.max_tokens
+        requests, rows = nodes.requests[candidates], nodes.capacity[candidates]
+        fits = requests < np.where(rows < np.inf, rows, ASSUMED_ROWS)
+        fits &= nodes.kv_room[candidates, STANDARD] >= request.prompt_tokens + request.max_tokens
         wanted = np.where(fits, requests, -1) if fits.any() else -requests
         equal: list[int] = candidates[wanted == wanted.max()].tolist()
         return min(equal, key=lambda row: nodes.ids[row] or "")

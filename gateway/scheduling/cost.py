@@ -12,6 +12,7 @@ candidates; the only loop is over the nodes that hold the adapter.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import get_args
 
@@ -19,16 +20,12 @@ import msgspec
 import numpy as np
 
 from cluster.node_load import MARGIN
-from cluster.node_table import ABSENT, DEVICE, DISK, HOST, LINEAR, LINEAR_BY_COST, NodeTable
+from cluster.node_table import ABSENT, DEVICE, DISK, HOST, STANDARD, STRICT, NodeTable
 from cluster.performance_model import RankTerm
 from gateway.scheduling.request import PlacementRequest
 
 MAX_RANK, ADAPTER_RANKS = (get_args(RankTerm).index(name) for name in ("max_rank", "adapter_ranks"))
 """As the column `rank_term` has them."""
-PREFILL, DECODE, TRANSFER, FETCH = (
-    slice(LINEAR.index(names[0]), LINEAR.index(names[-1]) + 1) for names in LINEAR_BY_COST.values()
-)
-"""Of LINEAR."""
 
 
 class Terms(msgspec.Struct, dict=True):
@@ -42,8 +39,9 @@ class Terms(msgspec.Struct, dict=True):
     """i64[C]: DEVICE, HOST, DISK or ABSENT; DEVICE for the base alone"""
     prefill: np.ndarray
     """d_prefill: what the prompt adds to the prompts that wait"""
-    transfer: np.ndarray
-    """of the adapter from host memory to the device, behind what is on the link"""
+    spreading: np.ndarray
+    """what one more copy displaces, and must be loaded again: as long as the adapter's own transfer from host memory,
+    behind what is on the link; 0 where it is on the device"""
     exposed: np.ndarray
     """what the first token waits for the adapter's bytes"""
     decode: np.ndarray
@@ -69,56 +67,48 @@ class Terms(msgspec.Struct, dict=True):
         return strain
 
 
+class Scores(msgspec.Struct, gc=False):
+    """What a policy that weighs nodes against each other made of the terms; columns as there."""
+
+    terms: Terms
+    totals: np.ndarray
+    """The least wins; infinite where a promise would be broken."""
+    widened: np.ndarray
+    """bool[C]: what is forecast of the node refuses nobody"""
+    retry_after: float = 0.0
+    """Seconds until a refused request may find a place, as forecast."""
+
+
+class ScoringPolicy:
+    """A policy that can tell afterwards why it chose."""
+
+    last: Scores | None = None
+    """Of the latest choice: it is to be read before anything else can run."""
+
+
 def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
     """`candidates` i64[C], ascending, C >= 1. Odd numbers in `nodes` make odd terms, and numpy's warnings."""
-    # Slices cost nothing and picking rows does: everything is computed for all rows.
-    made = _terms(nodes, candidates, request)
-    if nodes.height == candidates.size:
-        return made
-    for name in Terms.__struct_fields__[1:]:
-        column = getattr(made, name)
-        if isinstance(column, np.ndarray):
-            setattr(made, name, column[candidates])
-    return made
-
-
-def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.ndarray:
-    """bool[C]: the node could keep what the request was promised if it had nothing else to do. Where none could,
-    waiting is in vain."""
-    rows, rank = made.candidates, float(request.rank)
-    context = request.prompt_tokens + request.answer_tokens / 2
-    step = (
-        nodes.decode_base[rows]
-        + nodes.decode_per_row[rows] * np.clip(1.0 - nodes.decode_flat_rows[rows], 0.0, 1.0)
-        + context * nodes.decode_per_context[rows]
-        + rank * nodes.decode_per_rank[rows]
+    everybody = candidates[-1] == candidates.size - 1  # a slice costs nothing, and picking rows does
+    at = nodes.table[: candidates.size] if everybody else nodes.table[candidates]
+    after, tokens, rank = at["requests"] + 1.0, float(request.prompt_tokens), float(request.rank)
+    prefill = tokens * (
+        at["prefill_per_token"] + tokens * at["prefill_per_token2"] + rank * at["prefill_per_token_rank"]
     )
-    ahead = (nodes.device_wait[rows] - nodes.device_latency[rows]) * nodes.exposed_share[rows]
-    exposed = np.where(made.tier == DEVICE, 0.0, made.exposed - ahead)
-    ttft = nodes.prefill_base[rows] + made.prefill + exposed
-    kept: np.ndarray = (ttft <= made.ttft_limit) & (step <= (np.inf if request.tpot is None else request.tpot))
-    return kept
-
-
-def _terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
-    n = nodes.height
-    after = nodes.requests[:n] + 1.0
-    prefill, decode, transfer, fetch = _weights(request) @ nodes.linear[:, :n]
-    _correct_ranks(nodes, request, after, decode)
-    tier, exposed = _load(nodes, request, transfer, fetch)
-    step, wait = _step_and_wait(nodes, n, request, after, decode)
-    promised = nodes.tightest_tpot[:n]
+    decode = _decode(nodes, candidates, at, request)
+    tier, spreading, exposed = _load(nodes, candidates, at, request)
+    step, wait = _step_and_wait(at, request, after, decode)
+    promised = at["tightest_tpot"][:, STANDARD]
     return Terms(
         candidates=candidates,
         requests=after,
         tier=tier,
         prefill=prefill,
-        transfer=transfer,
+        spreading=spreading,
         exposed=exposed,
         decode=decode,
         step=step,
         wait=wait,
-        ttft=wait + nodes.prefill_base[:n] + prefill + exposed,
+        ttft=wait + at["prefill_base"] + prefill + exposed,
         tpot_limit=promised if request.tpot is None else np.minimum(promised, request.tpot),
         ttft_limit=np.inf if request.ttft is None else request.ttft,
         answer=request.answer_tokens,
@@ -126,76 +116,87 @@ def _terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) 
     )
 
 
-def _weights(request: PlacementRequest) -> np.ndarray:
-    """f64[4, LINEAR]: d_prefill, d_decode (as if its rank were simply added), the transfer from host memory to the
-    device, and the fetch to host memory are these times a node's linear costs."""
-    tokens, rank, size = float(request.prompt_tokens), float(request.rank), float(request.adapter_bytes)
-    context = tokens + request.answer_tokens / 2  # on average over its answer
-    weights = np.zeros((len(LINEAR_BY_COST), len(LINEAR)))
-    weights[0, PREFILL] = tokens, tokens * tokens, tokens * rank
-    weights[1, DECODE] = 1.0, context, rank
-    weights[2, TRANSFER] = 1.0, size
-    weights[3, FETCH] = 1.0, size
-    return weights
+def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.ndarray:
+    """bool[C]: the node could keep what the request was promised if it had nothing else to do. Where none could,
+    waiting is in vain."""
+    tokens, rank = request.prompt_tokens, request.rank
+    kept = np.zeros(made.candidates.size, np.bool_)
+    for index, (row, tier) in enumerate(zip(made.candidates.tolist(), made.tier.tolist(), strict=True)):
+        model = nodes.model(row)
+        load = 0.0 if tier == DEVICE else model.to_device.seconds(request.adapter_bytes)
+        load += model.from_store.seconds(request.adapter_bytes) if tier in (DISK, ABSENT) else 0.0
+        ttft = model.prefill.seconds(tokens, tokens * tokens, tokens * rank) + load * model.exposed_share
+        step = model.decode.seconds(1, tokens + request.answer_tokens / 2, rank)
+        kept[index] = ttft <= made.ttft_limit and (request.tpot is None or step <= request.tpot)
+    return kept
 
 
-def _correct_ranks(nodes: NodeTable, request: PlacementRequest, after: np.ndarray, decode: np.ndarray) -> None:
-    """Changes `decode` where R(there + request) - R(there) is not the request's rank (cluster.performance_model)."""
-    n, rank = decode.size, float(request.rank)
-    if nodes.padding:
-        padded = after * np.maximum(nodes.max_rank[:n], rank) - nodes.decode_ranks[:n] - rank
-        decode += np.where(nodes.rank_term[:n] == MAX_RANK, padded, 0.0) * nodes.decode_per_rank[:n]
-    users = nodes.users(request.digest) if request.digest else ()
-    if users:  # their batches have the adapter's rank already
-        rows = np.fromiter(users, np.int64, len(users))
-        rows = rows[nodes.rank_term[rows] == ADAPTER_RANKS]
-        decode[rows] -= rank * nodes.decode_per_rank[rows]
+def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest) -> np.ndarray:
+    """What one more row, its context (on average over its answer) and its rank add to a step."""
+    # R(there + request) - R(there) by the node's own rank term (cluster.performance_model).
+    ranks = np.full(candidates.size, float(request.rank))
+    padded = at["rank_term"] == MAX_RANK
+    if padded.any():  # everybody is computed as the largest one
+        largest = np.maximum(at["max_rank"], ranks)
+        ranks = np.where(padded, largest + at["requests"] * (largest - at["max_rank"]), ranks)
+    if request.digest and (users := nodes.users(request.digest)):  # their batches have the adapter's rank already
+        index = _indices(candidates, users)
+        ranks[index[at["rank_term"][index] == ADAPTER_RANKS]] = 0.0
+    context = request.prompt_tokens + request.answer_tokens / 2
+    made: np.ndarray = at["decode_next_row"] + context * at["decode_per_context"] + ranks * at["decode_per_rank"]
+    return made
 
 
 def _load(
-    nodes: NodeTable, request: PlacementRequest, transfer: np.ndarray, fetch: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tiers i64[n]; f64[n] seconds that the first token waits for the adapter, and for what must come before it."""
-    n = transfer.size
+    nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tiers i64[C]; what a copy displaces; what the first token waits for the adapter, and for what must come before it
+    on its way."""
+    n, size = candidates.size, float(request.adapter_bytes)
     if request.digest is None:
-        transfer[:] = 0.0
-        return np.full(n, DEVICE), np.zeros(n)
-    tiers, load, held = np.full(n, ABSENT), transfer + fetch, nodes.tiers(request.digest)
+        return np.full(n, DEVICE), np.zeros(n), np.zeros(n)
+    tier, held = np.full(n, ABSENT), nodes.tiers(request.digest)
     if held:
-        rows, levels = (np.fromiter(values, np.int64, len(held)) for values in (held.keys(), held.values()))
-        tiers[rows] = levels
-        near = np.where(levels == HOST, transfer[rows], 0.0)
-        load[rows] = np.where(levels == DISK, load[rows], near)
-    load *= nodes.exposed_share[:n]
-    return tiers, load
+        index = _indices(candidates, held)
+        tier[index] = [held[row] for row in candidates[index].tolist()]
+    transfer = at["device_wait"] + size * at["device_per_byte"]
+    far = transfer + at["store_latency"] + size * at["store_per_byte"]
+    load = np.where(tier == HOST, transfer, far)
+    cold = tier != DEVICE
+    return tier, np.where(cold, transfer, 0.0), np.where(cold, load * at["exposed_share"], 0.0)
+
+
+def _indices(candidates: np.ndarray, rows: Collection[int]) -> np.ndarray:
+    """i64: where in `candidates` those of `rows` are that are among them."""
+    found = np.fromiter(rows, np.int64, len(rows))
+    index = np.minimum(candidates.searchsorted(found), candidates.size - 1)
+    inside: np.ndarray = index[candidates[index] == found]
+    return inside
 
 
 def _step_and_wait(
-    nodes: NodeTable, n: int, request: PlacementRequest, after: np.ndarray, decode: np.ndarray
+    at: np.ndarray, request: PlacementRequest, after: np.ndarray, decode: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """A step with the request, and the time until its prompt is begun: the prompts before it, and then whichever takes
     longer, a row or KV memory."""
-    step, capacity, rows_free = nodes.decode_there[:n] + decode, nodes.capacity[:n], nodes.rows_free[:n]
-    base = nodes.decode_base[:n]
-    computed: np.ndarray | float = 1.0
-    if not rows_free.min() >= 1.0:  # rows beyond what the node computes at once wait: a step has no more than that
-        computed = np.minimum(1.0, capacity / after)
-        step = base + computed * (step - base)
-    room, wait = nodes.kv_room[:n], nodes.prompt_wait[:n]
-    if request.slo_class == "strict":
-        rows_free = nodes.strict_rows[:n] - nodes.strict_ahead[:n]
-        room, wait = nodes.strict_kv_room[:n], nodes.strict_prompt_wait[:n]
-        if request.tpot is not None:  # best effort pauses, but no more than the tightest strict promise asks for
-            least = np.maximum(step - computed * nodes.strict_saved[:n], base)
-            planned = MARGIN * np.minimum(nodes.strict_tpot[:n], request.tpot)
-            step = np.minimum(np.maximum(planned, least), step)
-    need = request.prompt_tokens + request.max_tokens
-    if not (rows_free.min() >= 1.0 and room.min() >= need):
-        # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.
-        over, short = 1.0 - rows_free, need - room
-        answer = (request.typical_tokens or request.answer_tokens) * step
-        row = np.where(over > 0, over * answer / capacity, 0.0)
-        held = np.maximum(nodes.kv_tokens[:n] - np.maximum(room, 0.0), 1.0)
-        memory = np.where(short > 0, answer * short / held, 0.0)
-        wait = wait + np.maximum(row, memory)
-    return step, wait
+    strict = request.slo_class == "strict"
+    kind = STRICT if strict else STANDARD
+    base, capacity = at["decode_base"], at["capacity"]
+    # Rows beyond what the node computes at once wait: a step has no more than that.
+    computed = np.minimum(1.0, capacity / after)
+    step = base + computed * (at["decode_there"] + decode - base)
+    if strict and request.tpot is not None:  # best effort pauses, but no more than the tightest strict promise asks for
+        least = np.maximum(step - computed * at["strict_saved"], base)
+        planned = MARGIN * np.minimum(at["tightest_tpot"][:, STRICT], request.tpot)
+        step = np.minimum(np.maximum(planned, least), step)
+    # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.
+    answer = (request.typical_tokens or request.answer_tokens) * step
+    room = at["kv_room"][:, kind]
+    over, short = 1.0 - at["rows_free"][:, kind], request.prompt_tokens + request.max_tokens - room
+    row = np.where(over > 0, over * answer / capacity, 0.0)
+    held = np.maximum(at["kv_tokens"] - np.maximum(room, 0.0), 1.0)
+    memory = np.where(short > 0, answer * short / held, 0.0)
+    prompts = at["prompt_wait"][:, kind]
+    if strict:  # counts on no luck: they may have a pass of their own
+        prompts = prompts + np.where(prompts > 0, at["prefill_base"], 0.0)
+    return step, prompts + np.maximum(row, memory)

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from cluster.node_table import ABSENT, DEVICE, TIERS, NodeTable
+from gateway.scheduling.cost import Scores
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.scores import Scores
 
 MOST_CANDIDATES = 16
 """Told of one placement: the chosen one and the best of the others."""
@@ -41,6 +41,8 @@ class Candidate(msgspec.Struct, frozen=True):
     told."""
     model_problem: str | None
     """Why the one that it publishes is not used."""
+    widened: bool = False
+    """Its passes have taken other than its model says for a minute: what is forecast of it refuses nobody."""
     prefill: float | None = None
     """What the prompt adds to the prompts that wait."""
     exposed_load: float | None = None
@@ -54,7 +56,7 @@ class Candidate(msgspec.Struct, frozen=True):
     ttft: float | None = None
     """From its placement to its first token."""
     spreading: float | None = None
-    """Charged for one more copy of the adapter."""
+    """Charged for one more copy of the adapter, for the request and for each one there."""
     total: float | None = None
     """The least wins; null where it is infinite, see `broken`."""
     broken: list[str] = []
@@ -77,6 +79,8 @@ class Decision(msgspec.Struct, frozen=True):
     prompt_tokens: int
     max_tokens: int
     expected_tokens: float
+    expected_inverse: float
+    """The mean of 1 / tokens of such answers."""
     rank: int
     adapter_bytes: int
     slo_class: str
@@ -98,6 +102,7 @@ class Picture(msgspec.Struct):
 
     nodes: list[str]
     problems: list[str | None]
+    widened: list[bool]
     values: np.ndarray
     """f64[FIELDS, candidates]; NaN: not known"""
     chosen: int | None
@@ -121,6 +126,7 @@ class Picture(msgspec.Struct):
             reserved=int(told["reserved"]),
             model="measured" if told["modelled"] else "assumed",
             model_problem=self.problems[index],
+            widened=self.widened[index],
             broken=_broken(told, request),
             **{name: known[name] for name in SCORED},
         )
@@ -134,8 +140,9 @@ def picture(
     rows = candidates[shown]
     values = np.full((len(FIELDS), rows.size), np.nan)
     values[0] = nodes.now - nodes.heard[rows]
-    for index, name in enumerate(FIELDS[1:5], 1):
-        values[index] = getattr(nodes, name)[rows]
+    for index, where in enumerate(rows.tolist()):
+        load = nodes.load(where)
+        values[1:5, index] = load.running, load.queued, len(nodes.reservations(where)), nodes.modelled[where]
     if scores is None:
         tiers = nodes.tiers(request.digest) if request.digest else {}
         away = ABSENT if request.digest else DEVICE
@@ -150,15 +157,15 @@ def picture(
             made.step,
             made.wait,
             made.ttft,
-            scores.spreading,
+            made.spreading,
         )
         for index, column in enumerate((*columns, scores.totals, made.tpot_limit), 5):
-            if column is not None:
-                values[index] = column[shown]
+            values[index] = column[shown]
     listed = rows.tolist()
     return Picture(
         nodes=[nodes.ids[where] or "" for where in listed],
         problems=[nodes.model_problem(where) for where in listed],
+        widened=[False] * len(listed) if scores is None else scores.widened[shown].tolist(),
         values=values,
         chosen=None if row is None else listed.index(row),
         more=candidates.size - len(listed),

@@ -10,10 +10,10 @@ import numpy as np
 from cluster.errors import ServiceError
 from cluster.node_table import Demand, NodeTable
 from cluster.state import ClusterState
+from gateway.scheduling.cost import Scores, ScoringPolicy
 from gateway.scheduling.decision import Picture, picture
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.scores import Scores, ScoringPolicy
 from gateway.scheduling.work import work
 
 RETRY_AFTER = 1.0

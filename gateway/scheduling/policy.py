@@ -31,8 +31,6 @@ class PolicySettings(msgspec.Struct, frozen=True):
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
     seed: int = 0
-    gateways: Callable[[], int] = lambda: 1
-    """How many processes place requests now, this one included."""
 
 
 class UnknownPolicy(ValueError):
@@ -41,7 +39,7 @@ class UnknownPolicy(ValueError):
 
 POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = MappingProxyType(
     {
-        "rank_aware": lambda settings: RankAware(settings.clock, gateways=settings.gateways),
+        "rank_aware": lambda settings: RankAware(settings.clock),
         "toppings": lambda _: Toppings(),
         "first_fit": lambda _: FirstFit(),
         "random": lambda settings: Random(settings.seed),

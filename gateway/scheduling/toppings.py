@@ -12,9 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from cluster.node_table import NodeTable
-from gateway.scheduling.cost import terms
+from gateway.scheduling.cost import Scores, ScoringPolicy, terms
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.scores import Scores, ScoringPolicy
 
 PENALTY = 1e6
 """Seconds per token."""
@@ -30,5 +29,5 @@ class Toppings(ScoringPolicy):
                 cost = cost + np.where(broken, PENALTY, 0.0)
             totals = cost * (made.requests - 1.0)
             totals = np.where(totals >= 0.0, totals, np.inf)
-        self.last = Scores(made, totals)
+        self.last = Scores(made, totals, np.zeros(totals.size, np.bool_))
         return int(candidates[totals.argmin()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from cluster.node_load import NodeLoad
 from cluster.node_table import NodeTable
 from gateway.scheduling.request import PlacementRequest
 
@@ -19,30 +20,20 @@ def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
     """
     if not nodes.modelled[row]:
         return None
-    tokens, answer, rank = float(request.prompt_tokens), request.answer_tokens, float(request.rank)
-    prefill = (
-        float(nodes.prefill_base[row])
-        + tokens * float(nodes.prefill_per_token[row])
-        + tokens * tokens * float(nodes.prefill_per_token2[row])
-        + tokens * rank * float(nodes.prefill_per_token_rank[row])
-    )
-    together = rows_together(nodes, row, tokens + answer)
-    step = (
-        float(nodes.decode_base[row]) / together
-        + float(nodes.decode_per_row[row]) * max(0.0, 1.0 - float(nodes.decode_flat_rows[row]) / together)
-        + (tokens + answer / 2) * float(nodes.decode_per_context[row])
-        + rank * float(nodes.decode_per_rank[row])
-    )
+    tokens, answer, model = request.prompt_tokens, request.answer_tokens, nodes.model(row)
+    prefill = model.prefill.seconds(tokens, tokens * tokens, tokens * request.rank)
+    together = rows_together(nodes.load(row), tokens + answer)
+    contexts, ranks = together * (tokens + answer / 2), together * request.rank
+    step = model.decode.seconds(together, contexts, ranks) / together
     ratio = nodes.record(row).forecast_ratio
     if ratio is None or not math.isfinite(ratio):
         ratio = 1.0
     return (prefill + answer * step) * min(max(ratio, RATIO[0]), RATIO[1])
 
 
-def rows_together(nodes: NodeTable, row: int, tokens: float) -> float:
-    """Requests of so many tokens that the node computes at once: at least 1."""
-    most = [float(nodes.capacity[row])]
-    if nodes.kv_tokens[row]:
-        most.append(float(nodes.kv_tokens[row]) / tokens)
-    together = min(most)
-    return max(1.0, together) if math.isfinite(together) else 1.0
+def rows_together(load: NodeLoad, tokens: float) -> float:
+    """Requests of so many tokens that a node computes at once: at least 1."""
+    most = [float(load.max_rows)] if load.max_rows else []
+    if load.kv_tokens:
+        most.append(load.kv_tokens / tokens)
+    return max(1.0, min(most, default=1.0))

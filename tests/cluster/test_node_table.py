@@ -145,54 +145,15 @@ def _compare(table: NodeTable, records: dict[str, OldRecord], places: dict[str, 
     for name, record in records.items():
         row, held = table.row(name), places[name].values()
         assert row is not None
-        ranks = record.batch_ranks + record.queued_ranks + [demand.rank for demand in held]
-        assert table.request_ranks[row] == sum(ranks)
-        assert table.max_rank[row] == max([0, *ranks])
-        distinct = dict(zip(record.batch_slots, record.batch_ranks, strict=True))
-        assert table.adapter_ranks[row] == sum(distinct.values()) + sum(ranks[len(record.batch_ranks) :])
-        assert table.reserved[row] == len(held)
+        assert table.reservations(row) == places[name]
+        assert table.requests[row] == record.running + record.queued + len(held)
         assert table.full[row] == (record.queued + len(held) >= record.queue_limit)
-        assert table.kv_promised[row] == sum(demand.prompt_tokens + demand.max_tokens for demand in held)
-        assert table.base[row] == table.base_number(record.base) > 0
-        kinds = [(len(ranks) * max([0, *ranks])), sum(ranks), table.adapter_ranks[row]]
-        assert table.decode_ranks[row] == kinds[table.rank_term[row]]
-        assert table.requests[row] == len(record.batch_ranks) + record.queued + len(held)
-        assert table.decode_there[row] == pytest.approx(
-            ASSUMED.decode.seconds(
-                int(table.requests[row]),
-                int(table.contexts[row] + table.prompt_tokens[row]),
-                int(table.decode_ranks[row]),
-            )
-        )
-        assert table.prompt_tokens[row] == sum(demand.prompt_tokens for demand in held)
-        promised = [value for value in (record.tightest_tpot, *(d.tpot for d in held)) if value is not None]
-        kept = [value for value in promised if value >= ASSUMED.decode.seconds(1, 0, 0)]
-        assert table.tightest_tpot[row] == min(kept, default=math.inf)
-        _compare_strict(table, row, record, list(held))
         for digest in "xyz":
             tier = next((r.tier for r in record.residents if r.digest == digest), None)
             assert table.tiers(digest).get(row) == TIERS.get(tier or "")
             assert (row in table.users(digest)) == any(r.digest == digest and r.in_use for r in record.residents)
     rows = {table.row(name) for name in records}
     assert all(set(table.tiers(digest)) | table.users(digest) <= rows for digest in "xyz")
-    assert all((table.base_number(base) > 0) == any(r.base == base for r in records.values()) for base in "bc")
-
-
-def _compare_strict(table: NodeTable, row: int, record: OldRecord, held: list[Demand]) -> None:
-    found = [float(getattr(table, name)[row]) for name in ("strict_ahead", "strict_rows", "strict_kv_room")]
-    room = record.strict
-    if room is None:
-        assert found == [table.requests[row], table.capacity[row], table.kv_room[row]]
-        assert table.strict_prompt_wait[row] == table.prompt_wait[row]
-        return
-    firm = [demand for demand in held if demand.slo_class != "best_effort"]
-    kept = room.blocks * record.block_tokens - sum(demand.prompt_tokens + demand.max_tokens for demand in firm)
-    assert found == [room.queued + len(firm), room.rows, kept]
-    strict = [demand for demand in firm if demand.slo_class == "strict"]
-    prompts = room.prompt_tokens + sum(demand.prompt_tokens for demand in strict)
-    token_ranks = sum(demand.prompt_tokens * demand.rank for demand in strict)
-    seconds = ASSUMED.prefill.seconds(prompts, 0, token_ranks) if prompts else 0.0
-    assert table.strict_prompt_wait[row] == pytest.approx(seconds)
 
 
 def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> None:
@@ -207,12 +168,13 @@ def test_no_count_is_negative_or_too_large_to_reckon_with() -> None:
     table = NodeTable(1)
     odd = {"running": -5, "queued": 1 << 70, "batch_contexts": [1 << 70], "batch_ranks": [-3], "loading_bytes": -1}
     row = tell(table, msgspec.structs.replace(RECORD, tightest_tpot=math.nan, **odd))
-    assert (table.running[row], table.queued[row], table.contexts[row]) == (0, MOST, MOST)
-    assert (table.max_rank[row], table.request_ranks[row], table.loading_bytes[row]) == (0, 0, 0)
-    assert table.tightest_tpot[row] == math.inf
+    load = table.load(row)
+    assert (load.running, load.queued, load.contexts) == (0, MOST, MOST)
+    assert (load.max_rank, load.request_ranks, load.loading_bytes) == (0, 0, 0)
+    assert (table.tightest_tpot[row] == math.inf).all()
     tell(table, msgspec.structs.replace(RECORD, tightest_tpot=-1.0))
     table.reserve(row, "p", Demand(tpot=0.05))
-    assert table.tightest_tpot[row] == 0.05
+    assert table.tightest_tpot[row].tolist() == [0.05, math.inf]
 
 
 def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -221,7 +183,7 @@ def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pyte
     for _ in range(3):
         row = tell(table, msgspec.structs.replace(RECORD, performance=odd))
     assert table.model_problem(row) == "decode.per_row is nan, not between 0 and 1e+06"
-    assert (table.modelled[row], table.decode_per_row[row]) == (False, ASSUMED.decode.per_row)
+    assert not table.modelled[row] and table.model(row) is ASSUMED
     assert caplog.text.count("the performance model of node a is not used: decode.per_row") == 1
     tell(table, msgspec.structs.replace(RECORD, performance=msgspec.structs.replace(ASSUMED, exposed_share=0.5)))
     assert (table.model_problem(row), table.modelled[row], table.exposed_share[row]) == (None, True, 0.5)

@@ -17,7 +17,7 @@ from worlds import World, news, until
 from benchmarks.redis_server import RedisServer
 from cluster.messages import VersionMismatch
 from cluster.news import Changes, News, Resident
-from cluster.node_table import Demand
+from cluster.node_table import STANDARD, Demand
 from cluster.received import Received
 from cluster.state import PAST_EPOCHS, RESERVATION_SECONDS, ClusterState, TooManyNodes
 
@@ -153,7 +153,7 @@ def test_a_place_is_taken_only_by_who_has_seen_the_ones_before(world: World) -> 
         assert await state.reserve("a", "r1", Demand(rank=8, prompt_tokens=5, max_tokens=7, tpot=0.5), seen)
         assert not await state.reserve("a", "r2", Demand(), seen)
         table = await state.table()
-        assert (table.max_rank[row], table.prompt_tokens[row], table.tightest_tpot[row]) == (8, 5, 0.5)
+        assert (table.max_rank[row], table.requests[row], table.tightest_tpot[row, STANDARD]) == (8, 1, 0.5)
         assert table.reservations(row) == {"r1": Demand(rank=8, prompt_tokens=5, max_tokens=7, tpot=0.5)}
         await state.publish(news(seq=2, queue_limit=9))
         assert await state.reserve("a", "r2", Demand(), int(table.generation[row]))

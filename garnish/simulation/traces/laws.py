@@ -27,6 +27,12 @@ class Laws:
     mean_output: int = MEAN_OUTPUT
     skip_top: int = 0
     """MAF: without so many of the busiest functions"""
+    half: int | None = None
+    """MAF: only every second function by calls, from the busiest (0) or the next one (1) on, so that what was chosen
+    on one half can be shown on the other"""
+    shifted: bool = False
+    """MAF: each of `functions` begins at a minute of the trace that is drawn for it: functions with the same counts
+    don't burst in the same minute"""
 
 
 def rank_of(laws: Laws, functions: int) -> np.ndarray:

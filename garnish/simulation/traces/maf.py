@@ -28,6 +28,7 @@ def read_maf(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
     """Raises TraceError."""
     counts, owners, last = _counts(lines)
     busiest = np.argsort(-counts.sum(axis=1), kind="stable")[laws.skip_top :]
+    busiest = busiest if laws.half is None else busiest[laws.half :: 2]
     if not len(busiest):
         raise TraceError(last.file, last.number, 0, f"no function is left without the {laws.skip_top} busiest")
     counts, owners = counts[busiest], owners[busiest]
@@ -35,8 +36,12 @@ def read_maf(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
     if laws.functions is not None:
         drawn = rng.integers(0, len(counts), laws.functions)
         counts, owners = counts[drawn], np.arange(laws.functions) % max(1, len(np.unique(owners)))
-    if laws.seconds is not None:
-        counts = counts[:, : max(1, int(-(-laws.seconds // 60)))]
+    minutes = counts.shape[1]
+    kept = minutes if laws.seconds is None else min(minutes, max(1, int(-(-laws.seconds // 60))))
+    if laws.shifted:
+        begins = rng.integers(0, minutes, len(counts))
+        counts = np.take_along_axis(counts, (begins[:, None] + np.arange(kept)) % minutes, axis=1)
+    counts = counts[:, :kept]
     total = counts.sum()
     if laws.rate is not None and total:
         counts = rng.poisson(counts * (laws.rate * 60 * counts.shape[1] / total))

@@ -16,7 +16,9 @@ from cluster.node_table import ABSENT, DEVICE, HOST
 from garnish.simulation.job import Job
 from garnish.simulation.node import SimulatedNode
 from garnish.simulation.profile import NodeProfile
+from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import Slo
+from gateway.scheduling.baselines import MostIdle
 
 JOBS = st.lists(
     st.tuples(
@@ -93,6 +95,21 @@ def test_waiting_is_what_queueing_theory_says() -> None:
     assert [found.end for found in jobs] == pytest.approx(ends, abs=1e-6)
     waited = float(np.mean([found.end - found.at - service for found in jobs]))
     assert waited == pytest.approx(service * 0.5 / (2 * (1 - 0.5)), rel=0.05)
+
+
+def test_passes_take_as_much_longer_as_they_are_told_to() -> None:
+    """Whatever the profile says, which is what the node tells of itself."""
+
+    def taking(factor: float) -> Simulator:
+        jobs = [job(0, 0.0, output=9), job(1, 0.0, output=5)]
+        return Simulator(CACHED, 1, lambda _: MostIdle(), jobs, lambda _: lambda: factor)
+
+    once, twice = taking(1.0), taking(2.0)
+    for simulator in (once, twice):
+        simulator.run()
+    for plain, slow in zip(once.jobs, twice.jobs, strict=True):
+        assert (slow.first_token, slow.end) == (pytest.approx(2 * plain.first_token), pytest.approx(2 * plain.end))
+    assert (once.table.decode_base == twice.table.decode_base).all()
 
 
 def lone(profile: NodeProfile, output: int = 5) -> Job:

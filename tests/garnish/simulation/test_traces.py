@@ -64,6 +64,26 @@ def test_maf_scaled(tmp_path: Path) -> None:
     assert len(without) == 3
 
 
+def test_halves_of_the_functions_share_none(tmp_path: Path) -> None:
+    """The functions of one half are every second one by calls."""
+    text = MAF.splitlines()[0] + "\n" + "".join(f"o{i},a{i},f{i},http,{2**i},0,0\n" for i in range(6))
+    sizes = []
+    for half in (0, 1):
+        called = Counter(request.function for request in read(tmp_path, text, Laws(half=half))[1])
+        sizes.append(sorted(called.values()))
+    assert sizes == [[2, 8, 32], [1, 4, 16]]
+
+
+def test_shifted_functions_burst_in_minutes_of_their_own(tmp_path: Path) -> None:
+    """Every one keeps the counts that it has, from another minute on."""
+    text = MAF.splitlines()[0] + "\no,a,f,http,90,0,0\n"
+    together, apart = (read(tmp_path, text, Laws(functions=60, shifted=shifted))[1] for shifted in (False, True))
+    assert len(together) == len(apart) == 60 * 90
+    assert max(request.at for request in together) < 60
+    minutes = Counter(int(request.at // 60) for request in apart)
+    assert set(minutes) == {0, 1, 2} and max(minutes.values()) < 40 * 90
+
+
 def test_the_committed_maf_sample() -> None:
     file = ROOT / "benchmarks" / "data" / "azure_functions_2019_480min.csv.gz"
     form, found = read_trace(file, Laws(seconds=600, rate=5.0))

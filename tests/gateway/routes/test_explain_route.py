@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -149,6 +150,17 @@ def test_the_command_shows_it(gateway: Running, tmp_path: Path) -> None:
     assert "\tNODE\tTIER\tRUNNING\t" in shown.stdout
     assert "*\tnode-0\tdevice\t0\t0\t0\t" in shown.stdout
     assert "\t-\t-\t-\t-\t-\t-\t-\t-\t" in shown.stdout and "no forecast: its performance model is not" in shown.stdout
+    gateway.nodes[0].publish(gateway.url, performance=performance(gateway))
+    client.post("/v1/completions", json=body, headers={"x-request-id": "forecast"}).raise_for_status()
+    words = re.search(
+        r"node-0: it waits 0 ms to be begun, its prompt adds (\S+) ms, its adapter 0 ms: a first token after (\S+) ms. "
+        r"Every token gets (\S+) of that \((\S+) ms\) and a step of (\S+) ms. The 0 requests there pay 0 ms a token "
+        r"between them. Total (\S+) ms\n",
+        garnish("forecast").stdout,
+    )
+    assert words is not None
+    _, ttft, share, mine, step, total = (float(number) for number in words.groups())
+    assert mine == pytest.approx(ttft * share, rel=0.02) and total == pytest.approx(mine + step, rel=0.02)
     unknown = garnish("another")
     assert unknown.returncode == 1 and "no call 'another' is remembered" in unknown.stderr
     assert garnish("mine", "--admin", "--tenant", "acme").returncode == 2

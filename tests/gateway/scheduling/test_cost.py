@@ -13,7 +13,7 @@ from scheduling_world import table_of
 
 from cluster.node_table import ASSUMED, Demand
 from cluster.performance_model import PerformanceModel
-from gateway.scheduling.rank_aware import OTHERS, RankAware
+from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
 from tests.told import OldRecord
 
@@ -56,9 +56,9 @@ def reference(record: OldRecord, demands: list[Demand], request: PlacementReques
         step = min(step, max(0.8 * min([*kept, request.tpot]), step - saved * computed, model.decode.base))
     queue = _queue(record, demands, request, model, step, answer)
     first = queue + model.prefill.base + d_prefill + exposed
-    missed = 0.0 if tier == "device" else step
-    own = (first + missed) * (request.expected_inverse or 1 / answer) + step
-    total = own + OTHERS * len(ranks) * (d_prefill / answer + d_decode)
+    own = first * (request.expected_inverse or 1 / answer) + step
+    copy = 0.0 if tier == "device" else model.to_device.seconds(request.adapter_bytes + record.loading_bytes)
+    total = own + len(ranks) * (d_prefill / answer + d_decode) + (len(ranks) + 1) * copy / answer
     least = model.decode.seconds(1, 0, 0)
     others = [record.tightest_tpot, *(demand.tpot for demand in demands)]
     promises = [request.tpot, *(promise for promise in others if promise is not None and promise >= least)]
@@ -85,9 +85,10 @@ def _queue(
         demands = [demand for demand in demands if demand.slo_class != "best_effort"]
         before = [demand for demand in demands if demand.slo_class == "strict"]
     waiting += sum(demand.prompt_tokens for demand in before)
-    prompts = 0.0
-    if waiting:
-        prompts = model.prefill.seconds(waiting, 0, sum(demand.prompt_tokens * demand.rank for demand in before))
+    prompts = model.prefill.per_token * waiting
+    prompts += model.prefill.per_token_rank * sum(demand.prompt_tokens * demand.rank for demand in before)
+    if request.slo_class == "strict" and prompts > 0:
+        prompts += model.prefill.base
     others = (request.typical_tokens or answer) * step
     over = ahead + len(demands) + 1 - rows
     row = over * others / record.max_rows if record.max_rows and over > 0 else 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import numpy as np
 import pytest
@@ -13,11 +11,10 @@ from hypothesis import strategies as st
 from scheduling_world import MEASURED, ask, chosen, node, table_of
 
 from cluster.news import Resident, StrictRoom
-from cluster.node_table import ASSUMED, Demand, NodeTable
+from cluster.node_table import STANDARD, Demand, NodeTable
 from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.spreading import ASSUMED_ROWS, FILL, WINDOW
 from tests.told import OldRecord, tell
 
 CROWDS = st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=2)), min_size=2, max_size=5)
@@ -114,38 +111,6 @@ def test_an_adapter_in_use_adds_no_rank_where_distinct_ones_count() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(nodes(), min_size=2, max_size=4), REQUESTS, st.data())
-def test_another_copy_is_charged_where_a_home_could_serve(
-    records: list[OldRecord], request: PlacementRequest, data: st.DataObject
-) -> None:
-    """Of one load from host memory, behind what is on the link, for everybody who is there."""
-    request = msgspec.structs.replace(request, digest="d", slo_class="standard")
-    table = table_of(*(msgspec.structs.replace(record, id=str(at)) for at, record in enumerate(records)))
-    subsets = st.sets(st.integers(0, len(records) - 1), min_size=1).map(lambda rows: np.array(sorted(rows)))
-    policy, first, rows = RankAware(lambda: 0.0), data.draw(subsets), data.draw(subsets)
-    home = policy.choose(table, first, msgspec.structs.replace(request, id="first"))
-    assert home is not None and policy.last is not None
-    made, at = policy.last.terms, first.tolist().index(home)
-    seconds = float(made.prefill[at] + made.exposed[at] + made.answer * made.step[at])
-    taken = min(seconds, 3600.0) / ((records[home].max_rows or ASSUMED_ROWS) * FILL) / WINDOW
-    assume(abs(taken - 1) > 1e-6)
-    policy.choose(table, rows, request)
-    fresh = RankAware(lambda: 0.0)
-    fresh.choose(table, rows, request)
-    assert fresh.last is not None and fresh.last.spreading is None
-    plain = dict(zip(rows.tolist(), fresh.last.totals.tolist(), strict=True))
-    if taken > 1 or plain.get(home, math.inf) == math.inf:  # it may have more homes, or its home can't serve
-        assert policy.last.spreading is None
-        assert policy.last.totals.tolist() == list(plain.values())
-        return
-    for row, total in zip(rows.tolist(), policy.last.totals.tolist(), strict=True):
-        record, model = records[row], records[row].performance or ASSUMED
-        charge = 0.0 if row == home else model.to_device.seconds(record.loading_bytes + request.adapter_bytes)
-        others = len(record.batch_ranks) + record.queued
-        assert total == pytest.approx(plain[row] + charge / request.answer_tokens * (others + 1))
-
-
-@settings(max_examples=200, deadline=None)
 @given(st.lists(nodes(), min_size=1, max_size=4), REQUESTS, st.data())
 def test_a_refused_request_is_told_when_the_first_node_could_keep_its_promise(
     records: list[OldRecord], request: PlacementRequest, data: st.DataObject
@@ -179,7 +144,7 @@ def test_reserved_places_give_their_memory_back_as_running_requests_do() -> None
     for index in range(5):
         nodes.reserve(0, str(index), Demand(rank=16, prompt_tokens=100, max_tokens=200))
     made = terms(nodes, np.array([0]), ask(typical_tokens=100.0))
-    assert made.wait[0] - nodes.prompt_wait[0] == pytest.approx(100 * made.step[0] * 200 / 1500)
+    assert made.wait[0] - nodes.prompt_wait[0, STANDARD] == pytest.approx(100 * made.step[0] * 200 / 1500)
     running = node("a", *[16] * 5, tier="device", kv_blocks=100, kv_blocks_free=5)
     told = terms(table_of(running), np.array([0]), ask(typical_tokens=100.0))
     assert told.wait[0] == pytest.approx(100 * told.step[0] * 220 / 1520)
@@ -195,11 +160,9 @@ def test_what_strict_requests_wait_for_is_what_those_hold_that_give_nothing_up()
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_charge_that_is_no_number_keeps_nobody_else_out(column: str, value: float) -> None:
     nodes, policy = table_of(node("home", tier="device"), node("odd")), RankAware(lambda: 0.0)
-    assert chosen(policy, nodes, ask(id="1")) == "home"
     getattr(nodes, column)[1] = value
     assert chosen(policy, nodes, ask(id="2", ttft=10.0, slo_class="strict")) == "home"
-    assert policy.last is not None and policy.last.spreading is not None
-    assert policy.last.totals[1] == np.inf
+    assert policy.last is not None and policy.last.totals[1] == np.inf
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 512))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 
-from cluster.node_table import Demand
+from cluster.node_table import COLUMNS, Demand
 from garnish import service_file
 from gateway.config import GatewayConfig
 from gateway.scheduling.policy import POLICIES, PolicySettings, UnknownPolicy, make_policy
@@ -54,7 +54,7 @@ def test_the_service_file_knows_the_same_ones() -> None:
 def test_each_chooses_a_candidate_and_changes_nothing(records: list[OldRecord], name: str, data: st.DataObject) -> None:
     table = table_of(*(msgspec.structs.replace(record, id=str(index)) for index, record in enumerate(records)))
     rows = sorted(data.draw(st.sets(st.integers(0, len(records) - 1), min_size=1)))
-    before = {column: values.copy() for column, values in table._data.items()}
+    before = {column: getattr(table, column).copy() for column in COLUMNS}
     policy = make_policy(name)
     for index in range(3):
         assert policy.choose(table, np.array(rows), ask(id=str(index))) in rows

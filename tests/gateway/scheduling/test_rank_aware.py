@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 from cluster.news import StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import Transfer
+from garnish.simulation.profile import load_profile
 from gateway.scheduling.policy import make_policy
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.toppings import Toppings
@@ -263,18 +267,17 @@ def test_a_hot_adapter_gets_more_nodes_and_a_cool_one_stays() -> None:
     assert nodes_used(period=0.01, requests=3000) == 8
 
 
-def test_an_adapter_is_at_home_elsewhere_only_while_home_can_not_serve() -> None:
-    policy = RankAware(lambda: 0.0)
-    home, other = node("home", tier="device"), node("other", performance=slow(1.1))
-    nodes = table_of(home, other)
-    assert chosen(policy, nodes, ask(id="1")) == "home"
-    late = node("home", *[8] * 32, tier="device", prompt_tokens_left=100_000)
-    tell(nodes, late)
-    assert chosen(policy, nodes, ask(id="2", ttft=1.0)) == "other"
-    assert policy.last is not None and policy.last.spreading is None
-    nodes.remove("other")
-    tell(nodes, home)
-    assert chosen(policy, nodes, ask(id="3")) == "home"
+def test_one_more_copy_of_an_adapter_counts() -> None:
+    """Where its load is hidden, too: it displaces others, which somebody will wait for."""
+    hidden = msgspec.structs.replace(MEASURED, exposed_share=0.0)
+    idle = node("idle", tier="host", performance=hidden)
+    has_it = node("has it", tier="device", performance=slow(1.001, hidden))
+    policy = RankAware()
+    assert chosen(policy, table_of(idle, has_it)) == "has it"
+    assert policy.last is not None
+    assert policy.last.terms.spreading.tolist() == [pytest.approx(0.001 + 40e6 / 8e9), 0.0]
+    late = node("has it", *[8] * 32, tier="device", prompt_tokens_left=100_000, performance=hidden)
+    assert chosen(policy, table_of(idle, late)) == "idle"
 
 
 def test_ranks_do_not_pile_up_behind_full_rows() -> None:
@@ -291,3 +294,23 @@ def test_ranks_do_not_pile_up_behind_full_rows() -> None:
     assert policy.last is not None
     step = policy.last.terms.decode
     assert step[0] < step[1]
+
+
+def test_the_example_of_the_page() -> None:
+    """docs/design/scheduling.md has these numbers."""
+    papers = load_profile("papers").performance
+    model = msgspec.structs.replace(papers, key=msgspec.structs.replace(papers.key, base="b"))
+    nodes = table_of(
+        node("idle", tier="host", performance=model),
+        node("alike", *[16] * 6, tier="device", performance=model),
+        node("large", *[64] * 4, tier="device", performance=model, prompt_tokens_left=300),
+    )
+    policy = RankAware()
+    assert (
+        chosen(policy, nodes, ask(adapter_bytes=16 * 1_572_864, expected_tokens=96, expected_inverse=0.048)) == "idle"
+    )
+    assert policy.last is not None
+    page = (Path(__file__).parents[3] / "docs" / "design" / "scheduling.md").read_text()
+    shown = re.search(r"\| `total` \| \*\*(\S+)\*\* \| (\S+) \| (\S+) \|", page)
+    assert shown is not None
+    assert (policy.last.totals * 1e3).tolist() == pytest.approx([float(each) for each in shown.groups()], abs=0.006)

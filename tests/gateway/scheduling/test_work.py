@@ -85,7 +85,7 @@ def test_of_a_node_that_was_never_measured_nothing_is_known() -> None:
 def test_what_is_not_known_bounds_nothing_and_one_always_runs(told: dict[str, int], together: float) -> None:
     nodes = NodeTable(2)
     row = tell(nodes, msgspec.structs.replace(RECORD, **told))
-    assert rows_together(nodes, row, 150.0) == pytest.approx(together)
+    assert rows_together(nodes.load(row), 150.0) == pytest.approx(together)
     found = work(nodes, row, request())
     prefill = MODEL.prefill.seconds(100, 100 * 100, 0)
     assert found == pytest.approx(prefill + 50 * (0.02 / together + 1e-3 + 125 * 1e-6))

@@ -1,0 +1,113 @@
+"""`rank_aware` with single terms switched off, or with ones that were tried and dropped: for the ablation, users see no
+switch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from cluster.node_table import DEVICE, STANDARD, NodeTable
+from gateway.scheduling.cost import Terms
+from gateway.scheduling.policy import Policy, make_policy
+from gateway.scheduling.rank_aware import RankAware
+from gateway.scheduling.request import PlacementRequest
+
+
+@dataclass(frozen=True)
+class Weights:
+    """As the policy has them."""
+
+    others: float = 1.0
+    """of what the request adds to the others; it was 0.6"""
+    others_prefill: bool = True
+    """its prompt counts among that"""
+    spread: bool = True
+    """a second before the first token weighs the mean of 1 / tokens; else 1 / expected tokens"""
+    missed_pass: bool = False
+    """a cold prompt counts one step more; dropped"""
+    two_passes: bool = False
+    """the prompts before it are in a pass of their own; dropped, they are in the one that computes it"""
+    prompts: bool = True
+    """it waits for the prompts before it"""
+    rows: bool = True
+    """it waits for a row, or for memory"""
+    exposed: bool = True
+    """it waits for its adapter's bytes"""
+    step: bool = True
+    """its own step's length counts"""
+    rank: bool = True
+    """its rank is known"""
+    promises: bool = True
+    """a node where a promise would be broken is out"""
+    copies: bool = True
+    """one more copy of the adapter counts"""
+
+
+class Variant(RankAware):
+    def __init__(self, weights: Weights, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._weights = weights
+
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+        if not self._weights.rank:
+            request = msgspec.structs.replace(request, rank=0)
+        if not self._weights.spread:
+            request = msgspec.structs.replace(request, expected_inverse=0.0)
+        return super().choose(nodes, candidates, request)
+
+    def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
+        made, weights = super()._terms(nodes, candidates, request), self._weights
+        prompts, before = nodes.prompt_wait[candidates, STANDARD], made.wait
+        if not weights.rows:
+            made.wait = prompts
+        if not weights.prompts:
+            made.wait = made.wait - prompts
+        if weights.two_passes:
+            made.wait = made.wait + np.where(prompts > 0.0, nodes.prefill_base[candidates], 0.0)
+        made.ttft = made.ttft - before + made.wait
+        if not weights.exposed:
+            made.ttft, made.exposed = made.ttft - made.exposed, np.zeros(candidates.size)
+        if not weights.promises:
+            made.tpot_limit, made.ttft_limit = np.full(candidates.size, np.inf), np.inf
+        return made
+
+    def _plain(self, made: Terms) -> np.ndarray:
+        weights = self._weights
+        first = made.ttft + (made.tier != DEVICE) * made.step if weights.missed_pass else made.ttft
+        added = made.decode + made.prefill / made.answer if weights.others_prefill else made.decode
+        own = made.step if weights.step else made.decode
+        plain: np.ndarray = first * made.inverse + own + weights.others * (made.requests - 1.0) * added
+        if weights.copies:
+            plain = plain + made.requests * made.spreading / made.answer
+        return plain
+
+
+MINIMAL = Weights(others_prefill=False, spread=False, rows=False, step=False, promises=False)
+"""The start of the screen: queue work, exposed load, and what this rank adds to the batch that it joins, times the
+expected length; copies."""
+VARIANTS: Mapping[str, Weights] = {
+    "rank_aware": Weights(),
+    "minimal": MINIMAL,
+    "others 0.6": Weights(others=0.6),
+    "no prompt of others": Weights(others_prefill=False),
+    "1 / mean": Weights(spread=False),
+    "missed pass": Weights(missed_pass=True),
+    "two passes": Weights(two_passes=True),
+    "no prompt queue": Weights(prompts=False),
+    "no row or memory wait": Weights(rows=False),
+    "no load": Weights(exposed=False),
+    "no own step": Weights(step=False),
+    "no rank": Weights(rank=False),
+    "no promises": Weights(promises=False),
+    "no copies": Weights(copies=False),
+}
+
+
+def maker(name: str) -> Callable[[Callable[[], float]], Policy]:
+    """Of a variant, or of one of the gateway's policies."""
+    if name in VARIANTS:
+        return lambda clock: Variant(VARIANTS[name], clock)
+    return lambda _: make_policy(name)
