@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel_cases import Case, draw_case, relative_error
 from kernels.bgmv import bgmv, rank_bucket
-from kernels.cases import Case, draw_case, relative_error
 from kernels.launch import Launch, launch_for
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv

@@ -16,10 +16,10 @@ import torch
 from benchmarks import coldstart_gpu
 from benchmarks.gpu_check import OPERATIONS, check_operations, draw_cases, scratch_for
 from benchmarks.gpu_timing import gpu_seconds
+from benchmarks.kernel_cases import Case, relative_error
 from benchmarks.kernels import TIME_LIMIT_S, Shape, floor, gpu_rows
 from benchmarks.peers import PEERS, installed_peers
 from benchmarks.report import arguments, publish, report
-from kernels.cases import Case, relative_error
 from kernels.launch import launch_for
 
 CHECKS, CHECK_SECONDS = 400, 100.0

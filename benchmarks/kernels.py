@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import FLUSH_BYTES
+from benchmarks.kernel_cases import Case, draw_case, draw_slots
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
-from kernels.cases import Case, draw_case, draw_slots
 from kernels.compiled import CompiledGroup, Segments, load_operators
 from kernels.grouped import add_pieces
 from kernels.launch import column_blocks, default_launch
@@ -93,7 +93,8 @@ def floor(shape: Shape, itemsize: int) -> dict[str, Any]:
 def resources() -> list[dict[str, Any]]:
     """The compiler's report, from a process whose Triton does not interpret."""
     program = (
-        "import json, sys, torch; from dataclasses import asdict; from kernels.resources import compile_kernels as c;"
+        "import json, sys, torch; from dataclasses import asdict;"
+        "from benchmarks.kernel_resources import compile_kernels as c;"
         "json.dump([dict(asdict(k), sm=sm) for sm in (80, 90) for d in (torch.bfloat16, torch.float32)"
         " for k in c(sm, d)], sys.stdout)"
     )

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from kernels.cases import Case
+from benchmarks.kernel_cases import Case
 from kernels.reference import lora_rows
 
 VLLM = ((0, 20), (0, 33))

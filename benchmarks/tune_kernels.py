@@ -21,8 +21,8 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu_check import OPERATIONS, TOLERANCE, WrongResult, error_of, scratch_for
 from benchmarks.gpu_timing import gpu_seconds
+from benchmarks.kernel_cases import Case, draw_case
 from benchmarks.report import arguments, publish, report
-from kernels.cases import Case, draw_case
 from kernels.launch import Launch, Tuned, default_launch, read_table
 
 FILE = Path(__file__).parents[1] / "kernels" / "launch_table.json"

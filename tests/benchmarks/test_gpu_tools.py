@@ -15,9 +15,9 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import WrongResult, check_operations, draw_cases
+from benchmarks.kernel_cases import draw_case
 from benchmarks.peers import _stacked
 from benchmarks.tune_kernels import tune, with_device
-from kernels.cases import draw_case
 from kernels.launch import OPERATIONS, TABLE, default_launch, read_table
 from kernels.mbgmv import mbgmv
 from tests.kernels.drawn import DEVICE

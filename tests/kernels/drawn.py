@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from hypothesis import strategies as st
 
-from kernels.cases import POPULARITY, Case, draw_case, draw_slots, relative_error
+from benchmarks.kernel_cases import POPULARITY, Case, draw_case, draw_slots, relative_error
 from kernels.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from benchmarks.kernel_cases import POPULARITY, Case, draw_case
 from kernels.bgmv import bgmv, rank_bucket
-from kernels.cases import POPULARITY, Case, draw_case
 from kernels.mbgmv import mbgmv
 from kernels.view import KernelArgumentError
 from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.kernel_cases import POPULARITY, Case, draw_case, draw_slots, relative_error
 from kernels.build import CompileError, load_library
-from kernels.cases import POPULARITY, Case, draw_case, draw_slots, relative_error
 from kernels.compiled import CompiledGroup, Segments, load_operators
 from kernels.view import KernelArgumentError
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.cases import POPULARITY, Case, draw_case, relative_error
+from benchmarks.kernel_cases import POPULARITY, Case, draw_case, relative_error
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from kernels.view import KernelArgumentError

@@ -11,7 +11,7 @@ from pathlib import Path
 COMPILE = """
 import json, sys, torch
 from dataclasses import asdict
-from kernels.resources import compile_kernels
+from benchmarks.kernel_resources import compile_kernels
 json.dump([asdict(k) for k in compile_kernels(int(sys.argv[1]), torch.bfloat16)], sys.stdout)
 """
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from kernels.cases import POPULARITY, Case, draw_case
+from benchmarks.kernel_cases import POPULARITY, Case, draw_case
 from kernels.launch import launch_for
 from kernels.sgmv import sgmv
 from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case
