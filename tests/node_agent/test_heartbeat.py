@@ -208,5 +208,5 @@ def test_an_engine_beats_before_whatever_it_computes(make_engine: MakeEngine, mo
 
 
 def test_the_watchers_need_no_torch() -> None:
-    probe = "import sys, node_agent.heartbeat, node_agent.engine_watch; sys.exit('torch' in sys.modules)"
+    probe = "import sys, node_agent.heartbeat, node_agent.api.engine_watch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], timeout=60).returncode == 0
