@@ -71,7 +71,7 @@ def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, 
         # 1 == True in Python, but not in JSON.
         if not any(body[field] == value and type(body[field]) is type(value) for value in neutral):
             raise _refusal(field, field, instead)
-    if body.get("max_tokens") == 0:
+    if body.get("max_tokens") == 0 and body["max_tokens"] is not False:
         raise _refusal(
             "max_tokens 0", "max_tokens", "to score a prompt use 1, with prompt_logprobs, or echo and logprobs"
         )

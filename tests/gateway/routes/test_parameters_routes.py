@@ -125,6 +125,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {}}}, "structured_outputs", "docs/guide/invoke.md"),
     ({"tools": [{"type": "function"}]}, "tools", "parse the text"),
     ({"priority": 3}, "priority", "slo_class"),
+    ({"max_tokens": False}, "max_tokens", "int"),
     ({"max_tokens": 0}, "max_tokens", "to score a prompt use 1, with prompt_logprobs"),
 ]
 

@@ -37,8 +37,8 @@ OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for met
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    """CPython 3.11's ast.parse, by which strategies are shown, fails with a SystemError when a collection inside it
-    lets another thread run it too, as showing a traceback does (python/cpython#106905)."""
+    """CPython 3.11's ast.parse, by which strategies are shown, can lose count of its depth and raise a SystemError
+    (python/cpython#106905). It did so in whole runs alone; that a collection inside it is the cause is a guess."""
     gc.collect()
     gc.disable()
     yield
