@@ -50,6 +50,8 @@ class ModelNodeConfig(msgspec.Struct, frozen=True):
 @dataclass
 class Reply:
     job: Job
+    generated: int
+    """tokens that another node had sent"""
     first: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -68,7 +70,7 @@ class ModelNode:
     async def generate(self, request: Request) -> Response:
         asked = msgspec.msgpack.decode(await request.body(), type=GenerateRequest)
         self._catch_up()
-        reply = Reply(self._job(asked))
+        reply = Reply(self._job(asked), len(asked.generated))
         self._replies.append(reply)
         self._node.submit(reply.job, reply.job.at)
         self._node.acknowledged.clear()
@@ -79,8 +81,8 @@ class ModelNode:
     async def _frames(self, reply: Reply) -> AsyncIterator[bytes]:
         yield encode_event(Started(node=self._config.name, cold_start="none"))
         await asyncio.wait_for(reply.first.wait(), 600)
-        yield _tokens(0, 1)
-        sent = 1
+        yield _tokens(reply.generated, reply.generated + 1)
+        sent = reply.generated + 1
         while sent < reply.job.output:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(reply.ended.wait(), PIECE_SECONDS)
@@ -102,6 +104,8 @@ class ModelNode:
             rank=rank,
             bytes=rank * profile.bytes_per_rank,
             prompt=len(asked.token_ids),
+            generated=len(asked.generated),
+            moves=int(bool(asked.generated)),
             output=min(max(1, asked.sampling.seed), asked.max_tokens),
             max_tokens=asked.max_tokens,
             tenant=asked.tenant,

@@ -36,7 +36,7 @@ from garnish.simulation.study import simulate
 from garnish.simulation.traces.laws import Laws, chat_prompts, outputs, rank_of, zipf
 from garnish.simulation.traces.read import read_trace
 
-POLICIES = ("rank_aware", "toppings", "first_fit", "random", "most_idle")
+POLICIES = ("rank_aware", "toppings", "first_fit", "random", "most_idle", "dlora")
 SIM_NODES, SIM_RATE, SIM_FUNCTIONS = 60, 340.0, 40_000
 RANKS = (8, 16, 32, 64)
 MEAN_PROMPT, MEAN_OUTPUT = 115, 96
@@ -44,14 +44,14 @@ FULL = {
     "sim_nodes": SIM_NODES, "sim_loads": [1.0, 0.9, 0.75, 0.6], "sim_seconds": 600.0,
     "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS, "ablate_loads": [1.0, 0.75],
     "ablate_seeds": 5, "ablate_bed_seconds": 120.0,
-    "sim_policies": [*POLICIES, "dlora"], "bed_policies": list(POLICIES), "bed_loads": [0.6, 0.8, 1.0],
+    "sim_policies": list(POLICIES), "bed_policies": list(POLICIES), "bed_loads": [0.6, 0.8, 1.0],
     "bed_seconds": 30.0, "bed_functions": 64, "bed_longest": 256,
 }  # fmt: skip
 QUICK = {
     "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 20.0,
     "oracle_seconds": 4.0, "functions": 400, "ablate_loads": [1.0],
     "ablate_seeds": 1, "ablate_bed_seconds": 2.0,
-    "sim_policies": [*POLICIES, "dlora"], "bed_policies": ["rank_aware", "random"], "bed_loads": [0.6],
+    "sim_policies": list(POLICIES), "bed_policies": ["rank_aware", "dlora"], "bed_loads": [0.6],
     "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30,
 }  # fmt: skip
 SCREEN = {"bed_loads": [0.8, 1.0], "ablate_bed_seconds": 60.0}

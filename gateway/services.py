@@ -34,6 +34,7 @@ from gateway.calls.breaker import Breakers
 from gateway.calls.dispatch import Dispatcher
 from gateway.calls.explanations import Explanations
 from gateway.calls.holding import Hold
+from gateway.calls.migration import Migration
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
@@ -208,7 +209,12 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             services.peers.on_message = services.heard
             await services.callers.learn_tenants()
             leader = _leader(config, metrics, store, shared)
-            async with services.name_watch.running(), services.windows.running(), leader.running():
+            async with (
+                services.name_watch.running(),
+                services.windows.running(),
+                services.dispatcher.migration.running(),
+                leader.running(),
+            ):
                 yield services
 
 
@@ -264,11 +270,13 @@ def _make_dispatcher(
 ) -> Dispatcher:
     """With what calls are counted in, which the routes and the other workers ask for, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
+    placer = Placer(shared.cluster, config.policy, fingerprint, metrics, explanations)
     return Dispatcher(
         state=shared.cluster,
-        placer=Placer(shared.cluster, config.policy, fingerprint, metrics, explanations),
+        placer=placer,
         client=_node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
         running=Running(),
+        migration=Migration(shared.cluster, fingerprint, placer.policy),
         hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
         limits=shared.limits,
         functions=functions,

@@ -7,13 +7,12 @@ from types import MappingProxyType
 
 import msgspec
 
-from garnish.simulation.dlora import Dlora
 from garnish.simulation.oracle import Oracle
 from gateway.config import GatewayConfig
 from gateway.scheduling.policy import POLICIES, Policy, PolicySettings, UnknownPolicy, make_policy
 
 Clock = Callable[[], float]
-SIMULATED: Mapping[str, Callable[[Clock], Policy]] = MappingProxyType({"dlora": lambda _: Dlora(), "oracle": Oracle})
+SIMULATED: Mapping[str, Callable[[Clock], Policy]] = MappingProxyType({"oracle": Oracle})
 
 
 def default_policy() -> str:

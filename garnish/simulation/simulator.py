@@ -6,7 +6,8 @@ Equal input and seed give equal results: nothing depends on a clock or on hashes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from math import inf
 from time import thread_time
@@ -18,9 +19,10 @@ from cluster.news import RECORD_INTERVAL
 from cluster.node_table import Demand
 from garnish.simulation.columns import BASE, SimulatedTable
 from garnish.simulation.job import Job
-from garnish.simulation.node import Arrived, Pace, SimulatedNode
+from garnish.simulation.node import Pace, SimulatedNode
 from garnish.simulation.profile import NodeProfile
 from gateway.scheduling.lengths import ResponseLengths
+from gateway.scheduling.moves import Migrates, Movable
 from gateway.scheduling.placement import able
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
@@ -39,17 +41,6 @@ class SeesNodes(Protocol):
     """A policy that only a simulation can have: it looks into the nodes."""
 
     def attach(self, nodes: Sequence[SimulatedNode], jobs: Sequence[Job]) -> None: ...
-
-
-@runtime_checkable
-class Migrates(Protocol):
-    """A policy that moves requests after they were placed."""
-
-    period: float
-
-    def rebalance(self, nodes: Sequence[SimulatedNode], now: float, arrived: Arrived) -> None:
-        """Take requests from nodes by `SimulatedNode.move`, each with `arrived`, once its `node` says where to."""
-        ...
 
 
 class Simulator:
@@ -117,9 +108,7 @@ class Simulator:
         else:
             assert isinstance(self.policy, Migrates)
             self.now = time
-            self.policy.rebalance(self.nodes, time, self._arrived)
-            for node in self.nodes:
-                self._touched(node)
+            self._rebalance(self.policy)
             self._push(time + self.policy.period, REBALANCE, 0)
 
     def _touched(self, node: SimulatedNode) -> None:
@@ -186,10 +175,28 @@ class Simulator:
         node.submit(job, self.now)
         self._touched(node)
 
-    def _arrived(self, job: Job, _now: float) -> None:
-        """A request that was moved; `job.node` says where it comes to."""
-        self._submit(job, self.nodes[job.node])
+    def _rebalance(self, policy: Migrates) -> None:
+        """Move what the policy wants to be moved: a waiting request now, a running one when its iteration ends."""
+        loads = {node.index: len(node.running) + len(node.queue) - len(node.leaving) for node in self.nodes}
+        for move in policy.moves(loads, [movable for node in self.nodes for movable in _movables(node, self.now)]):
+            job = self.jobs[int(move.id)]
+            self.nodes[job.node].move(job, self.now, partial(self._arrived, move.row))
+        for node in self.nodes:
+            self._touched(node)
+
+    def _arrived(self, row: int, job: Job, _now: float) -> None:
+        self._submit(job, self.nodes[row])
 
     def _ended(self, job: Job) -> None:
         self._left -= 1
         self.lengths.note(job.tenant, job.digest or "", job.output)
+
+
+def _movables(node: SimulatedNode, now: float) -> Iterator[Movable]:
+    """Those of one node that were not moved yet."""
+    for job in node.queue:
+        if not job.moves:
+            yield Movable(str(job.number), node.index, runs=False, tokens=job.prompt + job.generated)
+    for job in sorted(node.running, key=lambda job: job.number):
+        if not job.moves and job not in node.leaving:
+            yield Movable(str(job.number), node.index, runs=True, tokens=job.prompt + node.tokens(job, now))

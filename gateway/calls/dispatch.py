@@ -22,11 +22,12 @@ from cluster.state import ClusterState
 from gateway.calls.explanations import PlacedCall
 from gateway.calls.holding import AGAIN_SECONDS, Hold
 from gateway.calls.invocation import Invocation
+from gateway.calls.migration import Migration, Moved
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeFailure
 from gateway.calls.placing import Placer
 from gateway.calls.resumption import may_resume, resumption_of
-from gateway.calls.running import Running
+from gateway.calls.running import Running, interruptible
 from gateway.calls.trace_log import log_call
 from gateway.catalog.functions import Functions
 from gateway.scheduling.placement import RETRY_AFTER, Placed
@@ -52,6 +53,7 @@ class Dispatcher:
     placer: Placer
     client: NodeClient
     running: Running
+    migration: Migration
     hold: Hold
     limits: LimitState
     functions: Functions
@@ -96,6 +98,9 @@ class Generation:
         self.received = invocation.received
         self._generated: list[int] = []
         self.node: str | None = None
+        self.moved = False
+        self._interrupted: asyncio.Future[Exception] | None = None
+        """Of the attempt that runs."""
         self.cold_start: str | None = None
         self.schedule = 0.0
         self.forecast: float | None = None
@@ -118,7 +123,10 @@ class Generation:
         outcome = "cancelled"
         shared.metrics.change_open(1)
         try:
-            with shared.running.track(self.request.tenant, self.function, self.received) as revoked:
+            with (
+                shared.running.track(self.request.tenant, self.function, self.received) as revoked,
+                shared.migration.track(self.request.id, self),
+            ):
                 async with aclosing(self._attempts(revoked)) as events:
                     async for event in events:
                         self._note(event)
@@ -161,6 +169,25 @@ class Generation:
         return prompt + (self.tokens if self.done is None else self.done.completion_tokens)
 
     @property
+    def begun(self) -> bool:
+        return self.started_at is not None
+
+    @property
+    def computed_tokens(self) -> int:
+        return len(self.request.token_ids) + self.tokens
+
+    async def place_again(self, excluded: frozenset[str]) -> Placed:
+        asked = self._from_here()
+        return await self.shared.placer.place(self._whose, asked, self.received, excluded | await self._unfit(asked))
+
+    def move_to(self, placed: Placed) -> bool:
+        if self._interrupted is None or self._interrupted.done():
+            return False
+        self.moved = True
+        self._interrupted.set_result(Moved(placed))
+        return True
+
+    @property
     def _prompt_tokens(self) -> int:
         """To be metered: a prompt counts with its first choice only."""
         return 0 if self.request.sampling.choice else len(self.request.token_ids)
@@ -170,11 +197,13 @@ class Generation:
         deadline = time.monotonic() + self.request.timeout
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
+        moved: Placed | None = None
         await shared.hear_of_nodes(deadline)
         while True:
             if time.monotonic() >= deadline:
                 raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
-            placed = await self._place_or_hold(excluded, failure, deadline, revoked)
+            placed = moved or await self._place_or_hold(excluded, failure, deadline, revoked)
+            moved = None
             left = deadline - time.monotonic()
             self._stay.wait(placed.pool, placed.work)
             self._wait(True)
@@ -183,6 +212,9 @@ class Generation:
                     async for event in events:
                         yield event
                 return
+            except Moved as move:
+                moved = move.placed
+                self._ask_from_here()
             except NodeFailure as error:
                 log.warning("%s", error, extra={"invocation": self.request.id})
                 if not self._go_on(error):
@@ -200,10 +232,18 @@ class Generation:
             return failure.retryable and self._attempts_begun < ATTEMPTS
         if not may_resume(failure, self.resumed):
             return False
-        self.resumed += 1
-        self._asked = resumption_of(self.request, self._generated)
-        self._stay.restart()
+        self._ask_from_here()
         return True
+
+    def _ask_from_here(self) -> None:
+        """The next node goes on behind the tokens that there are."""
+        self._asked = self._from_here()
+        if self.first_at is not None:
+            self.resumed += 1
+            self._stay.restart()
+
+    def _from_here(self) -> GenerateRequest:
+        return self.request if self.first_at is None else resumption_of(self.request, self._generated)
 
     async def _attempt(
         self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]
@@ -213,7 +253,8 @@ class Generation:
         if not self.resumed:
             self.sent_at, self.started_at, self.forecast = time.monotonic(), None, placed.forecast
             self.prompt_logprobs = []
-        async with aclosing(self.shared.client.stream(placed, request, revoked)) as events:
+        self._interrupted = interrupted = interruptible(revoked)
+        async with aclosing(self.shared.client.stream(placed, request, interrupted)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     if not self.resumed:
@@ -278,8 +319,7 @@ class Generation:
             shared, request = self.shared, self._asked
             crowded = shared.waiting.gives_way(request.tenant, request.weight)
             displaces = crowded is not None or request.slo_class == "strict"  # best effort's, whose ever it is
-            nodes = await shared.state.table()
-            excluded |= shared.client.breakers.blocked(nodes) | _too_old(nodes, request)
+            excluded |= await self._unfit(request)
             return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)
         except ServiceError as error:
             if error.type == "overloaded" and failure is None and not self.held:
@@ -287,6 +327,11 @@ class Generation:
             raise failure or error from None
         finally:
             self.schedule += time.monotonic() - began
+
+    async def _unfit(self, request: GenerateRequest) -> frozenset[str]:
+        """Ids of nodes that can't be talked to, or are too old for the request."""
+        nodes = await self.shared.state.table()
+        return self.shared.client.breakers.blocked(nodes) | _too_old(nodes, request)
 
     def _ttft_left(self) -> float | None:
         """Of what was promised, from now on; at least a millisecond."""

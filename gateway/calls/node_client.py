@@ -48,12 +48,12 @@ class NodeClient:
         self._watches = watches
 
     async def stream(
-        self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError]
+        self, placed: Placed, request: GenerateRequest, interrupted: asyncio.Future[Exception]
     ) -> AsyncGenerator[Event, None]:
         """Events up to Done or Failed. Closing the iterator closes the connection, which cancels the request there.
 
-        Raises NodeFailure when the node can't be reached, dies, or says something else; ServiceError when `revoked`
-        is set or the deadline has passed by far.
+        Raises NodeFailure when the node can't be reached, dies, or says something else; what `interrupted` gets; and
+        ServiceError when the deadline has passed by far.
         """
         node = placed.node_id, placed.epoch
         try:
@@ -61,7 +61,7 @@ class NodeClient:
         except CircuitOpen:
             raise _circuit_open(placed.node_id) from None
         try:
-            async with aclosing(self._events(placed, request, revoked, probe)) as events:
+            async with aclosing(self._events(placed, request, interrupted, probe)) as events:
                 async for event in events:
                     if not isinstance(event, Started):
                         self.breakers.answered(*node)
@@ -73,16 +73,16 @@ class NodeClient:
             self.breakers.undecided(*node, probe)
 
     async def _events(
-        self, placed: Placed, request: GenerateRequest, revoked: asyncio.Future[ServiceError], probe: Probe | None
+        self, placed: Placed, request: GenerateRequest, interrupted: asyncio.Future[Exception], probe: Probe | None
     ) -> AsyncGenerator[Event, None]:
         response: aiohttp.ClientResponse | None = None
         with self._watches.watched(placed, time.monotonic() + request.timeout + DEADLINE_SLACK) as stream:
 
-            def revoke(reason: asyncio.Future[ServiceError]) -> None:
+            def interrupt(reason: asyncio.Future[Exception]) -> None:
                 if not reason.cancelled():
                     stream.give_up(reason.result())
 
-            revoked.add_done_callback(revoke)
+            interrupted.add_done_callback(interrupt)
             try:
                 with cut_short(stream.given_up):
                     response = await self._answered(placed, request)
@@ -93,7 +93,7 @@ class NodeClient:
                 reason = type(error).__name__
                 raise node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
             finally:
-                revoked.remove_done_callback(revoke)
+                interrupted.remove_done_callback(interrupt)
                 if response is not None:
                     response.close()  # kept for the next request if this one's answer was read to its end
 

@@ -37,7 +37,7 @@ class Placer:
     ) -> None:
         self._state = state
         self._name = policy
-        self._policy: Policy = make_policy(policy, PolicySettings(clock=clock))
+        self.policy: Policy = make_policy(policy, PolicySettings(clock=clock))
         self._base = base
         self._metrics = metrics
         self._explanations = explanations
@@ -59,7 +59,7 @@ class Placer:
         outcome: Outcome = "placed"
         node: str | None = None
         try:
-            placed = await place(self._state, self._policy, self._base, wanted, excluded, trace)
+            placed = await place(self._state, self.policy, self._base, wanted, excluded, trace)
             node = placed.node_id
             return placed
         except ServiceError as error:

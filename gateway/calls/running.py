@@ -63,3 +63,16 @@ class Running:
 
     def count(self) -> int:
         return sum(len(futures) for futures in self._revoked.values())
+
+
+def interruptible(revoked: asyncio.Future[ServiceError]) -> asyncio.Future[Exception]:
+    """Returns a future for one attempt of a generation: whoever sets it ends the attempt's stream with that reason;
+    `revoked` does."""
+    interrupted: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    def revoke(reason: asyncio.Future[ServiceError]) -> None:
+        if not reason.cancelled() and not interrupted.done():
+            interrupted.set_result(reason.result())
+
+    revoked.add_done_callback(revoke)
+    return interrupted

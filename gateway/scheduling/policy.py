@@ -12,6 +12,7 @@ import numpy as np
 
 from cluster.node_table import NodeTable
 from gateway.scheduling.baselines import FirstFit, MostIdle, Random
+from gateway.scheduling.dlora import Dlora
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.toppings import Toppings
@@ -44,6 +45,7 @@ POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = MappingProxyType(
         "first_fit": lambda _: FirstFit(),
         "random": lambda settings: Random(settings.seed),
         "most_idle": lambda _: MostIdle(),
+        "dlora": lambda _: Dlora(),
     }
 )
 _DEFAULTS = PolicySettings()

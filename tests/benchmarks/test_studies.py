@@ -53,7 +53,7 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
                     )
                 ),
                 "attain_rank_aware_testbed8_papers_0.6",
-                "mean_tpt_random_testbed8_papers_0.6",
+                "mean_tpt_dlora_testbed8_papers_0.6",
                 "oracle_gap_papers",
             },
         ),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simulated import PROFILE, job
 
 from cluster.node_table import NodeTable
-from garnish.simulation.dlora import Dlora
+from gateway.scheduling.dlora import Dlora
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.node import SimulatedNode
 from garnish.simulation.outcome import summarise
