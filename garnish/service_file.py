@@ -13,7 +13,7 @@ from adapters.tenants import Limits
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
-Policy = Literal["rank_aware", "toppings", "first_fit", "most_idle", "random"]
+Policy = Literal["rank_aware", "toppings", "first_fit", "most_idle", "random", "dlora"]
 """Those of gateway.scheduling.policy."""
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from simulated import PROFILE, job
 
 from cluster.node_table import NodeTable
-from gateway.scheduling.dlora import Dlora
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.node import SimulatedNode
 from garnish.simulation.outcome import summarise
@@ -22,6 +21,7 @@ from garnish.simulation.profile import NodeProfile
 from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import Slo, SloError, base_tpt, parse_slo
 from garnish.simulation.study import simulate, smallest_pool
+from gateway.scheduling.dlora import Dlora
 from gateway.scheduling.request import PlacementRequest
 
 REQUESTS = st.lists(

@@ -1,4 +1,4 @@
-"""Calls that the policy moves: they go on elsewhere once they have a place there, and stay where they are until then."""
+"""Calls that the policy moves go on elsewhere once they have a place there, and stay where they are until then."""
 
 from __future__ import annotations
 
