@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -120,6 +121,8 @@ class RedisLink:
             if file.name.endswith(".lua")
         }
         self._asked: set[asyncio.Future[Any]] = set()
+        self._last_answer = -math.inf
+        """By the clock."""
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when messages or Redis are lost: why."""
         self._up = asyncio.Event()
@@ -193,14 +196,19 @@ class RedisLink:
                 return task.result()
             raise TimeoutError(f"no answer within {CALL_SECONDS:g} s")
         except LOST as error:
-            if link is self._lost:  # else there is another by now, which may well answer
+            # Else there is another by now, which may well answer; or Redis does, and is behind.
+            if link is self._lost and not (isinstance(error, TimeoutError) and self._answers):
                 self._lose(error)
             raise RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})") from error
 
+    @property
+    def _answers(self) -> bool:
+        return self.clock() - self._last_answer < CALL_SECONDS
+
     def _answered(self, task: asyncio.Future[Any]) -> None:
         self._asked.discard(task)
-        if not task.cancelled():
-            task.exception()  # its caller may have gone
+        if not task.cancelled() and task.exception() is None:  # which its caller may not look at any more
+            self._last_answer = self.clock()
 
     def _lose(self, error: BaseException) -> None:
         if self.is_up:
@@ -292,12 +300,18 @@ class RedisLink:
                 raise OutOfStep(f"the connection of the messages was lost: {error}") from error
             if message["type"] == "message":
                 handlers[message["channel"]](message["data"])
+                await asyncio.sleep(0)  # what came at once is read without a pause: calls go on between them
 
     async def _heartbeats(self) -> None:
         while True:
             before = self.clock()
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            version = await self._heartbeat()
+            try:
+                version = await self._heartbeat()
+            except RedisAway:
+                if not self._answers:
+                    raise
+                continue  # Redis is behind, and not away
             if self.clock() - before > WORKER_SECONDS / 2:
                 raise RedisAway("this worker was held up, and may count as dead")
             for check in self.on_heartbeat:
@@ -325,8 +339,8 @@ def _client(url: str, connections: int) -> Redis:
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=connections,
-        timeout=CALL_SECONDS,
-        socket_timeout=None,  # the link's own limit, for everything that a command does
+        timeout=None,
+        socket_timeout=None,  # the link's own limit, for everything that a command does and waits for
         socket_connect_timeout=CONNECT_SECONDS,
         retry=AsyncRetry(NoBackoff(), 0),
         protocol=2,

@@ -270,6 +270,7 @@ class RedisClusterState(ClusterState):
                 seconds = min(left / 1000, self._reservation_seconds)
                 self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
             self._book.set_generation(heartbeat.id, generation)
+            await asyncio.sleep(0)  # many nodes with many adapters take long: calls go on between them
         self._version = self._version_before = version
         self._ahead.clear()
         self._wake()

@@ -45,6 +45,8 @@ class ResidentIndex:
         rows = self._rows[row]
         for resident in residents:
             digest, is_gone = resident.digest, resident.tier == ABSENT_TIER
+            if rows.get(digest) == resident:  # almost all of them, when a node tells all that it has
+                continue
             if is_gone:
                 rows.pop(digest, None)
             else:

@@ -15,6 +15,9 @@ from node_agent.api.requests import RequestRegistry
 
 POST_SECONDS = 1.0
 """A gateway that takes longer counts as away; the record would be old by then."""
+WHOLE_SECONDS = 5.0
+"""The same where all that the node holds is told. Many nodes do so at once after a gateway's start: told again before
+the gateway has taken them in, they would never come to an end."""
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +36,7 @@ class Publisher:
         self._known = WHOLE
 
     async def run(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=POST_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session:
+        async with aiohttp.ClientSession(headers=self._headers) as session:
             while True:
                 due = time.monotonic() + self._interval
                 await self._post(session)
@@ -42,8 +44,9 @@ class Publisher:
 
     async def _post(self, session: aiohttp.ClientSession) -> None:
         news, problem = self._registry.news(self._known), None
+        timeout = aiohttp.ClientTimeout(total=WHOLE_SECONDS if news.changes.since == WHOLE else POST_SECONDS)
         try:
-            async with session.post(self._url, data=msgspec.msgpack.encode(news)) as response:
+            async with session.post(self._url, data=msgspec.msgpack.encode(news), timeout=timeout) as response:
                 if response.status == 204:
                     self._known = news.changes.at
                 elif response.status == 200:  # Wanted: it has lost what these build on, or never had it

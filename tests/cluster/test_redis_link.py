@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 from redis.asyncio import Redis
-from worlds import PATIENCE, World, until
+from worlds import PATIENCE, Clock, World, until
 
 from benchmarks.redis_server import RedisServer, redis_server
 from cluster import redis_link
@@ -200,5 +200,30 @@ def test_reservations_wait_for_no_others(shared_redis: RedisServer) -> None:
             assert not any(call.done() for call in held)
             for call in held:
                 call.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["others answered", "silent"])
+def test_an_answer_that_comes_late_is_no_lost_redis(
+    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """Unless nothing else has been answered for as long."""
+    monkeypatch.setattr(redis_link, "HEARTBEAT_SECONDS", 60.0)  # nothing is answered but what is asked here
+    clock = Clock()
+
+    async def main() -> None:
+        async with World(shared_redis).worker() as (link, _):
+            link.clock = clock
+            assert await echo(link, "here") == b"here"
+            monkeypatch.setattr(redis_link, "CALL_SECONDS", 0.2)
+            waits = asyncio.ensure_future(asked(link._client, link, "BLPOP", link.key("none"), "0"))
+            await asyncio.sleep(0)
+            clock.now += 0.3
+            if answers:
+                assert await echo(link, "here", places=True) == b"here"
+            with pytest.raises(RedisAway):
+                await waits
+            assert link.is_up is answers
 
     asyncio.run(main())

@@ -4,17 +4,22 @@ come late, go to any worker; Redis is emptied; processes start anew. In the end 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from contextlib import AsyncExitStack
+from itertools import pairwise
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import World, record, until
+from worlds import World, news, record, until
 
 from benchmarks.redis_server import RedisServer
 from cluster.news import RECORD_EXPIRY, RECORD_INTERVAL, WHOLE, News, NodeRecord, Resident
 from cluster.old_record import record_of_old
+from cluster.redis_link import RedisLink
+from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState
 from node_agent.api.residency_log import ResidencyLog
 
@@ -133,3 +138,36 @@ def test_a_worker_that_comes_late_hears_of_all(shared_redis: RedisServer, count:
                 assert two._book.news("a").changes.at == node.log.at
 
     asyncio.run(main())
+
+
+def test_calls_go_on_while_much_is_taken_in(shared_redis: RedisServer) -> None:
+    """A worker that catches up, or hears much at once, does something else after each node."""
+    nodes, heard, read = 8, list[int](), list[int]()
+
+    async def watch(state: ClusterState, seen: list[int]) -> None:
+        while True:
+            seen.append(len(list(state._book.ids())))
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        world = World(shared_redis)
+        async with world.worker() as (_, one), world.worker() as (_, three):
+            watching = [asyncio.create_task(watch(three, heard))]
+            news_of_all = [one.publish(news(id=f"n{number}")) for number in range(nodes)]
+            assert await asyncio.gather(*news_of_all) == ["taken"] * nodes
+            await until(lambda: _knows(three, nodes))
+            link = RedisLink(shared_redis.url, world.prefix, "late", time.monotonic)
+            two = RedisClusterState(link, expiry=math.inf)
+            watching.append(asyncio.create_task(watch(two, read)))
+            async with link.running():
+                await until(lambda: _knows(two, nodes))
+            for task in watching:
+                task.cancel()
+
+    asyncio.run(main())
+    for seen in (heard, read):
+        assert max(after - before for before, after in pairwise(seen)) == 1
+
+
+async def _knows(state: ClusterState, count: int) -> bool:
+    return len(await state.nodes()) == count

@@ -7,11 +7,13 @@ import logging
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from cluster.news import ABSENT_TIER, WHOLE, Changes, News, Resident
 from cluster.secret import authorization
+from node_agent.api import publisher
 from node_agent.api.publisher import Publisher
 from node_agent.api.request import Limits
 from node_agent.api.requests import RequestRegistry
@@ -145,5 +147,41 @@ def test_news_come_at_their_interval_whatever_happens(tmp_path: Path, stories_di
                 assert asyncio.get_running_loop().time() - begin >= 0.99 * index
             publishing.cancel()
             await asyncio.wait({publishing})
+
+    run_scenario(scenario())
+
+
+def test_all_that_there_is_is_told_once_to_a_gateway_that_takes_long(
+    tmp_path: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "POST_SECONDS", 0.2)
+    monkeypatch.setattr(publisher, "WHOLE_SECONDS", 60.0)
+    told: list[News] = []
+    go_on, third = asyncio.Event(), asyncio.Event()
+
+    async def receive(request: web.Request) -> web.Response:
+        told.append(msgspec.msgpack.decode(await request.read(), type=News))
+        await go_on.wait()
+        if len(told) > 2:
+            third.set()
+        return web.Response(status=204)
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_post("/cluster/record", receive)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        registry = WatchedRegistry(node_config(tmp_path, stories_dir, "unused"))
+        publishing = asyncio.create_task(Publisher(registry, f"http://127.0.0.1:{port}", "secret").run())
+        await asyncio.sleep(1.0)  # five times what other news wait
+        assert [news.changes.since for news in told] == [WHOLE]
+        go_on.set()
+        await third.wait()
+        assert all(news.changes.since >= 0 for news in told[1:])
+        publishing.cancel()
+        await asyncio.wait({publishing})
+        await runner.cleanup()
 
     run_scenario(scenario())
