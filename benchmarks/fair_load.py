@@ -98,7 +98,7 @@ def drive(engine: LocalEngine, calls: Sequence[Call], seconds: float) -> list[Se
     while (now := time.perf_counter() - begin) < seconds:
         send()
         if engine.engine.busy:
-            engine.step(send)
+            engine.step()
         else:
             following = due[len(sent)].at if len(sent) < len(due) else seconds
             time.sleep(max(0.0, min(following, seconds) - now))

@@ -84,19 +84,18 @@ class LocalEngine:
         )
         return request
 
-    def step(self, arrive: Callable[[], None] = lambda: None) -> bool:
+    def step(self) -> bool:
         """One iteration, as the engine process has it; what it said is booked in `outcomes`. False when there was
-        nothing to compute. `arrive` submits what has come between two layers."""
+        nothing to compute."""
         self.engine.prepare()
         used = self.engine.compute_cold()
-        told = self.book()
-        worked = self.engine.begin_hot(used)
-        while self.engine.advance_hot():
-            arrive()
+        told, worked = self.book(), used > 0
+        for _ in self.engine.compute_hot(used):
+            worked = True
             told |= self.book()
-        if not (self.book() or told or used or worked):
+        if not (worked or told):
             time.sleep(self.idle)  # a load is on its way
-        return bool(used or worked)
+        return worked
 
     def book(self) -> bool:
         """False: nothing was said."""
@@ -149,7 +148,6 @@ class LocalEngine:
         held = {
             "queue": len(self.engine.queue),
             "running": len(self.engine.running),
-            "hot pass": self.engine.hot.open is not None,
             "cold passes": len(self.engine.cold.open),
             "kv blocks": self.engine.blocks.total - self.engine.blocks.free,
             "leases": self.engine.store.leases,

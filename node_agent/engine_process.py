@@ -163,13 +163,11 @@ class Loop:
         told = self._tell(channel)  # who was admitted is told before the passes, which may take long
         used = self.engine.compute_cold()
         told |= self._tell(channel)
-        worked = self.engine.begin_hot(used)
-        told |= self._tell(channel)
-        while self.engine.advance_hot():
-            self._receive(channel)  # some need not wait for the rest of the pass
+        worked = used > 0
+        for _ in self.engine.compute_hot(used):
+            worked = True
             told |= self._tell(channel)
-        told |= self._tell(channel)
-        if used or worked or told:
+        if worked or told:
             self._active_at = time.monotonic()
         elif not self._measure(channel, selector):
             self._wait(channel, selector)

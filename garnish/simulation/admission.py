@@ -1,4 +1,4 @@
-"""Who enters a simulated node's batch: the rules of `node_agent/engine/scheduler.py`."""
+"""Who enters a simulated node's batch: the rules of `node_agent/engine/admission.py`."""
 
 from __future__ import annotations
 

@@ -2,5 +2,5 @@
 
 `loop.Engine.submit` takes a request in, `Engine.step` runs one iteration and returns events.
 
-`scheduler` decides who runs, `batch` turns that into tensors, `runner` computes, and `loop` books the outcome.
+`scheduler` decides who runs (`admission`) and what is computed, `batch` turns that into tensors, `runner` computes, and `loop` books the outcome.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cluster.messages import GenerateRequest
 from node_agent.adapter_memory.store import AdapterStore
@@ -16,20 +16,15 @@ from node_agent.device import EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.endings import finished
-from node_agent.engine.hot import HotPasses
+from node_agent.engine.hot import HotPasses, OutOfMemory
 from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
-from node_agent.engine.newcomers import Newcomers
 from node_agent.engine.orders import Orders
-from node_agent.engine.promises import tightest_promise, within_promise
 from node_agent.engine.prompt_events import score_events, split_scores
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
-from node_agent.engine.reserves import Callers, Reserves
-from node_agent.engine.rows import choose_hot
-from node_agent.engine.scheduler import Admission
-from node_agent.engine.waiting import WaitingQueue
+from node_agent.engine.scheduler import HotRows, Scheduler
 from node_agent.ipc import Admitted, EngineEvent, Generated, Top
 from node_agent.performance.drift import Drift
 from node_agent.runner.lora_choice import choose_lora
@@ -38,11 +33,6 @@ from node_agent.runner.score_rules import ScoreRules, changes_scores
 from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
-
-LEAST_HOT_SHARE = 4
-"""Of an iteration's prompt tokens, one in so many is left for adapters that are there, whatever the cold ones take."""
-LEAST_BESIDE_STRICT = 16
-"""One in so many, whatever strict requests were promised."""
 
 
 class Engine:
@@ -61,18 +51,15 @@ class Engine:
         self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
         self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
-        self.queue = WaitingQueue(limits.queue_limit)
-        self.callers = Callers()
         self.running: dict[str, Request] = {}
+        self.scheduler = Scheduler(limits, self.running, self.blocks, store)
+        self.queue = self.scheduler.queue
         self.pulse = Pulse(compiles=runner.device.type != "cpu")
         self._device_events = EventWatch(on_change)
         self.cold = ColdPasses(
             cold_start, self._start_cold, self._book, runner, self.pulse, self._device_events, limits.max_cold
         )
-        self.hot = HotPasses(runner, self._tensors, self._book, self._observe, self._fail_memory, self.pulse)
-        self.newcomers = Newcomers()
-        self._may_overtake = False
-        """one has come that may be computed before the open hot pass goes on"""
+        self.hot = HotPasses(runner, self._tensors, self.pulse)
         self.orders = Orders(store)
         self.assist: Assist | None = None
         self.drift: Drift | None = None
@@ -108,11 +95,10 @@ class Engine:
         if ended is not None:  # the node before could not say so any more
             self._finish(request, ended)
             return
-        request.after_idle = self.callers.note(request)
+        request.after_idle = self.scheduler.callers.note(request)
         if request.adapter is not None:
             request.found = self.store.announce(request.adapter)
         self.queue.add(request)
-        self._may_overtake |= self.hot.can_pause and self.queue.waiting_of(request.tenant) == 1
 
     def cancel(self, request_id: str) -> None:
         """Ends the request if it has not ended; otherwise does nothing."""
@@ -123,7 +109,8 @@ class Engine:
     def step(self) -> bool:
         """One iteration. False when there was nothing to compute: wait for a message, a load or a deadline."""
         self.prepare()
-        return self.compute()
+        used = self.compute_cold()
+        return len(list(self.compute_hot(used))) > 0 or used > 0
 
     def prepare(self) -> None:
         """The quick half: book what has arrived or expired, and admit. Its events can be sent before the slow half."""
@@ -135,11 +122,6 @@ class Engine:
         self._admit()
         self.orders.poll(may_place=not self.queue)
 
-    def compute(self) -> bool:
-        """The slow half: the passes."""
-        used = self.compute_cold()
-        return self.compute_hot(used) or used > 0
-
     def compute_cold(self) -> int:
         """The cold passes, before the hot one: the first token of an adapter that is on its way need not wait for the
         others' next ones, if its events are sent now. Returns how many prompt tokens' work this was."""
@@ -149,53 +131,23 @@ class Engine:
         self._open_cold_passes()
         return self.cold.advance(self.limits.chunk_tokens)
 
-    def compute_hot(self, used: int) -> bool:
-        """The hot pass, after cold ones that have `used` so many of the iteration's prompt tokens."""
-        worked = self.begin_hot(used)
-        while self.advance_hot():
-            pass
-        return worked
+    def compute_hot(self, used: int) -> Iterator[None]:
+        """The hot passes, after cold ones that have `used` so many of the iteration's prompt tokens. Yields after each:
+        its events can be sent before the next one."""
+        if not self._blocked():
+            for rows in self.scheduler.compose(self.limits, used, self._is_loaded, self.drift):
+                self._compute_hot(rows)
+                yield
 
-    def begin_hot(self, used: int) -> bool:
-        """Its beginning, after the prompts that go before it. False: there is nothing to compute."""
-        if self.hot.open is not None:
-            return True  # the caller has not taken it to its end
-        if self._blocked():
-            return False
-        most = self.limits.chunk_tokens
-        model, slower = (self.drift.published, self.drift.both.value) if self.drift else (None, 1.0)
-        self.newcomers.begin_iteration(most)
-        bound = model is not None and tightest_promise(self.running.values(), model) is not None
-        worked = not bound and self._compute_newcomers()
-        # One whose prompt was computed before its whole adapter was there waits for the rest.
-        loaded = [r for r in self.running.values() if self._is_loaded(r)]
-        decoding, prompts = [r for r in loaded if r.decoding], [r for r in loaded if not (r.decoding or r.in_cold_pass)]
-        decoding, spare = within_promise(model, decoding, prompts, most, most // LEAST_BESIDE_STRICT, slower, used)
-        left = max(most - used - self.newcomers.take_overtaken(), most // LEAST_HOT_SHARE)
-        rows, n_decode = choose_hot(decoding, prompts, self._is_loaded, left, spare, self.queue.turn)
-        if rows:
-            self.newcomers.limit(spare - sum(row.length for row in rows[n_decode:]))
-            self.hot.begin(rows, n_decode)
-        return worked or bool(rows)
-
-    def advance_hot(self) -> bool:
-        """By a layer, after the prompts that go before the rest. False: it has ended. Between two layers requests may
-        be submitted and cancelled, and events be taken."""
-        if self._may_overtake and self.hot.open is not None:
-            self._admit()
-            self._compute_newcomers()
-        return self.hot.advance()
-
-    def _compute_newcomers(self) -> bool:
-        """False: there were none whose prompts go before the batch."""
-        self._may_overtake = False
-        if not (self.queue and self.hot.can_pause) or self._blocked():
-            return False
-        running = list(self.running.values())
-        rows = self.newcomers.choose(running, self._reserves(running), self._is_loaded, self.queue.turn)
-        if rows:
-            self.hot.compute(rows)
-        return bool(rows)
+    def _compute_hot(self, chosen: HotRows) -> None:
+        computed = self.hot.compute(chosen.rows, chosen.n_decode)
+        if not isinstance(computed, OutOfMemory):
+            if self.drift is not None:
+                self.drift.observe(computed.rows, computed.n_decode, computed.seconds)
+            self._book(computed.rows, computed.output)
+        elif computed.is_hopeless:
+            text = "this node has too little memory to compute the request"
+            self._finish(computed.rows[0].request, "error", "unavailable", text)
 
     def _blocked(self) -> bool:
         """In the baseline that computes nothing while an adapter loads."""
@@ -242,10 +194,7 @@ class Engine:
     def _admit(self) -> None:
         if not self.queue:
             return
-        running = list(self.running.values())
-        reserves, most = self._reserves(running), self.limits.max_rows
-        admission = Admission(running, most, self.blocks, self.store, reserves, self._preempt)
-        admission.look_at(self.queue)
+        admission = self.scheduler.admit(self.limits.max_rows, self._preempt)
         for request in admission.admitted:
             self._retract(request)
             self._begin(request)
@@ -253,9 +202,6 @@ class Engine:
             log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
             self._retract(entry.request)
             self._finish(entry.request, "error", entry.type, entry.message, damaged=entry.damaged)
-
-    def _reserves(self, running: list[Request]) -> Reserves:
-        return Reserves(self.callers, self.queue, running, self.limits.max_rows, self.blocks.total)
 
     def _begin(self, request: Request) -> None:
         """The request has its place."""
@@ -275,8 +221,7 @@ class Engine:
             self._events.append(Admitted(request.id, request.found))
 
     def _preempt(self, request: Request) -> None:
-        """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt. No pass
-        that was begun computes any of it."""
+        """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""
         if request.lease is not None:
             self.store.release(request.lease, [], served=bool(request.first_token))
             request.lease = None
@@ -351,17 +296,13 @@ class Engine:
             lora.close()
             raise
 
-    def _observe(self, rows: list[Row], n_decode: int, seconds: float) -> None:
-        if self.drift is not None:
-            self.drift.observe(rows, n_decode, seconds)
-
     def _tensors(self, rows: list[Row], n_decode: int) -> tuple[StepBatch, PassLora | None]:
         batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
         lora = build_lora(rows, self.runner.device)
         return batch, None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
 
     def _book(self, rows: list[Row], output: StepOutput) -> None:
-        """What a finished pass means for its requests, but for those that have ended while it stood still."""
+        """What a finished pass means for its requests, but for those that end with what is booked of it first."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
         wanted = [row for row in rows if row.wants_logits]
@@ -405,11 +346,6 @@ class Engine:
         log.error("request %s: logits are not finite", request.id)
         self._finish(request, "error", "internal", "the model's output was not finite")
 
-    def _fail_memory(self, row: Row) -> None:
-        if self.running.get(row.request.id) is row.request:
-            text = "this node has too little memory to compute the request"
-            self._finish(row.request, "error", "unavailable", text)
-
     def _fail_load(self, request: Request, failure: LoadFailed) -> None:
         assert request.adapter is not None
         log.warning("load of %s failed: %s", request.adapter.digest, failure.reason)
@@ -421,7 +357,7 @@ class Engine:
     ) -> None:
         """Free all that the request holds, then say how it ended."""
         self._is_loaded(request)  # what came since the last look belongs to what is said
-        after = [*self.cold.drop(request), *self.hot.drop(request)]
+        after = self.cold.drop(request)
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))
             request.lease = None

@@ -91,4 +91,4 @@ def _may_go(request: Request) -> bool:
 
 def _is_movable(request: Request) -> bool:
     """Nothing that is under way on the device may still write to its blocks."""
-    return not (request.in_cold_pass or request.in_hot_pass) and request.preemptions < MOST_PREEMPTIONS
+    return not request.in_cold_pass and request.preemptions < MOST_PREEMPTIONS

@@ -15,6 +15,11 @@ from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
 from node_agent.performance.terms import decode_sample
 
+BESIDE_FLOOD = 2.0
+"""Beside a flood a pass takes at most so many times what its decode rows take by themselves."""
+LEAST_BESIDE_FLOOD, UNKNOWN_SHARE = 16, 4
+"""One in so many of an iteration's prompt tokens is computed beside a flood: at least, and where nothing is known of
+passes."""
 MOST_PAUSES = 3
 """Passes in succession that a best-effort request sits out: it goes on in every fourth, whatever others ask for."""
 
@@ -69,6 +74,16 @@ def within_promise(
     for request in taking_part:
         request.pauses = 0
     return taking_part, max(_spare_tokens(model, taking_part, mixed), least) - used
+
+
+def beside_flood(model: PerformanceModel | None, decoding: Sequence[Request], most: int) -> float:
+    """Prompt tokens of the batch's next pass that don't make it long for those who come meanwhile; at least one of
+    LEAST_BESIDE_FLOOD of `most`, so that prompts go on."""
+    if model is None or not decoding:
+        return most // UNKNOWN_SHARE
+    sample = decode_sample([Row(request, 1) for request in decoding], 0.0)
+    spare = _spare_tokens(model, decoding, BESIDE_FLOOD * decode_forecast(model.decode, sample))
+    return max(spare, most // LEAST_BESIDE_FLOOD)
 
 
 def _fewest(most: int, wanted: float, spare: Callable[[int], float]) -> int:

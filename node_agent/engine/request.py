@@ -81,7 +81,6 @@ class Request:
     cold: ColdPhases | None = None
     """set if its adapter was not on the device when it was admitted"""
     in_cold_pass: bool = False
-    in_hot_pass: bool = False
     wants_whole: bool = False
     """a worker failed it: its chunk waits for the whole adapter"""
     rules: ScoreRules | None = None

@@ -31,12 +31,12 @@ def choose_hot(
 
 def choose_prompts(requests: Iterable[Request], loaded: Loaded, tokens: int, turn: Turn) -> list[Row]:
     """Chunks of so many tokens together, in order of adapter slots: of strict requests first, then of those of the
-    least `turn` (their tenants' counters), then of the oldest. None of what another pass computes."""
+    least `turn` (their tenants' counters), then of the oldest. None of what a cold pass computes."""
     rows: list[Row] = []
     for request in sorted(requests, key=lambda request: (request.slo_class != "strict", turn(request))):
         if not tokens:
             break
-        if request.in_cold_pass or request.in_hot_pass or not loaded(request):
+        if request.in_cold_pass or not loaded(request):
             continue
         length = min(len(request.tokens) - request.computed, tokens)
         rows.append(Row(request, length))

@@ -94,7 +94,7 @@ def warm_up(engine: Engine) -> None:
     last = engine.take_events()[-1]
     if not isinstance(last, Finished) or last.reason != "length":
         raise WarmUpFailed(f"the dummy request ended with {last}")
-    engine.callers = Callers()  # no place is kept for the dummy's tenant
+    engine.scheduler.callers = Callers()  # no place is kept for the dummy's tenant
 
 
 def _kv_blocks(config: EngineConfig, model: PreTrainedModel) -> int:

@@ -11,7 +11,7 @@ from cluster.node_load import tightest_tpot
 from node_agent.engine.loop import Engine
 from node_agent.engine.preemption import strict_room
 from node_agent.engine.promises import paused_on_average, tightest_promise
-from node_agent.engine.reserves import Reserves, Room
+from node_agent.engine.reserves import Room
 from node_agent.ipc import Stats
 
 
@@ -42,7 +42,7 @@ def stats_of(engine: Engine) -> Stats:
 
 def _strict_room(engine: Engine) -> StrictRoom:
     running, rows = list(engine.running.values()), engine.limits.max_rows
-    kept = Reserves(engine.callers, engine.queue, running, rows, engine.blocks.total).for_strict()
+    kept = engine.scheduler.reserves(rows).for_strict()
     room = strict_room(running, engine.queue, kept, Room(rows - len(running), engine.blocks.free))
     if engine.drift is None:  # nobody pauses where no promise can be reckoned with
         return room

@@ -60,5 +60,5 @@ def _step_seconds(engine: Engine, rows: int) -> float | None:
     for name in names:
         engine.cancel(name)
     engine.take_events()
-    engine.callers = Callers()  # no place is kept for the dummies' tenant
+    engine.scheduler.callers = Callers()  # no place is kept for the dummies' tenant
     return median(took) if took else None

@@ -16,6 +16,7 @@ from cluster.messages import Sampling, SloClass
 from cluster.node_load import MARGIN
 from cluster.performance_model import DecodeModel, PrefillModel
 from node_agent.engine.batch import Row
+from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.promises import MOST_PAUSES, within_promise
 from node_agent.engine.request import Request
 from node_agent.engine.stats import stats_of
@@ -156,18 +157,18 @@ def test_best_effort_goes_on_in_every_fourth_pass(make_engine: MakeEngine, monke
     engine.run()
     engine.engine.drift = Drift(MODEL)
     monkeypatch.setattr(engine.engine.drift, "observe", lambda *_: None)
-    begin = engine.engine.hot.begin
+    compute = engine.engine.hot.compute
 
-    def counted(rows: list[Row], n_decode: int) -> None:
+    def counted(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
         taking_part.append(any(row.request.slo_class == "best_effort" for row in rows[:n_decode]))
-        begin(rows, n_decode)
+        return compute(rows, n_decode)
 
     call = engine.submit(STORY, 8, slo_class="best_effort", ignore_eos=True)
     engine.run(until=lambda: bool(engine.outcomes[call].tokens))
     strict = engine.submit(STORY, 90, slo_class="strict", tpot=0.022 / MARGIN, ignore_eos=True)
     engine.run(until=lambda: bool(engine.outcomes[strict].tokens))
     prompts = [engine.submit([1] * 100, 1, slo_class="strict", tpot=0.1, ignore_eos=True) for _ in range(5)]
-    monkeypatch.setattr(engine.engine.hot, "begin", counted)
+    monkeypatch.setattr(engine.engine.hot, "compute", counted)
     engine.run(until=lambda: engine.outcomes[call].finished is not None)
     assert taking_part[:8] == [False, False, False, True] * 2
     passes = zip(*(taking_part[i:] for i in range(MOST_PAUSES + 1)), strict=False)
@@ -189,13 +190,13 @@ def test_nobody_pauses_for_a_prompt_that_waits_for_its_adapter(
     calls.append(engine.submit(STORY, 60, slo_class="strict", tpot=0.04 / MARGIN, ignore_eos=True))
     engine.run(until=lambda: all(engine.outcomes[call].tokens for call in calls))
     calls.append(engine.submit([1] * 100, 2, slow, slo_class="strict", tpot=0.5, ignore_eos=True))
-    begin = engine.engine.hot.begin
+    compute = engine.engine.hot.compute
 
-    def counted(rows: list[Row], n_decode: int) -> None:
+    def counted(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
         taking_part.append(sum(row.request.slo_class == "best_effort" for row in rows[:n_decode]))
-        begin(rows, n_decode)
+        return compute(rows, n_decode)
 
-    monkeypatch.setattr(engine.engine.hot, "begin", counted)
+    monkeypatch.setattr(engine.engine.hot, "compute", counted)
     for _ in range(20):
         engine.step()
     assert set(taking_part) == {4}
@@ -216,14 +217,14 @@ def test_chunks_follow_a_strict_promise(
     engine.engine.drift = Drift(MODEL)
     engine.engine.drift.both.value = slower
     monkeypatch.setattr(engine.engine.drift, "observe", lambda *_: None)
-    begin = engine.engine.hot.begin
+    compute = engine.engine.hot.compute
 
-    def counted(rows: list[Row], n_decode: int) -> None:
+    def counted(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
         strict = any(row.request.slo_class == "strict" for row in rows[:n_decode])
         chunks.append((strict, sum(row.length for row in rows[n_decode:])))
-        begin(rows, n_decode)
+        return compute(rows, n_decode)
 
-    monkeypatch.setattr(engine.engine.hot, "begin", counted)
+    monkeypatch.setattr(engine.engine.hot, "compute", counted)
     first = engine.submit([1] * 60, 2)
     engine.run()
     call = engine.submit(STORY, 6, slo_class="strict", tpot=0.04 / MARGIN, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The engine process's loop, before a socket: what comes while a pass is computed is taken between two layers."""
+"""The engine process's loop, before a socket: what a pass computed is told before the next one begins."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import pytest
 from benchmarks.local_engine import MakeEngine
 from cluster.frames import Frames
 from cluster.messages import GenerateRequest, Sampling
+from node_agent.engine.batch import Row
+from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
 from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Submit, encode, event_decoder
-from tests.node_agent.test_newcomers import STORY, flooded
+from tests.node_agent.test_floods import STORY, flooded
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def received(peer: socket.socket) -> list[EngineEvent]:
             found += event_decoder.decode(body)
 
 
-def test_calls_and_cancellations_do_not_wait_for_the_pass(
+def test_a_call_is_told_its_first_token_before_the_batch_goes_on(
     make_engine: MakeEngine, tmp_path: Path, wake: WakeUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(max_rows=16)
@@ -49,22 +51,20 @@ def test_calls_and_cancellations_do_not_wait_for_the_pass(
         server.listen()
         channel = Channel(str(tmp_path / "socket"))
         peer, _ = server.accept()
-        sampling, advance, layers = Sampling(temperature=0), engine.engine.hot.advance, list[bool]()
+        compute, told = engine.engine.hot.compute, list[list[str]]()
 
-        def advancing() -> bool:
-            if len(layers) == 1:  # while the second layer is computed
-                late = Submit(GenerateRequest("late", "", "v0", STORY, 2, sampling, timeout=60.0, ignore_eos=True))
-                peer.sendall(encode([Cancel(computed[0]), late]))
-            layers.append(advance())
-            return layers[-1]
+        def computing(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
+            told.append([event.id for event in received(peer) if isinstance(event, Generated | Finished)])
+            return compute(rows, n_decode)
 
-        monkeypatch.setattr(engine.engine.hot, "advance", advancing)
+        monkeypatch.setattr(engine.engine.hot, "compute", computing)
+        late = GenerateRequest("late", "", "v0", STORY, 2, Sampling(temperature=0), timeout=60.0, ignore_eos=True)
+        peer.sendall(encode([Cancel(computed[0]), Submit(late)]))
         loop = Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: False)
         loop._turn(channel, selector)
-        events = [event for event in received(peer) if isinstance(event, Generated | Finished)]
-        assert layers == [True] * (engine.base.num_layers - 1) + [False]
-        assert [(type(event), event.id) for event in events[:2]] == [(Finished, computed[0]), (Generated, "late")]
-        assert [event.id for event in events[2:]] == computed[1:], "then the pass's tokens come"
+        assert told == [[computed[0]], ["late"]], "who is cancelled is told before any pass"
+        rest = [event.id for event in received(peer) if isinstance(event, Generated | Finished)]
+        assert {*computed[1:], "late"} <= set(rest), "the batch, with the newcomer's next token"
         loop.drop_all()
         channel.close()
         peer.close()
@@ -81,15 +81,14 @@ def test_an_api_process_that_goes_amid_a_pass_leaves_nothing(
         server.listen()
         channel = Channel(str(tmp_path / "socket"))
         peer, _ = server.accept()
-        advance = engine.engine.hot.advance
+        compute = engine.engine.hot.compute
 
-        def advancing() -> bool:
+        def computing(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
             peer.close()
-            return advance()
+            return compute(rows, n_decode)
 
-        monkeypatch.setattr(engine.engine.hot, "advance", advancing)
+        monkeypatch.setattr(engine.engine.hot, "compute", computing)
         Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: False).serve(channel)
         channel.close()
-    assert engine.engine.hot.open is None
     assert not engine.engine.busy
     engine.assert_clean()

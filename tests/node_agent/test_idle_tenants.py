@@ -90,7 +90,7 @@ def test_nobody_falls_below_an_equal_share(make_engine: MakeEngine) -> None:
         engine.step()
     assert set(engine.engine.running) == running and not engine.outcomes[late].admitted
     end(engine)
-    engine.engine.callers = reserves.Callers()
+    engine.engine.scheduler.callers = reserves.Callers()
     flooded(engine)
     for request in engine.engine.running.values():
         request.preemptions = MOST_PREEMPTIONS
@@ -107,7 +107,7 @@ def test_strict_requests_keep_their_places_and_best_effort_takes_none(make_engin
     engine.step()
     assert not engine.outcomes[call].admitted
     end(engine)
-    engine.engine.callers = reserves.Callers()
+    engine.engine.scheduler.callers = reserves.Callers()
     flooded(engine)
     cheap = engine.submit(STORY, 2, tenant="cheap", slo_class="best_effort", ignore_eos=True)
     engine.step()

@@ -129,31 +129,15 @@ def test_a_request_that_is_too_much_alone_fails_alone(make_engine: MakeEngine, l
 
 
 def test_a_call_that_goes_before_a_batch_finds_too_little_memory(make_engine: MakeEngine) -> None:
-    from tests.node_agent.test_newcomers import begin, end, flooded
+    from tests.node_agent.test_floods import end, flooded
 
     engine = make_engine(max_rows=16)
     flooded(engine)
-    begin(engine)
     Short(engine, allocate_by_torch, lambda batch: batch.n_tokens > 20, 1)
     call = engine.submit([1, *range(10, 50)], 2, tenant="v0", ignore_eos=True)
     engine.run(until=lambda: engine.outcomes[call].finished is not None)
     assert len(engine.outcomes[call].tokens) == 2
     end(engine)
-
-
-def test_a_cancelled_request_is_no_part_of_what_failed(make_engine: MakeEngine) -> None:
-    """Gone between the layers of the pass that then fails."""
-    engine = make_engine(max_rows=4)
-    Short(engine, allocate_by_torch, lambda batch: True, 3)
-    gone = engine.submit([1], 5, ignore_eos=True)
-    engine.engine.prepare()
-    assert engine.engine.begin_hot(0)
-    other = engine.submit([1], 5, ignore_eos=True)
-    assert engine.engine.advance_hot()
-    engine.engine.cancel(gone)
-    engine.run()
-    assert [engine.outcomes[r].finished.reason for r in (gone, other)] == ["cancelled", "error"]  # type: ignore[union-attr]
-    engine.assert_clean()
 
 
 def rows_of(lengths: list[int]) -> list[Row]:

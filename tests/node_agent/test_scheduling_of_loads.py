@@ -13,7 +13,7 @@ import torch
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.messages import Adapter
 from node_agent.adapter_memory.fetch import TRIES
-from node_agent.engine import scheduler
+from node_agent.engine import admission
 from node_agent.engine.batch import Row, build_lora
 from node_agent.engine.request import Request
 from node_agent.ipc import Finished
@@ -125,7 +125,7 @@ def test_steady_use_starves_nobody(
     make_engine: MakeEngine, by_size: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One slot, and its adapter is called over and over: another adapter's call still gets its turn."""
-    monkeypatch.setattr(scheduler, "STARVED_AFTER", 0.05)
+    monkeypatch.setattr(admission, "STARVED_AFTER", 0.05)
     engine = make_engine(adapter_slots=1)
     popular, other = engine.deploy(by_size[0]), engine.deploy(by_size[1])
     engine.submit(STORY, 8, popular, ignore_eos=True)

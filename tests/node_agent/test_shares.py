@@ -95,7 +95,7 @@ def test_a_row_is_kept_for_a_tenant_that_has_none(make_engine: MakeEngine) -> No
     for request in flood:
         engine.engine.cancel(request)
     alone = [engine.submit(STORY, 20, tenant="victim", ignore_eos=True) for _ in range(9)]
-    engine.engine.callers._tenants.pop("flood")
+    engine.engine.scheduler.callers._tenants.pop("flood")
     engine.step()
     assert len(engine.engine.running) == 8, "nothing is kept for those who don't call"
     for request in alone:

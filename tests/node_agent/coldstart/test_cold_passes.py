@@ -205,7 +205,7 @@ def test_a_first_token_waits_for_no_decode_step(assisted: LocalEngine, adapter_d
     used = engine.compute_cold()
     assert [(type(e), e.id) for e in engine.take_events()] == [(Generated, request)]
     assert used == len(STORY)
-    assert engine.compute_hot(used)
+    assert list(engine.compute_hot(used))
     assert [(type(e), e.id) for e in engine.take_events()] == [(Generated, other)]
     link.open()
     assisted.run()

@@ -168,7 +168,7 @@ def test_what_is_left_of_prompts(make_engine: MakeEngine) -> None:
     engine.engine.prepare()
     assert stats_of(engine.engine).prompt_tokens_left == 50
     assert stats_of(engine.engine).batch_slots == [-1]
-    engine.engine.compute_hot(0)
+    list(engine.engine.compute_hot(0))
     assert stats_of(engine.engine).prompt_tokens_left == 34
     engine.run()
     assert len(engine.outcomes[request].tokens) == 2

@@ -1,0 +1,240 @@
+"""Who enters the batch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.messages import Adapter
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.preemption import OverShare, choose_lenders, choose_victims
+from node_agent.engine.request import Request
+from node_agent.engine.reserves import Reserves, Room
+from node_agent.engine.waiting import WaitingQueue
+from node_agent.types import Lease, LoadFailed, NoRoom, Pending, TooLarge
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The request can never run here."""
+
+    request: Request
+    type: str
+    message: str
+    cause: str = ""
+    """for the log"""
+    damaged: bool = False
+    """as in LoadFailed"""
+
+
+STARVED_AFTER = 1.0
+"""Seconds that a request waits for adapter memory before no later one may take or share any."""
+
+
+class Admission:
+    """One look at the queue: in the order of fair shares, within free rows, KV blocks and adapter memory, and what is
+    kept for others (`reserves`).
+
+    A request reserves the blocks of its whole length, so an admitted one always ends. Exceptions to the order:
+    - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
+    - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
+      them) half of the KV blocks: the others are passed over and go on loading. Strict ones may hold what is kept for
+      them besides.
+    - A strict request that finds no adapter memory gets that of adapters which best-effort requests alone use.
+    - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
+      a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
+      steady use could.
+    - Behind one that waits for rows or KV blocks only strict ones pass: with what is kept for them and what best-effort
+      requests give up to them (`preempt`, which frees what each holds), so that they keep no other out for ever. And
+      behind one of a tenant with much to do, those of light tenants (`Reserves.light`): with what is kept for these.
+    - The first request of a tenant that was idle, for which nothing was kept, gets a place of those that have more than
+      an equal share of rows or KV blocks, up to its own share: these are preempted.
+    """
+
+    def __init__(
+        self,
+        running: list[Request],
+        max_rows: int,
+        blocks: BlockPool,
+        store: AdapterStore,
+        reserves: Reserves,
+        preempt: Callable[[Request], None],
+    ) -> None:
+        self.blocks, self.store, self.reserves, self._preempt = blocks, store, reserves, preempt
+        self._running = list(running)
+        self.free_rows = max_rows - len(running)
+        loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
+        self._loading_rows_left = max(1, max_rows // 4) - len(loading)
+        self._loading_blocks = sum(len(r.blocks) for r in loading)
+        self._strict_loading = sum(r.slo_class == "strict" for r in loading)
+        self._room_is_short = False
+        self._starved = False
+        self._passed = False
+        """one waits for rows or blocks: others may pass it with what is kept for them only"""
+        self._by_light = False
+        """requests of light tenants, too, and not only strict ones"""
+        self.admitted: list[Request] = []
+        self.refused: list[Refused] = []
+
+    def look_at(self, queue: WaitingQueue) -> None:
+        """Takes out of `queue` what it admits or refuses."""
+        _note_held(queue)
+        if queue.strict and not self._walk(queue, best_effort=False):
+            return
+        if self.free_rows > 0 or any(map(self.reserves.may_claim, queue)):
+            self._walk(queue, best_effort=True)
+
+    def _walk(self, queue: WaitingQueue, best_effort: bool) -> bool:
+        """One walk through the queue, or through all of it but for best effort. False: a strict request waits for rows
+        or blocks; then no other may pass it."""
+        for request in queue.in_order():
+            if request.slo_class == "strict":
+                if not self._try_strict(request, queue):
+                    return False
+            elif request.slo_class == "best_effort" and not best_effort:
+                continue
+            elif not self._passed:
+                if not self._try(request, queue):
+                    self._passed = True
+                    self._by_light = not self.reserves.light(request.tenant) and self._light_wait(queue)
+            elif self._by_light and self.reserves.light(request.tenant):
+                self._try_light(request, queue)
+            if self._passed and not queue.strict and not self._by_light:
+                break
+        return True
+
+    def _try_strict(self, request: Request, queue: WaitingQueue) -> bool:
+        """False: it waits for rows or blocks."""
+        need, room = self._need(request), Room(self.free_rows, self.blocks.free)
+        if self._passed:
+            kept = self.reserves.for_strict()
+            room = Room(min(room.rows, kept.rows), min(room.blocks, kept.blocks))
+        victims = choose_victims(self._running, Room(1 - room.rows, need - room.blocks))
+        if victims is None:
+            return False
+        self._enter(request, need, queue, victims)
+        return True
+
+    def _light_wait(self, queue: WaitingQueue) -> bool:
+        """Whether there may be room for a tenant for which some is kept, or one that may claim some."""
+        if self.free_rows > 0 and any(map(self.reserves.light, queue.tenants)):
+            return True
+        return any(map(self.reserves.may_claim, queue))
+
+    def _try_light(self, request: Request, queue: WaitingQueue) -> None:
+        """Admit it if what is kept for the likes of it does, or what it may claim."""
+        self._try(request, queue, self.reserves.most_blocks)
+
+    def _try(self, request: Request, queue: WaitingQueue, most_blocks: float = math.inf) -> bool:
+        """False: it waits for rows or blocks. Of free ones it may have no more than `most_blocks`."""
+        need, kept = self._need(request), self.reserves.kept_from(request)
+        if need <= most_blocks and self._fits(need, kept):
+            self._enter(request, need, queue)
+            return True
+        if not self.reserves.may_claim(request):
+            return False
+        share = self.reserves.equal_share(request)
+        short = Room(kept.rows + 1 - self.free_rows, kept.blocks + need - self.blocks.free)
+        gives = OverShare(self._running, share, request.slo_class)
+        victims = choose_victims(self._running, short, gives) if need <= share.blocks else None
+        if victims is None:
+            return False
+        self._enter(request, need, queue, victims)
+        return True
+
+    def _need(self, request: Request) -> int:
+        return self.blocks.blocks_for(request.prompt_len + request.max_tokens)
+
+    def _fits(self, need: int, kept: Room) -> bool:
+        return self.free_rows > kept.rows and self.blocks.free >= need + kept.blocks
+
+    def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> None:
+        """Admit or refuse it, or leave it in the queue when its adapter can't come in yet."""
+        if request.adapter is not None:
+            found = self._lease(request, request.adapter, need)
+            if found is None:
+                return
+            if not isinstance(found, Lease):
+                self.refused.append(_refuse(request, found))
+                queue.remove(request)
+                return
+            request.lease = found
+        self._give_up(victims)
+        taken = self.blocks.allocate(need)
+        assert taken is not None
+        request.blocks = taken
+        self.free_rows -= 1
+        self.reserves.entered(request, need)
+        queue.take(request)
+        self.admitted.append(request)
+
+    def _lease(self, request: Request, adapter: Adapter, need: int) -> Lease | TooLarge | LoadFailed | None:
+        """None: not now."""
+        ready = self.store.ready(adapter.digest)
+        if self._starved or (self._room_is_short and not self.store.on_device(adapter.digest)):
+            return None
+        if not ready and not self._may_load(request, need):
+            return None
+        found = self.store.acquire(adapter)
+        if isinstance(found, NoRoom) and request.slo_class == "strict" and self._make_adapter_room(adapter):
+            found = self.store.acquire(adapter)
+        if isinstance(found, (Pending, NoRoom)):
+            self._wait(request, isinstance(found, NoRoom))
+            return None
+        if isinstance(found, Lease) and not ready:
+            self._loading_rows_left -= 1
+            self._loading_blocks += need
+            self._strict_loading += request.slo_class == "strict"
+        return found
+
+    def _make_adapter_room(self, adapter: Adapter) -> bool:
+        """Of adapters that best-effort requests alone use. False: theirs would not do, and stays."""
+        lenders = choose_lenders(self._running, lambda digests: self.store.fits_without(adapter, digests))
+        self._give_up(lenders or ())
+        return lenders is not None
+
+    def _give_up(self, victims: Sequence[Request]) -> None:
+        for victim in victims:
+            if victim in self._running:  # it has not given up its place for adapter memory already
+                self._running.remove(victim)
+                self.reserves.left(victim, len(victim.blocks))
+                self.free_rows += 1
+                self._preempt(victim)
+
+    def _may_load(self, request: Request, need: int) -> bool:
+        if request.slo_class == "strict" and self._strict_loading < self.reserves.for_strict().rows:
+            return True
+        if self._loading_rows_left <= 0:
+            return False
+        return not self._loading_blocks or self._loading_blocks + need <= self.blocks.total // 2
+
+    def _wait(self, request: Request, for_room: bool) -> None:
+        now = time.monotonic()
+        if not for_room:
+            request.held_at = now
+            return
+        request.short_since = request.short_since or now
+        self._room_is_short = True
+        self._starved = self._starved or now - request.short_since >= STARVED_AFTER
+
+
+def _note_held(queue: Iterable[Request]) -> None:
+    """Book what passed since the last look at those whose adapter's bytes were all that they waited for then."""
+    now = time.monotonic()
+    for request in queue:
+        if request.held_at:
+            request.held += now - request.held_at
+            request.held_at = 0.0
+
+
+def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:
+    assert request.adapter is not None
+    name = f"adapter {request.adapter.digest[:12]}"
+    if isinstance(found, TooLarge):
+        return Refused(
+            request, "too_large", f"{name} needs {found.need} bytes of adapter memory; this node has {found.have}"
+        )
+    return Refused(request, "unavailable", f"{name} could not be loaded on this node", found.reason, found.damaged)
