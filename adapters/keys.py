@@ -32,7 +32,7 @@ class KeyRecord(msgspec.Struct, frozen=True):
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """Whose key a request carries. `tenant` is None for an admin key."""
+    """The owner of a key: a tenant, or an administrator (`tenant` None). What `parse_key` returns is only claimed."""
 
     tenant: str | None
     key_id: str

@@ -36,9 +36,9 @@ class Quota:
         self._clock = clock or store.now
 
     @contextmanager
-    def deploying(self, tenant: str) -> Iterator[Room]:
+    def deploying(self, tenant: str) -> Iterator[QuotaReservation]:
         """Around a deploy: `take` before anything is stored, `made` once the version is listed."""
-        room = Room(self, tenant)
+        room = QuotaReservation(self, tenant)
         try:
             yield room
         except StoreUnavailable:
@@ -109,10 +109,10 @@ class Quota:
     def _change(self, tenant: str, change: Callable[[Held], Held]) -> None:
         def apply(record: Tenant | None) -> Tenant:
             if record is None or record.held is None:
-                raise _Nothing
+                raise _NoChange
             return msgspec.structs.replace(record, held=change(record.held))
 
-        with suppress(_Nothing):
+        with suppress(_NoChange):
             update_record(self._store, tenant_key(tenant), Tenant, apply)
 
     def _count(self, tenant: str) -> bool:
@@ -148,8 +148,8 @@ class Quota:
         return found[0] if found else None
 
 
-class Room:
-    """What one deploy holds."""
+class QuotaReservation:
+    """What one deploy holds of its tenant's quota."""
 
     def __init__(self, quota: Quota, tenant: str) -> None:
         self._quota = quota
@@ -193,8 +193,8 @@ class Freed:
         self.adapters, self.bytes = adapters, size
 
 
-class _Nothing(AdapterError):
-    """There is nothing to change."""
+class _NoChange(AdapterError):
+    """Raised inside an update of a record to end it without a write: there is nothing to count."""
 
 
 def _check(limits: Limits, held: Held, size: int) -> None:

@@ -50,7 +50,7 @@ from adapters.functions import (
 )
 from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
-from adapters.quota import Quota, Room
+from adapters.quota import Quota, QuotaReservation
 from adapters.records import read_each, read_record, read_records
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, check_values, inspect_files
@@ -71,7 +71,7 @@ class _Deploy:
     config: bytes
     weights: Path
     source: str | None
-    room: Room
+    room: QuotaReservation
     manifest: Manifest | None = None
     created: bool = False
 

@@ -42,7 +42,8 @@ def remove_older(store: ObjectStore, key: str, before: float) -> bool:
 
 
 def await_removals(store: ObjectStore, keys: Collection[str]) -> None:
-    """Blocks while any of these is marked. Raises StoreUnavailable when that does not end."""
+    """Blocks until no removal of any of these objects is under way (`remove_older`). Raises StoreUnavailable when some
+    still are after 2 * MARK_SECONDS."""
     names, until = {_name(key) for key in keys}, time.monotonic() + 2 * MARK_SECONDS
     while True:
         live = False

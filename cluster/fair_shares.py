@@ -126,7 +126,8 @@ class FairShares:
 
     @property
     def floor(self) -> float:
-        """The least counter of the tenants that wait."""
+        """The counter to which a tenant that comes to wait is lifted (VTC): the least of those that wait, and it never
+        falls. With none waiting: at least the counter of the tenant that left last."""
         return self._tenants.floor
 
     def function(self, tenant: str, function: str) -> float:

@@ -66,7 +66,7 @@ class MemoryLeases:
 
 
 class RedisLeases:
-    """By Redis's clock."""
+    """Leases that all gateway workers share in Redis; they expire by Redis's clock."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link

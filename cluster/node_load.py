@@ -116,8 +116,9 @@ def count(value: int) -> int:
     return min(max(value, 0), MOST)
 
 
-class Held(msgspec.Struct):
-    """Sums over reserved places."""
+class ReservedLoad(msgspec.Struct):
+    """What the requests with reserved places add up to: prompt tokens, prompt + `max_tokens`, prompt tokens x rank; of
+    `max_rank` the largest."""
 
     tokens: int = 0
     prompt_tokens: int = 0
@@ -126,8 +127,8 @@ class Held(msgspec.Struct):
     max_rank: int = 0
 
 
-def held_by(demands: Iterable[Demand]) -> Held:
-    held = Held()
+def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
+    held = ReservedLoad()
     for demand in demands:
         held.tokens += demand.prompt_tokens + demand.max_tokens
         held.prompt_tokens += demand.prompt_tokens
@@ -164,7 +165,7 @@ def found_by_strict(load: NodeLoad, room: StrictLoad, demands: Iterable[Demand],
     """A place that is given to a standard request may be taken when a strict one comes."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
     coming = [demand for demand in firm if demand.slo_class == "strict"]
-    held, strict = held_by(firm), held_by(coming)
+    held, strict = reserved_load(firm), reserved_load(coming)
     promised = [room.tightest_tpot, *(demand.tpot for demand in coming if demand.tpot is not None)]
     prompts = room.prompt_tokens + strict.prompt_tokens
     return Found(

@@ -22,9 +22,9 @@ from cluster.node_load import (
     Found,
     NodeLoad,
     found_by_strict,
-    held_by,
     load_of,
     prompts_before,
+    reserved_load,
     tightest_tpot,
 )
 from cluster.performance_model import RANK_TERMS, DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
@@ -264,7 +264,7 @@ class NodeTable:
     def _refresh(self, row: int) -> None:
         """What follows from record, reservations and model."""
         load, demands, model = self.load(row), list(self._demands[row].values()), self._models[row]
-        held, decode, prefill = held_by(demands), model.decode, model.prefill
+        held, decode, prefill = reserved_load(demands), model.decode, model.prefill
         waiting, limit, prompts = load.queued + len(demands), load.queue_limit, load.prompt_tokens + held.prompt_tokens
         requests, largest = load.running + waiting, max(load.max_rank, held.max_rank)
         capacity = load.max_rows or math.inf

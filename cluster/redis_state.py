@@ -22,7 +22,7 @@ from cluster.node_book import PAST_EPOCHS
 from cluster.node_table import Demand
 from cluster.queue_shares import room_for_others
 from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
-from cluster.state import ClusterState, StateSettings, Taken, TooManyNodes
+from cluster.state import ClusterState, PublishResult, StateSettings, TooManyNodes
 
 CATCH_UP_SECONDS = 0.1
 """Longest wait for a change that Redis has published already."""
@@ -83,7 +83,7 @@ class RedisClusterState(ClusterState):
         since = self._link.away_since
         return None if since is None else self._clock() - since
 
-    async def publish(self, news: News) -> Taken:
+    async def publish(self, news: News) -> PublishResult:
         check_version(news.heartbeat.v)
         self._book.forget(self._aged())
         try:

@@ -27,8 +27,9 @@ RESERVATION_SECONDS = 5.0
 """A place that no record acknowledged by then is free again: the request never reached the node."""
 MAX_NODES = 1024
 
-Taken = Literal["taken", "older", "gap"]
-"""What became of news: they are older than what is known; or they build on what is not, and all is to be reported."""
+PublishResult = Literal["taken", "older", "gap"]
+"""`taken`: the news were applied. `older`: newer ones are known. `gap`: they build on news that never came, so that the
+node must report everything."""
 
 
 class StateSettings(TypedDict, total=False):
@@ -64,7 +65,7 @@ class ClusterState(ABC):
         """Seconds since the snapshot was last in step with the other gateway workers'; None while it is."""
 
     @abstractmethod
-    async def publish(self, news: News) -> Taken:
+    async def publish(self, news: News) -> PublishResult:
         """Take in what a node reports. Raises VersionMismatch, TooManyNodes."""
 
     @abstractmethod
@@ -93,7 +94,7 @@ class ClusterState(ABC):
         """Seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
         return self._book.silence(node_id, epoch, self._aged())
 
-    def _publish_here(self, news: News) -> Taken:
+    def _publish_here(self, news: News) -> PublishResult:
         """As `publish`, into this process's own book. Raises TooManyNodes."""
         heard = self._aged()
         if not self._book.is_newer(news.heartbeat, heard):
@@ -127,7 +128,7 @@ class MemoryClusterState(ClusterState):
         self._next_place = time.time_ns() // 1000
         """Counted from the clock, so that numbers of a gateway before do not come again."""
 
-    async def publish(self, news: News) -> Taken:
+    async def publish(self, news: News) -> PublishResult:
         check_version(news.heartbeat.v)
         self._book.forget(self._aged())
         return self._publish_here(news)

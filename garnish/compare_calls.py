@@ -95,7 +95,8 @@ def _version(client: Client, name: str) -> VersionReply:
 
 
 def has_chat_template(model: Path) -> bool:
-    """Whether the base model's directory holds one."""
+    """Returns whether the model's directory has a chat template; False also when its tokenizer's settings can't be
+    read."""
     if (model / "chat_template.jinja").is_file():
         return True
     try:

@@ -42,7 +42,7 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
     infra: Infra
 
     def path(self, written: str) -> Path:
-        """A path from the file, as it is meant: relative to the folder that holds the file."""
+        """Resolves a path that the file names: a relative one begins at the file's folder, and `~` is expanded."""
         return self.file.absolute().parent / Path(written).expanduser()
 
     def adapter_folder(self, name: str) -> Path:

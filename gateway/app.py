@@ -17,7 +17,7 @@ from gateway.config import GatewayConfig, check_config, share
 from gateway.http.boundary import Boundary, OpenRequests
 from gateway.http.routing import mounted
 from gateway.http.upload_folders import remove_abandoned
-from gateway.routes.openapi import ALL
+from gateway.routes.all_routes import ALL
 from gateway.services import Services, open_services
 from gateway.workers.metrics import Metrics
 

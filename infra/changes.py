@@ -104,5 +104,5 @@ def _short(entry: Mapping[str, Any]) -> str:
 
 
 def _natural(address: str) -> list[tuple[int, str]]:
-    """here-2 before here-10."""
+    """Returns a sort key that takes digits as numbers: `here-2` before `here-10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", address)]

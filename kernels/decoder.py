@@ -22,7 +22,7 @@ MAX_HEAD = 512
 
 
 class _Layer(ctypes.Structure):
-    """As in decoder.cpp."""
+    """The C struct `Layer` of decoder.cpp. Fields and order must match it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "q_norm", "k_norm")),
@@ -32,7 +32,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Pass(ctypes.Structure):
-    """As in decoder.cpp."""
+    """The C struct `Pass` of decoder.cpp, the arguments of one forward pass. Fields and order must match it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "table", "contexts", "scratch")),

@@ -115,8 +115,8 @@ def device_name(device: torch.device) -> str:
 
 
 def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """How long the work takes on the device: by events on its stream, on a CPU by the clock. Returns when it has
-    ended."""
+    """Runs the work and returns the seconds that it took on the device, when it has ended: on a GPU by events on the
+    current stream, on a CPU by the host's clock."""
     if device.type != "cuda":
         begun = time.perf_counter()
         work()

@@ -165,8 +165,8 @@ class StepOutput:
     """i64[Q] in host memory"""
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
     """per row that asked: the chosen token's and the k largest (id, log probability)"""
-    poisoned: frozenset[int]
-    """rows of Q whose numbers must not be used: their chunk is replayed"""
+    non_finite: frozenset[int]
+    """rows of Q whose logits were not finite: their requests end with an error"""
     done: Event
     prompt_scores: list[ScoredToken] = field(default_factory=list)
     """of the rows of `StepBatch.scoring`"""

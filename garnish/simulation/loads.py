@@ -88,7 +88,7 @@ class Loads:
             job.entry = None
 
     def advance(self, now: float) -> bool:
-        """Take note of what arrived by `now`; whether a request may go on that could not before."""
+        """Processes what arrived by `now`. Returns True when a request that waited for bytes may go on."""
         moved = False
         if self.store.next <= now:
             for what, digest in self.store.reached(now, self._fetching):

@@ -39,7 +39,7 @@ class WaitingQueue:
         self.remove(job)
 
     def charge_tokens(self, job: Job, generated: int) -> None:
-        """`generated`: tokens that it has now; those since the last call are charged."""
+        """Charges the job's tenant and function for its output tokens since the last call; it has `generated` now."""
         if generated > job.charged:
             self._charge(job, token_cost(0, generated - job.charged, job.rank))
             job.charged = generated

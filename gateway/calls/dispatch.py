@@ -1,4 +1,5 @@
-"""An invocation on its way: placed, sent to a node; when the node fails, begun or gone on with elsewhere."""
+"""Runs an invocation: places it, streams it from a node, and begins it anew or resumes it on another node when that
+one fails."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ log = logging.getLogger("gateway")
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatcher:
-    """What all invocations share."""
+    """What all calls of this worker need; `generations` makes one Generation for each choice, which calls nodes."""
 
     state: ClusterState
     placer: Placer
@@ -290,8 +291,8 @@ class Generation:
             except ServiceError as error:
                 began, refused = time.monotonic(), failure is None or failure.type == "unavailable"
                 empty = refused and await hold.applies(excluded)
-                came = until < math.inf and error.type == "overloaded"  # a node, and it has no place
-                if not empty and (not came or began + AGAIN_SECONDS > until):
+                first_node_is_full = until < math.inf and error.type == "overloaded"  # a node came while it was held
+                if not empty and (not first_node_is_full or began + AGAIN_SECONDS > until):
                     raise
             until = min(until, began + hold.seconds, deadline)
             self._stay.wait(None, None)

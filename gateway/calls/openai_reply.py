@@ -131,7 +131,7 @@ def finish_reason(done: Done) -> openai.FinishReason:
 
 
 def usage_of(head: Head, ends: Sequence[Done]) -> openai.TokenUsage:
-    """Each prompt counts once, however many choices it has."""
+    """Returns the token usage of all choices together; each prompt counts once, however many choices it has."""
     prompt = sum(done.prompt_tokens for done in ends[:: head.choices])
     completion = sum(done.completion_tokens for done in ends)
     cached = sum(done.cached_tokens for done in ends[:: head.choices])

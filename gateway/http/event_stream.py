@@ -107,7 +107,7 @@ class EventStream:
 
 
 class _Wire:
-    """The way to the caller, for one at a time: chunks and comments come from different tasks."""
+    """Sends the parts of one response one at a time: chunks and comments come from different tasks."""
 
     def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
         self._send = send

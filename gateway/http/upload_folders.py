@@ -14,7 +14,8 @@ def upload_prefix() -> str:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """What killed gateway workers left in `folder`; the uploads of others that live are under way."""
+    """Makes `folder`, and removes the upload folders of processes that no longer run, and those under this process's
+    own id, which an earlier process left. To be called before the first upload; those of live workers stay."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in folder.glob("upload-*"):
         pid = left.name.split("-")[1]

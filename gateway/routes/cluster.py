@@ -14,7 +14,7 @@ from cluster.news import News, Wanted
 from cluster.old_record import OldRecord, decode_news, news_of_old
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
-from cluster.state import Taken, TooManyNodes
+from cluster.state import PublishResult, TooManyNodes
 from gateway.http.bodies import read_body
 from gateway.http.routing import Routes
 
@@ -51,7 +51,7 @@ async def record(request: Request) -> Response:
     return Response(status_code=204)
 
 
-async def take_news(services: Services, told: News | OldRecord, peer: str) -> Taken:
+async def take_news(services: Services, told: News | OldRecord, peer: str) -> PublishResult:
     """`peer`: where they came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
     cluster, hosts = services.cluster, services.config.node_hosts
     if isinstance(told, News):

@@ -1,4 +1,7 @@
-"""GET /docs: the API as a page, drawn in the browser from /openapi.json; no key needed, nothing from elsewhere."""
+"""GET /docs: the API as a page, drawn in the browser from /openapi.json; no key needed, nothing from elsewhere.
+
+`python -m gateway.routes.openapi` makes openapi.json anew; a test compares it with the routes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from gateway.http.routing import Endpoint, Routes
 
 routes = Routes()
 
-FOLDER = Path(__file__).parents[1] / "docs_page"
+GATEWAY = Path(__file__).parents[1]
+FOLDER, OPENAPI = GATEWAY / "docs_page", GATEWAY / "openapi.json"
 VIEWER = "openapi-explorer-2.4.820.min.js"
 """A vendored file; its version is part of its name, so that browsers may keep it for ever."""
 POLICY = {
@@ -45,3 +49,10 @@ def _file(name: str, media_type: str, cache: str) -> Endpoint:
 routes.public("GET /docs")(_file("index.html", "text/html", REVALIDATE))
 routes.public("GET /docs/page.css")(_file("page.css", "text/css", REVALIDATE))
 routes.public(f"GET /docs/{VIEWER}")(_file(VIEWER, "text/javascript", FOREVER))
+
+_DOCUMENT = OPENAPI.read_bytes()
+
+
+@routes.public("GET /openapi.json")
+async def openapi(_: Request) -> Response:
+    return Response(_DOCUMENT, media_type="application/json")

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the table of routes, and the message types that check their requests, as a document.
+"""Makes gateway/openapi.json of all routes and the message types that check their requests.
 
 Run `python -m gateway.routes.openapi` after changing a message or a route; a test compares the committed file.
 """
@@ -12,34 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from gateway.api import openai_schema as openai
 from gateway.api import schema
-from gateway.http.routing import NAME_PATTERN, Operation, Routes
-from gateway.routes import (
-    aliases,
-    cluster,
-    deploy,
-    docs,
-    explain,
-    functions,
-    health,
-    invoke,
-    metrics,
-    nodes,
-    pools,
-    tenants,
-    tokens,
-    usage,
-)
-from gateway.routes import openai as openai_routes
+from gateway.http.routing import NAME_PATTERN, Operation
+from gateway.routes.all_routes import ALL
 
-routes = Routes()
-CALLED = (invoke, openai_routes, tokens, deploy, functions, aliases)
-OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs)
-ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
 DOCUMENTED = [operation for operation in ALL if operation.summary]
 FILE = Path(__file__).parents[1] / "openapi.json"
 
@@ -183,16 +161,6 @@ def render() -> bytes:
     """The document as it is committed and served."""
     return json.dumps(document(), indent=1).encode() + b"\n"
 
-
-_DOCUMENT = render()
-
-
-@routes.public("GET /openapi.json")
-async def openapi(_: Request) -> Response:
-    return Response(_DOCUMENT, media_type="application/json")
-
-
-ALL += routes
 
 if __name__ == "__main__":
     FILE.write_bytes(render())

@@ -36,7 +36,7 @@ class Placed(msgspec.Struct, frozen=True):
     work: float | None = None
     """As gateway.scheduling.work reckons it."""
     number: int = 0
-    """The place's; the node says by it that the request came."""
+    """Of the reservation. The node repeats it in its record once the request has arrived."""
 
 
 class Trace(msgspec.Struct):

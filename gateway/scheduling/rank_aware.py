@@ -41,7 +41,7 @@ class RankAware(ScoringPolicy):
             if best is None and request.slo_class == "strict" and not scores.widened.any():
                 later = attainable(nodes, scores.terms, request)
                 if later.any():
-                    scores.retry_after = _relief(scores.terms, later)
+                    scores.retry_after = _retry_after(scores.terms, later)
                     return None
             if best is None:
                 best = self._least_bad(scores)
@@ -49,7 +49,7 @@ class RankAware(ScoringPolicy):
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
         made = self._terms(nodes, candidates, request)
-        plain = self._plain(made)
+        plain = self._total_cost(made)
         # Comparisons with NaN are false: what can't be forecast never wins.
         totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
         return Scores(made, totals, self._widening.widened(nodes, candidates))
@@ -57,8 +57,8 @@ class RankAware(ScoringPolicy):
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
         return terms(nodes, candidates, request)
 
-    def _plain(self, made: Terms) -> np.ndarray:
-        """f64[C]: the total, whatever was promised."""
+    def _total_cost(self, made: Terms) -> np.ndarray:
+        """Returns f64[C], the total cost of each candidate, whatever was promised."""
         others = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
         copy = made.requests * made.spreading / made.answer
         plain: np.ndarray = made.ttft * made.inverse + made.step + others + copy
@@ -68,7 +68,7 @@ class RankAware(ScoringPolicy):
         """The index of the node where promises are broken by the smallest part, as far as its forecasts are
         believed."""
         made = scores.terms
-        finite = [np.where(values >= 0.0, values, np.inf) for values in (self._plain(made), made.strain)]
+        finite = [np.where(values >= 0.0, values, np.inf) for values in (self._total_cost(made), made.strain)]
         return int(np.lexsort((*finite, ~scores.widened))[0])
 
 
@@ -83,7 +83,7 @@ def _best(nodes: NodeTable, scores: Scores) -> int | None:
     return int(equal[np.lexsort((-room, made.requests[equal], made.tier[equal]))[0]])
 
 
-def _relief(made: Terms, later: np.ndarray) -> float:
+def _retry_after(made: Terms, later: np.ndarray) -> float:
     """Seconds until one of the nodes `later` could keep the promises: its wait is shorter then, or one of its requests
     has ended."""
     late = np.maximum(made.ttft - made.ttft_limit, 0.0)

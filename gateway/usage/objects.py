@@ -70,7 +70,8 @@ def day_key(folder: str, day: str) -> str:
 
 
 def month_key(folder: str, month: str, number: int) -> str:
-    """Counted, so that of two compactors that both begin a month one is refused; none is ever removed."""
+    """Returns the key of the month's next object. Two compactors that both begin one compute the same key, so that one
+    of them is refused. None is ever removed, so no number comes twice."""
     return f"{folder}{month}-{number:04d}.json"
 
 

@@ -26,7 +26,10 @@ class SetSize(msgspec.Struct, frozen=True):
 
 
 def read_sizes(directory: Path) -> dict[str, SetSize]:
-    """By pool. Raises InfraError for a file that can't be read: to go on without it would undo what it says."""
+    """Returns the sizes that the autoscaler has set, by pool; {} where it has set none.
+
+    Raises InfraError for a file that can't be read: to go on without it would undo what it says.
+    """
     file = directory / FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, SetSize])

@@ -121,7 +121,8 @@ class AdapterStore:
         return digest in self.device
 
     def fits_without(self, adapter: Adapter, others: Collection[str]) -> bool:
-        """There would be room on the device for the adapter, which is in host memory, if nobody used the others."""
+        """Returns whether the adapter would fit on the device if the adapters with digests `others` were evicted, as
+        well as the idle ones. False also while its layout is not known: its load begins then."""
         layout = self.hosts.load(adapter).layout
         return layout is not None and self.room.fits_without(layout, others)
 
@@ -157,7 +158,8 @@ class AdapterStore:
         return self.device[lease.digest].copy.arrived
 
     def fetch_seconds(self, lease: Lease) -> float:
-        """Of that, until it was in host memory; 0 if it was there when its load began."""
+        """Returns the seconds from the load's beginning until the latest layer reached host memory; 0 when all were
+        there already. Of a loaded adapter that is its whole fetch."""
         entry = self.device[lease.digest]
         return max(0.0, entry.host.arrived - entry.began)
 

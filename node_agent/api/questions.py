@@ -18,8 +18,9 @@ class Questions:
         self._open: dict[str, asyncio.Future[Answer]] = {}
 
     async def ask(self, send: Callable[[Question], None], question: Question, seconds: float) -> Answer | None:
-        """The answer, or None when there was none within `seconds`. Raises ServiceError: `send`'s own, `node_failed`
-        when the engine ends, `overloaded`, or what the engine answers."""
+        """Sends a question and returns the engine's answer; None when it does not answer within `seconds`. Raises
+        ServiceError: `overloaded` when MOST_OPEN questions are open, `node_failed` when the engine ends first, the
+        error that the engine answers with, or what `send` raises."""
         if len(self._open) >= MOST_OPEN:
             raise ServiceError("overloaded", f"{MOST_OPEN} questions wait for this node's engine", retry_after=1.0)
         answering = self._open[question.id] = asyncio.get_running_loop().create_future()

@@ -82,7 +82,7 @@ class AssistedPass:
             self._assist.workers.disarm()
 
     def end(self) -> None:
-        """The pass has ended, one way or the other."""
+        """Stops the workers' polling and closes the pass's handoffs, however the pass ended; twice does no harm."""
         self.rest()
         if self._open:
             self._open = False

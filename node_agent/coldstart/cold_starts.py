@@ -22,7 +22,8 @@ MOST_OUTCOMES = 256
 LEAST_LOAD_S = 1e-3
 """Shorter loads tell of threads waking up, and nothing of the link."""
 NO_WAIT = 0.02
-"""A chunk that waited less than this share of the base's products beside which workers compute found them ready."""
+"""Workers count as on time if the chunk waited less than this share of the base's products, beside which they
+compute."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ WAYS = {
 
 
 class ColdStarts:
-    """A ColdStart (docs/design/seams.md). Called by the engine's thread alone."""
+    """Plans cold chunks (docs/design/seams.md). Called by the engine's thread alone."""
 
     def __init__(
         self,

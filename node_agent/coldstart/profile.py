@@ -17,7 +17,7 @@ MOST_TOKENS = 1 << 50
 
 
 class ProfileError(ValueError):
-    """A profile that can't be used, and why."""
+    """A stored profile can't be used; the message says why."""
 
 
 class ProfileKey(msgspec.Struct, frozen=True):

@@ -105,7 +105,8 @@ def make_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cores:
 
 
 def stream_layout(config: EngineConfig, base: BaseModel, workers: int, dtype: int) -> Layout:
-    """A slot for each pass, and in it a step for each handoff that a pass can have."""
+    """Returns the layout of the handoffs' memory on a GPU: a slot for each open cold pass, and SPARE_SLOTS for ending
+    ones; in each a step for each handoff that a pass can have. `dtype`: an index into DTYPES."""
     steps = base.num_layers * len(GROUPS)
     return Layout(config.max_cold + SPARE_SLOTS, workers, config.chunk_tokens, base.widths, dtype, steps)
 

@@ -319,7 +319,7 @@ class Engine:
         for i, (row, token) in enumerate(zip(wanted, tokens, strict=True)):
             if self.running.get(row.request.id) is not row.request:
                 continue
-            if i in output.poisoned:
+            if i in output.non_finite:
                 self._fail_numbers(row.request)
             else:
                 logprobs = output.logprobs[i]

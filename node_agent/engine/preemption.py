@@ -57,8 +57,9 @@ class OverShare:
 
 
 def strict_room(running: Collection[Request], queue: WaitingQueue, kept: Room, free: Room) -> StrictRoom:
-    """What a strict request would find that came now. `kept`: for such ones. While a standard request waits, they get
-    no more of what is free (`Admission`)."""
+    """Returns the rows, KV blocks and prompt tokens ahead that a strict request would find that came now; best effort's
+    places count as free. `kept` is reserved for strict ones: while a standard request waits, they get no more than that
+    of what is free (`Admission`)."""
     if queue.standard:
         free = Room(min(free.rows, kept.rows), min(free.blocks, kept.blocks))
     giving = [request for request in running if _may_go(request)]

@@ -19,7 +19,8 @@ STRICT_SECONDS = 600.0
 TENANT_SECONDS = 10.0
 """For so long after a tenant's request a row is kept for its next one."""
 MOST_AHEAD = 2048.0
-"""Service per weight by which a tenant may have run ahead of its turn with what is kept: some ten short calls."""
+"""A tenant may use what is kept until its counter (its virtual time, service / weight) is so far ahead of the floor;
+some ten short calls."""
 KEPT_SHARE = 8
 """One of so many rows, and KV blocks, is kept for either at most."""
 FEWEST_ROWS = 4
@@ -35,7 +36,8 @@ class Callers:
         self._strict_at = float("-inf")
 
     def note(self, request: Request) -> bool:
-        """The request has come. Returns whether it is the first of its tenant for long; no strict one is."""
+        """Records that a request has arrived. Returns True when it is its tenant's first for TENANT_SECONDS, strict
+        ones not counted; False for any other, and for every strict one."""
         if request.slo_class == "strict":
             self._strict_at = request.arrived
             return False

@@ -21,8 +21,9 @@ def choose_hot(
 ) -> tuple[list[Row], int]:
     """Rows of the next hot pass (decode rows first, each part in order of adapter slots), and how many decode.
 
-    Each of `decoding` advances by a token; chunks of `prompts` share what is left of `chunk_tokens`, and `spare` at
-    most.
+    Each of `decoding` advances by a token. Chunks of `prompts` have at most what the decode rows leave of
+    `chunk_tokens`, and at most `spare` tokens (infinite: no such bound; negative: there is no time); at least one token
+    in any case, so that prompts go on.
     """
     decode = sorted((Row(request, 1) for request in decoding), key=_slot)
     tokens = max(int(min(chunk_tokens - len(decode), spare)), 1)

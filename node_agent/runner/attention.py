@@ -35,7 +35,8 @@ class DecodeBucket:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A prompt chunk: tokens start..end of the pass, the last of `context` positions of its sequence."""
+    """One sequence's prompt chunk: tokens [start, end) of the pass, which are the last end - start of the `context`
+    positions that the sequence has so far."""
 
     start: int
     end: int

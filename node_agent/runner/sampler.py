@@ -55,8 +55,8 @@ def step_output(head: Head, batch: StepBatch) -> StepOutput:
         return StepOutput(torch.empty(0, dtype=torch.int64), [], frozenset(), record_event(logits.device), scores)
     tokens, logprobs = sample(logits, batch.sampling)
     # amax hands on NaN and +inf, and costs one read of the logits
-    poisoned = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
-    return StepOutput(tokens.cpu(), logprobs, poisoned, record_event(logits.device), scores)
+    non_finite = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
+    return StepOutput(tokens.cpu(), logprobs, non_finite, record_event(logits.device), scores)
 
 
 def _changed(row: torch.Tensor, rules: Rules) -> torch.Tensor:

@@ -21,11 +21,12 @@ Weights = Callable[[Lease], AdapterWeights]
 
 
 class TritonLora:
-    """The kernels over every projection group of a table, with scratch for the largest pass.
+    """Runs the LoRA kernels for every projection group of a table, with scratch allocated once for the largest pass.
 
-    Decode passes of at most `max_rows` tokens, others of at most `max_tokens`; a larger one raises KernelArgumentError.
-    All passes share the scratch: their kernels follow one another on one stream. `weights` says, on the host, what an
-    adapter adapts. `decode` and `prefill` are for tests; None: the device's own.
+    A decode pass has at most `max_rows` tokens, any other at most `max_tokens`; a larger one raises
+    KernelArgumentError. All passes share the scratch, because their kernels run one after another on one stream.
+    `weights` returns a leased adapter's weights, from which the host reads which groups the adapter adapts. `decode`
+    and `prefill` override the kernels' launch settings, for tests; None: those that were tuned for the device.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class World:
         wanted = [row.request for row in rows if row.wants_logits]
         logits = run.logits().cpu()
         output = run.finish()
-        assert not output.poisoned
+        assert not output.non_finite
         for request, got, token in zip(wanted, logits, output.token_ids.tolist(), strict=True):
             want = self.reference.logits(self.adapters[int(request.id)][0], request.tokens, last=1)[0]
             torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)

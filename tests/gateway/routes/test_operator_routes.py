@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +16,13 @@ from openapi_spec_validator import validate
 from prometheus_client.parser import text_string_to_metric_families
 from running_gateway import Running, upload
 
+import gateway.routes
 from adapters.local_store import LocalStore
 from cluster.news import Resident, whole
 from cluster.secret import authorization
 from gateway.app import ROUTES
 from gateway.routes import docs
+from gateway.routes.all_routes import CALLED, OPERATED
 from gateway.routes.functions import FunctionReply, Residency, VersionList, VersionReply
 from gateway.routes.nodes import NodeList
 from gateway.routes.openapi import FILE, document, render
@@ -208,3 +212,13 @@ def test_whoever_asks_for_readiness_costs_the_store_nothing(
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda _: running.client(None).get("/readyz").status_code, range(40)))
     assert (replies, len(asked)) == ([200] * 40, 1)
+
+
+def test_every_module_of_routes_is_served() -> None:
+    """One that is missing from the list would answer 404, and nothing else would say so."""
+    found = {
+        module.name
+        for module in pkgutil.iter_modules(gateway.routes.__path__)
+        if hasattr(importlib.import_module(f"gateway.routes.{module.name}"), "routes")
+    }
+    assert found == {module.__name__.rpartition(".")[2] for module in (*CALLED, *OPERATED)}

@@ -114,7 +114,7 @@ def test_strict_requests_are_told_when_to_come_back() -> None:
     asyncio.run(main())
 
 
-class Taken(MemoryClusterState):
+class PublishResult(MemoryClusterState):
     """A state where others take places at the same moment."""
 
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
@@ -125,7 +125,7 @@ class Taken(MemoryClusterState):
 
 def test_a_place_that_others_change_is_chosen_anew_and_taken_at_last() -> None:
     async def main() -> None:
-        state, trace = Taken(lambda: 0.0), Trace()
+        state, trace = PublishResult(lambda: 0.0), Trace()
         for name in ("a", "b"):
             await state.publish(news_of(node(name, queue_limit=8)))
         placed = await place(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
@@ -140,7 +140,7 @@ def test_the_only_node_is_not_chosen_anew(slo_class: str, tries: int) -> None:
     """But for a strict request, which might have to be refused now."""
 
     async def main() -> None:
-        state, trace = Taken(lambda: 0.0), Trace()
+        state, trace = PublishResult(lambda: 0.0), Trace()
         await state.publish(news_of(node("a", queue_limit=80)))
         await state.publish(news_of(node("full", queued=2, queue_limit=2)))
         request = ask(slo_class=slo_class)

@@ -1,0 +1,26 @@
+"""The list of what the gateway serves: a module of routes that is not here answers 404."""
+
+from __future__ import annotations
+
+from gateway.routes import (
+    aliases,
+    cluster,
+    deploy,
+    docs,
+    explain,
+    functions,
+    health,
+    invoke,
+    metrics,
+    nodes,
+    openai,
+    pools,
+    tenants,
+    tokens,
+    usage,
+)
+
+CALLED = (invoke, openai, tokens, deploy, functions, aliases)
+OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs)
+ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
+"""In the order in which openapi.json has them."""
