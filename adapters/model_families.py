@@ -34,7 +34,7 @@ class ModelFamily(msgspec.Struct, frozen=True, kw_only=True):
     bias_keys: dict[str, tuple[str, ...]] = {}
     """Keys of config.json that, when true, give the named projections a bias."""
     default_targets: tuple[str, ...] = ("q_proj", "v_proj")
-    """What PEFT adapts when a config names nothing."""
+    """What PEFT adapts when a config names nothing; empty: PEFT wants to be told."""
 
 
 ATTENTION_BIAS: dict[str, tuple[str, ...]] = {"attention_bias": ("q", "k", "v", "o")}

@@ -66,9 +66,9 @@ def test_refused_fields_hold_none_false_or_nothing_by_default() -> None:
 def test_default_targets_are_those_of_peft() -> None:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
-    assert list(FAMILIES) == ["llama", "mistral", "qwen2", "qwen3"]
+    assert set(FAMILIES) >= {"llama", "mistral", "qwen2", "qwen3"}
     for model_type, family in FAMILIES.items():
-        assert tuple(DEFAULTS[model_type]) == family.default_targets
+        assert tuple(DEFAULTS.get(model_type) or ()) == family.default_targets
 
 
 def test_module_names_are_those_of_transformers() -> None:
