@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from adapters.model_families import FAMILIES, ModelFamily
+
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 """Every table with a dimension of 7 is in this order."""
-
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class UnsupportedBase(ValueError):
@@ -34,6 +36,14 @@ class BaseModel(msgspec.Struct, frozen=True):
     widths: tuple[tuple[int, int], ...]
     """(d_in, d_out) per projection, in the order of PROJECTIONS."""
 
+    @property
+    def family(self) -> ModelFamily:
+        return FAMILIES[self.model_type]
+
+    @property
+    def kv_elements(self) -> int:
+        return kv_elements(self.num_layers, self.widths)
+
 
 def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
     """Read config.json and fingerprint the directory.
@@ -47,10 +57,8 @@ def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
     except (OSError, ValueError) as error:
         raise UnsupportedBase(f"{config_file}: not a readable config.json ({error})") from error
     model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise UnsupportedBase(
-            f"{config_file}: model_type {model_type!r} is not served; served: {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
+    if model_type not in FAMILIES:
+        raise UnsupportedBase(f"{config_file}: model_type {model_type!r} is not served; served: {', '.join(FAMILIES)}")
     return BaseModel(
         id=model_id or directory.resolve().name,
         fingerprint=fingerprint(directory),
@@ -63,13 +71,22 @@ def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
     )
 
 
-def projection_widths(config: dict[str, int]) -> tuple[tuple[int, int], ...]:
+def projection_widths(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """(d_in, d_out) of q, k, v, o, gate, up, down from a Llama-like config.json."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    q, kv = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    heads, width = config["num_attention_heads"], head_dim(config)
+    q, kv = heads * width, (config.get("num_key_value_heads") or heads) * width
     return ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden))
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Returns the width of one attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def kv_elements(num_layers: int, widths: tuple[tuple[int, int], ...]) -> int:
+    """Returns how many keys and values one token has in the KV cache of all layers."""
+    return num_layers * (widths[1][1] + widths[2][1])
 
 
 def fingerprint(directory: Path) -> str:

@@ -19,7 +19,7 @@ MAX_ALIASES = 1000
 REMOVED_SECONDS = 48 * 3600.0
 """For which a removal is remembered: longer than anything waits for what it left."""
 
-_Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -33,7 +33,7 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    stop: Annotated[list[_Stop], Meta(max_length=16)] | _Stop | None = None
+    stop: Annotated[list[StopText], Meta(max_length=16)] | StopText | None = None
     ignore_eos: bool | None = None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from adapters.errors import InvalidAdapter
+from adapters.model_families import FAMILIES
 from adapters.peft_config import LoraSettings, field_problem
 
 MATCH_SECONDS = 10.0
@@ -23,16 +24,8 @@ MATCH_SECONDS = 10.0
 MATCH_BYTES = 1 << 30
 """Address space of the matching process."""
 
-DEFAULT_TARGETS = ("q_proj", "v_proj")
-"""What PEFT targets in every architecture that is served when the config names nothing."""
-
-MODULES = {
-    **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"},
-    **{"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
-}
-"""Module path inside a decoder layer per projection, in the order of PROJECTIONS."""
-
-OTHER_IN_LAYER = ("self_attn", "mlp", "mlp.act_fn", "input_layernorm", "post_attention_layernorm")
+ALL_LINEAR = tuple({f".{path}" for family in FAMILIES.values() for path in family.projections})
+"""What PEFT's `all-linear` means: names of modules that end so."""
 OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
@@ -46,9 +39,8 @@ class Target(msgspec.Struct, frozen=True):
 
 def module_names(num_layers: int, model_type: str) -> list[str]:
     """Every named module of the base, as transformers names them: targets may match any of them."""
-    inner = [*MODULES.values(), *OTHER_IN_LAYER]
-    if model_type == "qwen3":
-        inner += ["self_attn.q_norm", "self_attn.k_norm"]
+    family = FAMILIES[model_type]
+    inner = (*family.projections, *family.layer_norms, *family.head_norms, *family.other_modules)
     names = list(OTHER_MODULES)
     for layer in range(num_layers):
         names += [f"model.layers.{layer}", *(f"model.layers.{layer}.{name}" for name in inner)]
@@ -98,11 +90,10 @@ def match(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
 
 
 def _targeted(settings: LoraSettings, names: Sequence[str]) -> list[str]:
-    wanted = DEFAULT_TARGETS if settings.target_modules is None else settings.target_modules
+    wanted = settings.target_modules or ()
     if isinstance(wanted, str):
         if wanted.lower() == "all-linear":
-            suffixes = tuple(f".{module}" for module in MODULES.values())
-            chosen = [name for name in names if name.endswith(suffixes)]
+            chosen = [name for name in names if name.endswith(ALL_LINEAR)]
         else:
             pattern = _compile("target_modules", wanted)
             chosen = [name for name in names if pattern.fullmatch(name)]

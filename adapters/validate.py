@@ -16,7 +16,7 @@ from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
 from adapters.other_base import other_base_problem
 from adapters.peft_config import LoraSettings, check_config, field_problem, scale
 from adapters.peft_format import PeftAdapter, TensorRef, read_peft, read_tensor
-from adapters.peft_targets import MODULES, Target, find_targets, module_names
+from adapters.peft_targets import Target, find_targets, module_names
 from adapters.tensor_names import with_plain_names
 
 DIGEST_FORMAT = 1
@@ -30,7 +30,6 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight", re.ASCII)
 _MODULE = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<path>[a-z_]+\.[a-z_]+)", re.ASCII)
-_PROJECTION_OF = {path: PROJECTIONS.index(name) for name, path in MODULES.items()}
 
 
 class LoraPair(msgspec.Struct, frozen=True):
@@ -102,6 +101,8 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
         raise InvalidAdapter([*error.problems, *problems]) from None
     targets: list[Target] = []
     if settings is not None:
+        if settings.target_modules is None:
+            settings = msgspec.structs.replace(settings, target_modules=base.family.default_targets)
         try:
             targets = find(settings, module_names(base.num_layers, base.model_type))
         except InvalidAdapter as error:
@@ -135,7 +136,7 @@ def _no_targets(adapter: PeftAdapter, base: BaseModel) -> Problem:
     return field_problem(
         "target_modules",
         f"it names no module of this base model ({base.id}, {base.model_type})",
-        ", ".join(path.split(".")[1] for path in MODULES.values()),
+        ", ".join(path.split(".")[1] for path in base.family.projections),
         adapter.config.get("target_modules"),
     )
 
@@ -219,10 +220,10 @@ def _map(
 
 def _place(module: str, base: BaseModel) -> tuple[int, int] | None:
     """(layer, projection) of a module, or None if it is not a projection of the base."""
-    match = _MODULE.fullmatch(module)
-    if match is None or match["path"] not in _PROJECTION_OF or int(match["layer"]) >= base.num_layers:
+    match, projections = _MODULE.fullmatch(module), base.family.projections
+    if match is None or match["path"] not in projections or int(match["layer"]) >= base.num_layers:
         return None
-    return int(match["layer"]), _PROJECTION_OF[match["path"]]
+    return int(match["layer"]), projections.index(match["path"])
 
 
 def _unmapped(ref: TensorRef, base: BaseModel) -> Problem:
@@ -241,7 +242,7 @@ def _unmapped(ref: TensorRef, base: BaseModel) -> Problem:
     if match is None:
         return Problem(name, "maps to nothing", "base_model.model.<module>.lora_A.weight or lora_B.weight")
     if _place(match["module"], base) is None:
-        where = f"model.layers.0 to {base.num_layers - 1}, {', '.join(MODULES.values())}"
+        where = f"model.layers.0 to {base.num_layers - 1}, {', '.join(base.family.projections)}"
         return Problem(name, f"maps to no projection of this base model ({base.id})", where, match["module"])
     return Problem(name, "the config does not target its module")
 

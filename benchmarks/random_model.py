@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from node_agent.engine.setup import LoadModel
-from node_agent.runner.transformers_runner import ATTENTION, register_attention
+from node_agent.runner.transformers_runner import ATTENTION, LoadModel, register_attention
 
 SHAPES: dict[str, dict[str, int]] = {
     "7b": {

@@ -12,6 +12,7 @@ import msgspec
 from adapters.errors import InvalidRequest
 from adapters.names import is_alias, is_name
 from adapters.nearest import nearest
+from adapters.open_store import store_kind
 from adapters.s3_url import parse_s3_url
 from cluster.redis_url import url_problem
 from garnish.adapter_folder import AdapterFiles, adapter_files
@@ -19,6 +20,7 @@ from garnish.hub import is_hub_place, local_folder
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
+from node_agent.config import RUNNERS
 
 OPEN_TENANT = "default"
 """Whose functions are served when the file names no tenant."""
@@ -100,15 +102,29 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "node_pools.*.scaling.down": parse_seconds,
 }
 
-BUILT: dict[str, tuple[object, ...]] = {
+
+def _policies() -> tuple[object, ...]:
+    from gateway.scheduling.policy import POLICIES  # numpy takes 0.2 s that other files should not cost
+
+    return tuple(POLICIES)
+
+
+BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "gateway.webhook_hosts": (),
-    "node.runner": ("auto", "transformers"),
+    "gateway.policy": _policies,
+    "node.runner": ("auto", *RUNNERS),
     "node.predictor": ("auto", "none"),
     "node.tensor_parallel": (1,),
     "functions.*.provisioned": (0,),
     "functions.*.idle_ttl": (),
 }
-"""Keys of the contract whose feature is not there yet, and the values that ask for nothing of it."""
+"""Keys whose values depend on what this version has, and those values; without any the key's feature is not there."""
+
+
+def built(path: str) -> tuple[object, ...]:
+    """Returns the values that a key of BUILT may have."""
+    values = BUILT[path]
+    return values() if callable(values) else values
 
 
 def _parse_quantities(document: Document) -> None:
@@ -121,10 +137,10 @@ def _parse_quantities(document: Document) -> None:
 
 
 def _refuse_unbuilt(document: Document) -> None:
-    for pattern, served in BUILT.items():
+    for pattern in BUILT:
         for path, holder in _matches(document.value, pattern):
             value = holder[path[-1]]
-            if value in served or value is None:
+            if value is None or value in (served := built(pattern)):
                 continue
             shown = ", ".join(str(item) for item in served)
             hint = f"only {shown} is served" if served else "leave the key out"
@@ -150,14 +166,11 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
             f"expected the s3:// address of a wheel, found {loaded.infra.aws.package!r}: the name garnish on PyPI is "
             "not this project's. Run `make wheel`, copy dist/*.whl to a bucket and name it here",
         )
-    registry = loaded.registry or ""
-    if registry.startswith("s3://"):
+    if loaded.registry is not None and "://" in loaded.registry:
         try:
-            parse_s3_url(registry)
+            store_kind(loaded.registry).check(loaded.registry)
         except InvalidRequest as error:
             raise document.error(("registry",), str(error)) from None
-    elif "://" in registry and not registry.startswith("file://"):
-        raise document.error(("registry",), "expected a directory's path, a file:// URL or s3://bucket/prefix")
 
 
 def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from adapters.names import NAME
-from garnish.config import BUILT, QUANTITIES
+from adapters.open_store import STORES
+from garnish.config import BUILT, QUANTITIES, built
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import BYTES, SECONDS, parse_rate, parse_seconds
 
@@ -53,9 +54,9 @@ def document() -> Schema:
     for path, parse in QUANTITIES.items():
         holder, name = _holder(whole, path)
         holder[name] = _quantity(parse)
-    for path, served in BUILT.items():
+    for path in BUILT:
         holder, name = _holder(whole, path)
-        holder[name] = _only(holder[name], served)
+        holder[name] = _only(holder[name], built(path))
     return whole
 
 
@@ -81,7 +82,7 @@ def _top_field(name: str, field: Schema, definitions: Schema, required: bool) ->
             }
         )
     if name == "registry":
-        return _or_null(_text(r"(s3://.+|file://.*|(?!.*://).+)"))
+        return _or_null(_text(rf"(({'|'.join(filter(None, STORES))})://.+|(?!.*://).+)"))
     return field if required else _or_null(field)
 
 
@@ -116,7 +117,8 @@ def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
     values = [*served, *nothing]
     if not values:
         return False
-    return {"anyOf": [{"enum": values}, _VARIABLE]} if served else {"enum": values}
+    default = {"default": field["default"]} if field.get("default") in served else {}
+    return {"anyOf": [{"enum": values}, _VARIABLE], **default} if served else {"enum": values}
 
 
 def _holder(whole: Schema, path: str) -> tuple[Schema, str]:

@@ -13,8 +13,6 @@ from adapters.tenants import Limits
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
-Policy = Literal["rank_aware", "toppings", "first_fit", "most_idle", "random", "dlora"]
-"""Those of gateway.scheduling.policy."""
 
 
 class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,7 +25,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redis: Text | None = None
     node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
-    policy: Policy = "rank_aware"
+    policy: Text = "rank_aware"
     hold: float | None = None
 
 
@@ -44,7 +42,7 @@ class DiskCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    runner: Literal["auto", "transformers", "lightllm"] = "auto"
+    runner: Text = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     adapter_memory: int | None = None
     kv_memory: int | None = None

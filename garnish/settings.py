@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from adapters.open_store import store_kind
 from garnish.config import ServiceFile
 from garnish.errors import ServiceFileError, StartError
 from gateway.config import MAX_TIMEOUT, ConfigError, GatewayConfig, check_config
@@ -76,9 +77,7 @@ def _fetch(hub_id: str) -> Path:
 def registry_of(service: ServiceFile, state: Path) -> str:
     if service.registry is None:
         return str(state / "registry")
-    if service.registry.startswith(("file://", "s3://")):
-        return service.registry
-    return str(service.path(service.registry))
+    return service.registry if "://" in service.registry else str(service.path(service.registry))
 
 
 def secret_file_of(service: ServiceFile, state: Path) -> Path:
@@ -173,6 +172,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         base_id=base.id,
         registry=registry_of(service, state),
         device=node.device,
+        runner=node.runner,
         dtype=node.dtype,
         host_nodes=host_nodes,
         cold_start=node.cold_start,
@@ -189,7 +189,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
 def _disk_cache(service: ServiceFile, state: Path, node_id: str) -> DiskCacheConfig | None:
     """Unless the file says otherwise: 10 GiB for a registry that is far away, none for one in a directory."""
     asked = service.node.disk_cache
-    if asked == "off" or (asked is None and not registry_of(service, state).startswith("s3://")):
+    if asked == "off" or (asked is None and not store_kind(registry_of(service, state)).remote):
         return None
     path = asked.path if asked is not None else None
     size = asked.bytes if asked is not None else None

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from adapters.base_model import projection_widths
+from adapters.base_model import PROJECTIONS, head_dim, kv_elements, projection_widths
+from adapters.model_families import FAMILIES, LLAMA
 from infra.errors import InfraError
 from infra.instances import Gpus
 
@@ -69,19 +70,22 @@ def least_kv_tokens(config: Mapping[str, Any]) -> int:
 
 
 def parameters(config: Mapping[str, Any]) -> int:
-    """Of a Llama-like model: projections, norms, embeddings, and a head of its own unless it is tied."""
+    """Projections, norms, embeddings, and a head of its own unless it is tied; a family that is not served counts as
+    Llama's."""
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    widths = projection_widths(dict(config))
-    biases = sum(d_out for _, d_out in widths[:3]) if config.get("model_type") == "qwen2" else 0
-    layer = sum(d_in * d_out for d_in, d_out in widths) + biases + 2 * hidden
+    widths, family = projection_widths(config), FAMILIES.get(str(config.get("model_type")), LLAMA)
+    biased = {*family.biased}.union(*(names for key, names in family.bias_keys.items() if config.get(key)))
+    layer = sum(
+        d_in * d_out + (name in biased) * d_out for name, (d_in, d_out) in zip(PROJECTIONS, widths, strict=True)
+    )
+    layer += len(family.layer_norms) * hidden + len(family.head_norms) * head_dim(config)
     embedding = int(config["vocab_size"]) * hidden
     return layers * layer + hidden + embedding * (1 if config.get("tie_word_embeddings") else 2)
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], item: int) -> int:
     """Keys and values of all layers."""
-    widths = projection_widths(dict(config))
-    return int(config["num_hidden_layers"]) * (widths[1][1] + widths[2][1]) * item
+    return kv_elements(int(config["num_hidden_layers"]), projection_widths(config)) * item
 
 
 def check_fits(field: str, instance_type: str, gpus: Gpus, need: Need) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+RUNNERS = {"transformers": "node_agent.runner.transformers_runner"}
+"""Values of `node.runner`, each with the module whose `open_runner` opens it. The first one is what `auto` means."""
+
 
 class LinkConfig(msgspec.Struct, frozen=True):
     """A simulated link: it delays transfers and never changes data. Bytes per second; seconds."""
@@ -28,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Directory, or s3:// URL, of the object store."""
     device: str = "auto"
     """auto, cpu or cuda"""
+    runner: str = "auto"
+    """auto, or one of RUNNERS"""
     dtype: str = "auto"
     """auto (the model's own), float32, float16 or bfloat16"""
     adapter_memory: int = 256 << 20

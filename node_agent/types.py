@@ -6,8 +6,9 @@ adapter).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -214,6 +215,24 @@ class ModelRunner(Protocol):
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> Pass:
         """`lora` is None when no token uses an adapter."""
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """What a runner is opened with."""
+
+    model_dir: Path
+    device: torch.device
+    dtype: torch.dtype | None
+    """None: the model's own"""
+    block_tokens: int
+    num_blocks: Callable[[torch.dtype], int]
+    """How many KV blocks of this dtype fit. To be asked once the weights are on the device: it measures what is free.
+    Raises ValueError when there is no room for any."""
+
+
+OpenRunner = Callable[[RunnerSettings], ModelRunner]
+"""Loads the base model. Raises ValueError or OSError. Modules of node_agent.config.RUNNERS call it `open_runner`."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.functions import StopText
 from gateway.api import schema
 
 HARMLESS = (
@@ -22,7 +23,7 @@ HARMLESS = (
 )
 """Fields that are accepted and change nothing."""
 
-Stops = Annotated[list[schema.StopText], Meta(max_length=4)] | schema.StopText
+Stops = Annotated[list[StopText], Meta(max_length=4)] | StopText
 AnySeed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-MAX_STOPS = 16
+from adapters.functions import Defaults
+
 MAX_CHOICES = 16
 """Choices (`n`) per prompt."""
 MAX_GENERATIONS = 64
@@ -17,14 +18,7 @@ MAX_BAD_CHARACTERS = 4096
 MAX_TIMEOUT = 3600
 
 Text = Annotated[str, Meta(max_length=1 << 20)]
-StopText = Annotated[str, Meta(min_length=1, max_length=256)]
-Stops = Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | StopText
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-MinP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1_000_000)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 FinishReason = Literal["stop", "length", "timeout", "cancelled"]
@@ -35,20 +29,13 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
-class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How a text is generated, on all routes. What is null or absent has the function's default, else the service's."""
+class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=False):
+    """How a text is generated, on all routes, beside what functions may have of their own (Defaults). What is null or
+    absent has the function's default, else the service's."""
 
     max_tokens: TokenCount | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
     top_k: TopK | None = None
     """0 and -1: off."""
-    min_p: MinP | None = None
-    seed: Seed | None = None
-    stop: Stops | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    ignore_eos: bool | None = None
     timeout: Timeout | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     """Of tokens that the prompt or the output has; 1: none."""

@@ -1,15 +1,16 @@
-"""A call's parameters: what it states, over the function's defaults, as nodes take them."""
+"""A call's parameters: what it states, over the function's defaults, as nodes take them
+(docs/design/decisions/generation-params.md)."""
 
 from __future__ import annotations
 
 import secrets
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import msgspec
 
 from adapters.functions import Defaults
 from cluster.errors import ServiceError
-from cluster.messages import Sampling
+from cluster.messages import Sampling, version_for
 from cluster.text import BaseText
 from gateway.api.schema import MAX_BAD_CHARACTERS, GenerationParams
 
@@ -34,8 +35,21 @@ def merge(stated: Params, defaults: Defaults) -> Params:
     return msgspec.structs.replace(stated, **unset)
 
 
-def sampling_of(merged: GenerationParams, text: BaseText, vocab_size: int) -> Sampling:
-    """Of the first choice. Raises ServiceError for token ids that the base model has not, or too many bad words."""
+class NodeParameters(TypedDict):
+    """The fields of a GenerateRequest that a call's parameters make, but for `max_tokens`, which depends on the
+    prompt."""
+
+    sampling: Sampling
+    stop: list[str]
+    ignore_eos: bool
+    v: int
+
+
+def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodeParameters:
+    """Returns the call's parameters as nodes take them, for its first choice.
+
+    Raises ServiceError for token ids that the base model has not, or too many bad words.
+    """
     passed_on = {name: value for name in PASSED_ON if (value := getattr(merged, name)) is not None}
     stop_ids = list(dict.fromkeys(merged.stop_token_ids or []))
     check_ids(stop_ids, vocab_size, "stop_token_ids")
@@ -50,7 +64,9 @@ def sampling_of(merged: GenerationParams, text: BaseText, vocab_size: int) -> Sa
         "prompt_logprobs": prompt_logprobs(merged),
         "include_stop": bool(merged.include_stop_str_in_output),
     }
-    return Sampling(**{**passed_on, **made})
+    sampling = Sampling(**{**passed_on, **made})
+    stop = [merged.stop] if isinstance(merged.stop, str) else list(merged.stop or [])
+    return {"sampling": sampling, "stop": stop, "ignore_eos": bool(merged.ignore_eos), "v": version_for(sampling)}
 
 
 def prompt_logprobs(call: GenerationParams) -> int | None:
@@ -103,10 +119,6 @@ def check_prompt_logprobs(call: GenerationParams, prompt_tokens: int) -> None:
     if top is not None and prompt_tokens * (top + 1) > MAX_PROMPT_LOGPROBS:
         why = f"{prompt_tokens} prompt tokens with {top + 1} log probabilities each are more than {MAX_PROMPT_LOGPROBS}"
         raise ServiceError("validation_failed", f"{why}; ask for fewer of them", param="prompt_logprobs")
-
-
-def stops_of(stop: list[str] | str | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else list(stop or [])
 
 
 def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:

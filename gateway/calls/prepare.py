@@ -13,17 +13,17 @@ from starlette.requests import Request
 from adapters.slo import lower_class
 from adapters.tenants import Tenant
 from cluster.errors import ServiceError
-from cluster.messages import GenerateRequest, Sampling, version_for
+from cluster.messages import GenerateRequest
 from gateway.api.schema import GenerationParams
 from gateway.calls.admission import call_of
 from gateway.calls.invocation import Echo, Invocation
 from gateway.calls.parameters import (
+    NodeParameters,
     check_prompt_logprobs,
     kept_tokens,
     max_tokens_of,
     merge,
-    sampling_of,
-    stops_of,
+    resolve,
 )
 from gateway.calls.prompts import INLINE_CHARACTERS, Prompts, Source, tokens_of
 from gateway.catalog.functions import Target
@@ -58,13 +58,13 @@ async def prepare(
     merged = merge(stated, target.defaults)
     context = await served_context(services)
     deadline = watch.received + _timeout(services, stated, target)
-    sampling = sampling_of(merged, services.text, services.base.vocab_size)
+    parameters = resolve(merged, services.text, services.base.vocab_size)
     keep = kept_tokens(merged, context)
     prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, request.receive, keep)
     check_prompt_logprobs(merged, (merged.n or 1) * sum(map(len, prompts)))
     account = await services.callers.account(tenant)
     base, timeout = services.base.fingerprint, max(deadline - time.monotonic(), 0.001)
-    template = _template(base, target=target, account=account, merged=merged, sampling=sampling, timeout=timeout)
+    template = _template(base, target=target, account=account, parameters=parameters, timeout=timeout)
     limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
     requests = _requests(template, prompts, limits, merged.n or 1)
     call = call_of(tenant, account.limits, target.function, target.max_concurrency, requests)
@@ -86,7 +86,7 @@ async def prepare(
 
 
 def _template(
-    base: str, *, target: Target, account: Tenant, merged: GenerationParams, sampling: Sampling, timeout: float
+    base: str, *, target: Target, account: Tenant, parameters: NodeParameters, timeout: float
 ) -> GenerateRequest:
     """What all of a call's requests have in common; its id is the call's."""
     slo = account.slo
@@ -96,17 +96,14 @@ def _template(
         tenant=account.id,
         token_ids=[],
         max_tokens=1,
-        sampling=sampling,
+        **parameters,
         timeout=timeout,
         adapter=target.adapter,
-        stop=stops_of(merged.stop),
-        ignore_eos=bool(merged.ignore_eos),
         function=_opaque(target),
         weight=account.weight,
         slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
         ttft=_seconds(slo.ttft_ms),
         tpot=_seconds(slo.tpot_ms),
-        v=version_for(sampling),
     )
 
 

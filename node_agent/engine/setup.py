@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_store
@@ -16,14 +17,14 @@ from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.setup import cores_to_leave, start_workers, use_profile
-from node_agent.config import EngineConfig
+from node_agent.config import RUNNERS, EngineConfig
 from node_agent.cores import core_share
 from node_agent.device import DTYPES, free_memory, pick_device
 from node_agent.engine.limits import Limits
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
 from node_agent.ipc import Finished
-from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token, load_model
+from node_agent.types import OpenRunner, RunnerSettings
 
 MAX_CPU_KV = 1 << 30
 SMALL_MODEL = 8 << 20
@@ -37,13 +38,13 @@ class WarmUpFailed(RuntimeError):
     """The dummy request did not end as it must; the node is not ready."""
 
 
-LoadModel = Callable[[Path, torch.device, torch.dtype | None], PreTrainedModel]
-
-
 def build_engine(
-    config: EngineConfig, on_change: Callable[[], None], load: LoadModel = load_model
+    config: EngineConfig, on_change: Callable[[], None], open_runner: OpenRunner | None = None
 ) -> tuple[Engine, BaseModel]:
-    """Load the base model, allocate the pools and warm up. Raises ValueError or OSError on bad settings."""
+    """Load the base model, allocate the pools and warm up. `open_runner`: instead of the one that `config` names.
+
+    Raises ValueError or OSError on bad settings.
+    """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PREPARED_PRODUCTS))  # read at the first product
     device = pick_device(config.device)
     if device.type == "cuda" and (config.load_link or config.store_link):
@@ -53,8 +54,14 @@ def build_engine(
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise ValueError(f"dtype: {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
-    model = load(Path(config.model_dir), device, DTYPES.get(config.dtype))
-    runner = TransformersRunner(model, config.block_tokens, _kv_blocks(config, model))
+    settings = RunnerSettings(
+        model_dir=Path(config.model_dir),
+        device=device,
+        dtype=DTYPES.get(config.dtype),
+        block_tokens=config.block_tokens,
+        num_blocks=partial(_kv_blocks, config, base, device),
+    )
+    runner = (open_runner or find_runner(config.runner))(settings)
     store = AdapterStore(config, open_store(config.registry), base, device, runner.dtype, on_change)
     capacity = (runner.num_blocks - 1) * config.block_tokens
     limits = Limits(
@@ -71,6 +78,15 @@ def build_engine(
     warm_up(engine)
     use_profile(engine, config, base, workers)
     return engine, base
+
+
+def find_runner(name: str) -> OpenRunner:
+    """Raises ValueError for a name that is not in RUNNERS."""
+    module = next(iter(RUNNERS.values())) if name == "auto" else RUNNERS.get(name)
+    if module is None:
+        raise ValueError(f"runner: {name!r} is unknown; use auto, {', '.join(RUNNERS)}")
+    found: OpenRunner = importlib.import_module(module).open_runner
+    return found
 
 
 def default_threads(model_dir: Path, left: int = 0, host_nodes: int = 1) -> int:
@@ -97,14 +113,14 @@ def warm_up(engine: Engine) -> None:
     engine.scheduler.callers = Callers()  # no place is kept for the dummy's tenant
 
 
-def _kv_blocks(config: EngineConfig, model: PreTrainedModel) -> int:
+def _kv_blocks(config: EngineConfig, base: BaseModel, device: torch.device, dtype: torch.dtype) -> int:
     """Measured after the model was loaded, and less the adapter pool, which is allocated later."""
     size = config.kv_memory
     if size is None:
-        size = max(0, free_memory(model.device) - config.adapter_memory) // 4
-        if model.device.type == "cpu":
+        size = max(0, free_memory(device) - config.adapter_memory) // 4
+        if device.type == "cpu":
             size = min(size, MAX_CPU_KV)
-    per_block = kv_bytes_per_token(model) * config.block_tokens
+    per_block = base.kv_elements * dtype.itemsize * config.block_tokens
     blocks = size // per_block
     if blocks < 2:
         raise ValueError(f"kv_memory: {size} bytes hold {blocks} blocks of {per_block} bytes; at least 2 are needed")

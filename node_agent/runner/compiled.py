@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from adapters.model_families import FAMILIES
 from kernels.build import CompileError
 from kernels.decoder import SUFFIX, AttentionPass, DecoderOperators, Heads, PagedAttention
 from node_agent.runner.attention import AttentionPlan, attend_chunk
 from node_agent.runner.projections import FusedProjection
-from node_agent.types import StepBatch
+from node_agent.types import GROUPS, StepBatch
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def decoder_operators(device: torch.device, dtype: torch.dtype) -> DecoderOperat
 
 
 class CompiledNorm(nn.Module):
-    """An RMS norm as all supported models have it."""
+    """An RMS norm as all families have it."""
 
     def __init__(self, norm: Any, operators: DecoderOperators) -> None:
         super().__init__()
@@ -46,11 +47,9 @@ class CompiledNorm(nn.Module):
 class CompiledMlp(nn.Module):
     """down(silu(gate(x)) * up(x))"""
 
-    def __init__(self, mlp: Any, operators: DecoderOperators) -> None:
+    def __init__(self, gate_up: FusedProjection, down: FusedProjection, operators: DecoderOperators) -> None:
         super().__init__()
-        self.gate_up: FusedProjection = mlp.gate_proj
-        self.down: FusedProjection = mlp.down_proj
-        self.operators = operators
+        self.gate_up, self.down, self.operators = gate_up, down, operators
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, T, d] -> [1, T, d]"""
@@ -62,7 +61,8 @@ class CompiledAttention(nn.Module):
 
     def __init__(
         self,
-        attention: Any,
+        qkv: FusedProjection,
+        o: FusedProjection,
         heads: Heads,
         operators: DecoderOperators,
         keys: torch.Tensor,
@@ -70,8 +70,7 @@ class CompiledAttention(nn.Module):
         block: int,
     ) -> None:
         super().__init__()
-        self.qkv: FusedProjection = attention.q_proj
-        self.o: FusedProjection = attention.o_proj
+        self.qkv, self.o = qkv, o
         self.heads, self.keys, self.values = heads, keys, values
         self.paged = PagedAttention(operators, heads, keys, values, block)
 
@@ -97,28 +96,30 @@ def compile_layers(
 ) -> Heads | None:
     """Exchange what can be exchanged in a model whose projections are fused. Returns the heads of a layer (all have
     the same number and width) if attention is among it."""
-    config, heads = model.config, None
+    config, family, heads = model.config, FAMILIES[model.config.model_type], None
+    attention_path, mlp_path = (family.projections[i].rpartition(".")[0] for i in (0, 4))
     for layer, layer_keys, layer_values in zip(model.model.layers, keys, values, strict=True):
-        layer.input_layernorm = CompiledNorm(layer.input_layernorm, operators)
-        layer.post_attention_layernorm = CompiledNorm(layer.post_attention_layernorm, operators)
-        if config.hidden_act == "silu":
-            layer.mlp = CompiledMlp(layer.mlp, operators)
-        found = _heads(layer.self_attn, config, *layer_keys.shape[1:])
+        for path in family.layer_norms:
+            layer.set_submodule(path, CompiledNorm(layer.get_submodule(path), operators))
+        qkv, o, gate_up, down = (layer.get_submodule(family.projections[group[0]]) for group in GROUPS.values())
+        if getattr(config, family.activation_key) == "silu":
+            layer.set_submodule(mlp_path, CompiledMlp(gate_up, down, operators))
+        found = _heads(layer, layer.get_submodule(attention_path), config, layer_keys)
         if found.covered:
             heads = found
-            layer.self_attn = CompiledAttention(
-                layer.self_attn, heads, operators, layer_keys, layer_values, block_tokens
-            )
+            attention = CompiledAttention(qkv, o, heads, operators, layer_keys, layer_values, block_tokens)
+            layer.set_submodule(attention_path, attention)
     model.model.norm = CompiledNorm(model.model.norm, operators)
     return heads
 
 
-def _heads(attention: Any, config: Any, kv_heads: int, head_dim: int) -> Heads:
-    # Mistral's window is the configuration's; other models tell each layer its own
-    window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
+def _heads(layer: Any, attention: Any, config: Any, keys: torch.Tensor) -> Heads:
+    family, (_, kv_heads, head_dim) = FAMILIES[config.model_type], keys.shape
+    window = getattr({"config": config, "layer": attention}.get(family.window), "sliding_window", None)
     norms, eps = None, 0.0
-    if hasattr(attention, "q_norm"):
-        norms, eps = (attention.q_norm.weight.data, attention.k_norm.weight.data), attention.q_norm.variance_epsilon
+    if family.head_norms:
+        of_q, of_k = (layer.get_submodule(path) for path in family.head_norms)
+        norms, eps = (of_q.weight.data, of_k.weight.data), of_q.variance_epsilon
     return Heads(config.num_attention_heads, kv_heads, head_dim, attention.scaling, window, norms, eps)
 
 

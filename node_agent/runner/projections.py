@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from adapters.model_families import ModelFamily
 from node_agent.runner.linear import Linear
 from node_agent.runner.products import Products
-from node_agent.types import PassLora
+from node_agent.types import GROUPS, PassLora
 
 
 @dataclass
@@ -71,29 +72,22 @@ def _bias(module: nn.Linear) -> torch.Tensor:
     return torch.zeros_like(module.weight.data[:, 0]) if module.bias is None else module.bias.data
 
 
-def fuse_projections(layer: Any, index: int, current: Current, products: Products | None = None) -> None:
-    """Replace the seven linears of one decoder layer in place, one group at a time (memory grows by one group)."""
-    _fuse(layer.self_attn, ["q_proj", "k_proj", "v_proj"], "qkv", index, current, products)
-    _fuse(layer.self_attn, ["o_proj"], "o", index, current, products)
-    _fuse(layer.mlp, ["gate_proj", "up_proj"], "gate_up", index, current, products)
-    _fuse(layer.mlp, ["down_proj"], "down", index, current, products)
-
-
-def layer_weights(layer: Any) -> list[torch.Tensor]:
-    """Returns the weights [d_out, d_in] of one decoder layer's seven linears, not fused yet."""
-    modules = [getattr(layer.self_attn, f"{name}_proj") for name in ("q", "k", "v", "o")]
-    modules += [getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
-    return [module.weight.data for module in modules]
-
-
-def _fuse(
-    owner: nn.Module, names: list[str], group: str, layer: int, current: Current, products: Products | None
+def fuse_projections(
+    layer: Any, index: int, current: Current, family: ModelFamily, products: Products | None = None
 ) -> None:
-    linears = [getattr(owner, name) for name in names]
-    for name, module in zip(names, linears, strict=True):
-        if type(module) is not nn.Linear:
-            raise TypeError(f"layer {layer}: {name} is a {type(module).__name__}; only nn.Linear can be served")
-    fused = FusedProjection(current, layer, group, linears, products)
-    setattr(owner, names[0], fused)
-    for i, name in enumerate(names[1:], start=1):
-        setattr(owner, name, FusedPart(fused, i))
+    """Replace the seven linears of one decoder layer in place, one group at a time (memory grows by one group)."""
+    for group, members in GROUPS.items():
+        paths = [family.projections[member] for member in members]
+        linears = [layer.get_submodule(path) for path in paths]
+        for path, module in zip(paths, linears, strict=True):
+            if type(module) is not nn.Linear:
+                raise TypeError(f"layer {index}: {path} is a {type(module).__name__}; only nn.Linear can be served")
+        fused = FusedProjection(current, index, group, linears, products)
+        layer.set_submodule(paths[0], fused)
+        for i, path in enumerate(paths[1:], start=1):
+            layer.set_submodule(path, FusedPart(fused, i))
+
+
+def layer_weights(layer: Any, family: ModelFamily) -> list[torch.Tensor]:
+    """Returns the weights [d_out, d_in] of one decoder layer's seven linears, not fused yet."""
+    return [layer.get_submodule(path).weight.data for path in family.projections]

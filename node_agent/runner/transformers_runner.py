@@ -5,15 +5,17 @@ The model's own decoder layers are called one by one, so that a pass can stop be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from adapters.base_model import SUPPORTED_MODEL_TYPES
+from adapters.base_model import head_dim, projection_widths
+from adapters.model_families import FAMILIES
 from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.attention import paged_attention, plan_attention
 from node_agent.runner.compiled import compile_layers, compiled_pass, decoder_operators
@@ -21,10 +23,10 @@ from node_agent.runner.linear import Linear
 from node_agent.runner.product_choice import choose_products
 from node_agent.runner.projections import Current, fuse_projections, layer_weights
 from node_agent.runner.sampler import step_output
-from node_agent.types import PassLora, StepBatch, StepOutput
+from node_agent.types import PassLora, RunnerSettings, StepBatch, StepOutput
 
 ATTENTION = "garnish_paged"
-
+LoadModel = Callable[[Path, torch.device, torch.dtype | None], PreTrainedModel]
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on how long a sequence, or its neighbour in the batch, is."""
@@ -40,7 +42,7 @@ def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype | None)
     """The base model in its own or another dtype, ready for a TransformersRunner. Raises ValueError."""
     register_attention()
     config = AutoConfig.from_pretrained(model_dir)
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
+    if config.model_type not in FAMILIES:
         raise ValueError(f"{model_dir}: model_type {config.model_type!r} is not served")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
@@ -49,6 +51,12 @@ def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype | None)
         model_dir, dtype=dtype or "auto", attn_implementation=ATTENTION, local_files_only=True
     )
     return model.eval().requires_grad_(False).to(device)
+
+
+def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> TransformersRunner:
+    """An OpenRunner. `load` puts the model on the device."""
+    model = load(settings.model_dir, settings.device, settings.dtype)
+    return TransformersRunner(model, settings.block_tokens, settings.num_blocks(model.dtype))
 
 
 class TransformersRunner:
@@ -62,15 +70,16 @@ class TransformersRunner:
         self.num_layers = len(self.layers)
         self.block_tokens, self.num_blocks = block_tokens, num_blocks
         self.current = Current()
-        self.products = choose_products(weight for layer in self.layers for weight in layer_weights(layer))
+        family = FAMILIES[model.config.model_type]
+        self.products = choose_products(weight for layer in self.layers for weight in layer_weights(layer, family))
         for index, layer in enumerate(self.layers):
-            fuse_projections(layer, index, self.current, self.products)
+            fuse_projections(layer, index, self.current, family, self.products)
         head = self.model.lm_head
         self.head = Linear(head.weight.data, None if head.bias is None else head.bias.data, self.products)
-        shape = kv_shape(model.config)
-        slots = num_blocks * block_tokens
-        self.keys = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
-        self.values = [torch.zeros(slots, *shape, dtype=self.dtype, device=device) for _ in self.layers]
+        config, slots = model.config.to_dict(), num_blocks * block_tokens
+        shape = (slots, projection_widths(config)[1][1] // head_dim(config), head_dim(config))
+        self.keys = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
+        self.values = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
         operators = decoder_operators(device, self.dtype)
         self.heads = None
         """set where decode attention is compiled"""
@@ -132,19 +141,6 @@ class TransformersPass:
     def abort(self) -> Event:
         self.hidden = self.hidden[:, :0]
         return record_event(self.runner.device) if self.layer else ENDED
-
-
-def kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
-    """(kv heads, head dim) of one layer's cache."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, head_dim
-
-
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes that one token takes in the KV cache of all layers."""
-    kv_heads, head_dim = kv_shape(model.config)
-    return int(2 * model.config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize)
 
 
 def _no_mask(*_: object, **__: object) -> None:

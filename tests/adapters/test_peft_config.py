@@ -12,8 +12,9 @@ from peft import LoraConfig
 from peft_files import tiny_model
 
 from adapters.foreign_fields import OTHER_COMPUTATION, TRAINERS, TRAINING
+from adapters.model_families import FAMILIES
 from adapters.peft_config import HARMLESS, REFUSED, SERVED, check_config
-from adapters.peft_targets import DEFAULT_TARGETS, module_names
+from adapters.peft_targets import module_names
 from adapters.strict_json import loads
 
 
@@ -65,8 +66,9 @@ def test_refused_fields_hold_none_false_or_nothing_by_default() -> None:
 def test_default_targets_are_those_of_peft() -> None:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
-    for model_type in ("llama", "mistral", "qwen2", "qwen3"):
-        assert tuple(DEFAULTS[model_type]) == DEFAULT_TARGETS
+    assert set(FAMILIES) >= {"llama", "mistral", "qwen2", "qwen3"}
+    for model_type, family in FAMILIES.items():
+        assert tuple(DEFAULTS.get(model_type) or ()) == family.default_targets
 
 
 def test_module_names_are_those_of_transformers() -> None:

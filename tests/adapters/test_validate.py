@@ -19,11 +19,11 @@ from peft_files import ALL, LAYERS, adapter, changed, load, peft_model, save, ti
 from transformers import AutoModelForCausalLM
 
 from adapters.artifact import read_header, read_layer, write_artifact
-from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
+from adapters.base_model import BaseModel, load_base_model
 from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
 from adapters.local_store import LocalStore
+from adapters.model_families import LLAMA
 from adapters.peft_format import read_peft
-from adapters.peft_targets import MODULES
 from adapters.validate import LoraLayout, validate
 
 GPT2 = Path(__file__).parents[1] / "data" / "adapters" / "gpt2-tigrinya-causal"
@@ -43,7 +43,7 @@ _regexes = st.sampled_from(
         *(r"model\.layers\.1\.self_attn\..*_proj", "model.layers.0.self_attn.q_proj"),
     ]
 )
-_full = st.builds(lambda n, path: f"model.layers.{n}.{path}", st.integers(0, 2), st.sampled_from([*MODULES.values()]))
+_full = st.builds(lambda n, path: f"model.layers.{n}.{path}", st.integers(0, 2), st.sampled_from(LLAMA.projections))
 
 
 @st.composite
@@ -91,7 +91,7 @@ def artifact_tensors(store: LocalStore, key: str, base: BaseModel) -> dict[str, 
                 flat = torch.frombuffer(bytearray(data), dtype=kinds[header.dtype], offset=offset, count=rank * width)
                 return flat.reshape(rank, width).float()
 
-            module = f"model.layers.{layer}.{MODULES[PROJECTIONS[pair.projection]]}"
+            module = f"model.layers.{layer}.{LLAMA.projections[pair.projection]}"
             found[module] = (pair.scale, rows(pair.a_offset, d_in), rows(pair.b_offset, d_out).T)
     return found
 

@@ -9,12 +9,13 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from adapters.base_model import PROJECTIONS, SUPPORTED_MODEL_TYPES, BaseModel, projection_widths
+from adapters.base_model import PROJECTIONS, BaseModel, projection_widths
+from adapters.model_families import FAMILIES
 from garnish.config import load_service_file
 from gateway.config import GatewayConfig
 from node_agent.adapter_memory.layout import ROW_ALIGN, lay_out_uniform
 from node_agent.adapter_memory.pages import choose_page_size
-from node_agent.runner.transformers_runner import ROPE_TYPES, kv_bytes_per_token
+from node_agent.runner.transformers_runner import ROPE_TYPES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "llama-3.1-8b.md").read_text()
 MIB, GIB = 1 << 20, 1 << 30
@@ -31,11 +32,13 @@ CONFIG = {  # what meta-llama/Llama-3.1-8B-Instruct has in its config.json
 }
 
 
+BASE = BaseModel("llama", "0" * 64, "llama", 32, 4096, 128256, 131072, projection_widths(CONFIG))
+
+
 def pages_of(rank: int) -> tuple[int, int]:
     """(pages of an adapter on all projections, bytes of a page)."""
-    base = BaseModel("llama", "0" * 64, "llama", 32, 4096, 128256, 131072, projection_widths(CONFIG))
-    size = choose_page_size(base, 2)
-    return lay_out_uniform(base, rank, range(len(PROJECTIONS)), 2, size // ROW_ALIGN).pages, size
+    size = choose_page_size(BASE, 2)
+    return lay_out_uniform(BASE, rank, range(len(PROJECTIONS)), 2, size // ROW_ALIGN).pages, size
 
 
 def test_weights_and_context() -> None:
@@ -43,7 +46,7 @@ def test_weights_and_context() -> None:
         model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG), dtype=torch.bfloat16)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert f"{parameters:,} parameters x 2 | {parameters * 2 / GIB:.2f} GiB" in PAGE
-    assert kv_bytes_per_token(model) == 128 << 10
+    assert 2 * BASE.kv_elements == 128 << 10
     assert 4 * GIB == 32_768 * (128 << 10) and GIB // (128 << 10) == 8192
 
 
@@ -61,7 +64,7 @@ def test_adapters() -> None:
 
 
 def test_what_it_says_is_served() -> None:
-    assert "llama" in SUPPORTED_MODEL_TYPES
+    assert "llama" in FAMILIES
     assert "llama3" in ROPE_TYPES
 
 

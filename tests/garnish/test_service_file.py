@@ -149,6 +149,7 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
     ("field", "text"),
     [
         ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
+        ("gateway.policy", "gateway: {policy: best}"),
         ("node.runner", "node: {runner: lightllm}"),
         ("node.predictor", "node: {predictor: lstm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from adapters.base_model import load_base_model
 from cluster.messages import Sampling
+from infra.memory_need import parameters
 from kernels.product import ProductOperator
+from node_agent.config import RUNNERS
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
+from node_agent.engine.setup import find_runner
 from node_agent.runner.products import Products, can_pack
 from node_agent.runner.projections import FusedProjection
-from node_agent.runner.transformers_runner import TransformersRunner, kv_bytes_per_token, load_model
+from node_agent.runner.transformers_runner import TransformersRunner, load_model, open_runner
 
 VOCAB = 97
 SHAPE = {
@@ -154,10 +159,17 @@ def test_decode_beside_a_chunk(pair: tuple[TransformersRunner, torch.nn.Module])
             torch.testing.assert_close(got[i], model(torch.tensor([r.tokens])).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_kv_bytes_are_what_is_allocated(pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
-    runner = pair[0]
+def test_kv_bytes_are_what_is_allocated(model_dir: Path, pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
+    runner, per_token = pair[0], load_base_model(model_dir).kv_elements * torch.float32.itemsize
     allocated = sum(t.numel() * t.element_size() for t in [*runner.keys, *runner.values])
-    assert allocated == kv_bytes_per_token(runner.model) * runner.block_tokens * runner.num_blocks
+    assert allocated == per_token * runner.block_tokens * runner.num_blocks
+
+
+def test_parameters_are_counted_as_the_model_has_them(
+    model_dir: Path, pair: tuple[TransformersRunner, torch.nn.Module]
+) -> None:
+    held = sum(parameter.numel() for parameter in pair[1].parameters())
+    assert parameters(json.loads((model_dir / "config.json").read_text())) == held
 
 
 def test_finish_before_the_last_layer_is_refused(pair: tuple[TransformersRunner, torch.nn.Module]) -> None:
@@ -182,6 +194,13 @@ def test_rope_that_depends_on_the_neighbours_is_refused(tmp_path: Path, rope: st
     LlamaConfig(**SHAPE, head_dim=16, rope_parameters=parameters).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rope):
         load_model(tmp_path, torch.device("cpu"), torch.float32)
+
+
+def test_runners_are_found_by_name() -> None:
+    assert all(callable(find_runner(name)) for name in RUNNERS)
+    assert find_runner("auto") is find_runner("transformers") is open_runner
+    with pytest.raises(ValueError, match="runner: 'other' is unknown; use auto, transformers"):
+        find_runner("other")
 
 
 def test_a_pass_keeps_no_activations(pair: tuple[TransformersRunner, torch.nn.Module]) -> None:

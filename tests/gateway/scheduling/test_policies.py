@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import msgspec
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 
 from cluster.node_table import COLUMNS, Demand
 from garnish import service_file
+from garnish.config import built
 from gateway.config import GatewayConfig
 from gateway.scheduling.policy import POLICIES, PolicySettings, UnknownPolicy, make_policy
 from gateway.scheduling.toppings import PENALTY, Toppings
@@ -44,7 +43,7 @@ def test_unknown_policies_are_named_with_the_known_ones() -> None:
 
 
 def test_the_service_file_knows_the_same_ones() -> None:
-    assert set(get_args(service_file.Policy)) == set(POLICIES)
+    assert set(built("gateway.policy")) == set(POLICIES)
     config = GatewayConfig(model_dir="", base_id="b", registry="", secret_file="", tmp_dir="")
     assert config.policy == service_file.Gateway().policy == "rank_aware"
 
