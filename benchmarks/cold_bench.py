@@ -20,7 +20,6 @@ from benchmarks.cold_rig import Rig, make_adapters, warm_prefill
 from benchmarks.dlora import MergingLora
 from benchmarks.local_engine import LocalEngine
 from node_agent.adapter_memory.layout import ROW_ALIGN
-from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts, Way
 from node_agent.coldstart.measure import SHORT, measure_cpu
 from node_agent.coldstart.profile import LinkCost, Profile
@@ -90,7 +89,7 @@ class Bench:
     @property
     def profile(self) -> Profile:
         """Of the engine whose adapters are not there, its workers as fast as they are."""
-        found = self._columns["fast"][0].profile
+        found = self._columns["fast"].profile
         assert found is not None
         return found
 
@@ -125,19 +124,20 @@ class Bench:
             torch.set_num_threads(1)
 
     def set_cold(self, way: Way, repeats: str) -> None:
-        cold_start, assist = self._columns[repeats]
+        cold_start = self._columns[repeats]
         cold_start.way = way
-        assist.workers.memory.repeats = self.repeats[repeats]
-        self.cold.engine.engine.plan_cold_starts(cold_start, assist)
+        assert cold_start.workers is not None
+        cold_start.workers.memory.repeats = self.repeats[repeats]
+        self.cold.engine.engine.cold.cold_start = cold_start
 
     def set_link(self, factor: float) -> None:
         """So many times the rate of the study's link. Nothing may be on its way."""
         rate = LinkConfig(self.link.bandwidth * factor)
         self.cold.engine.engine.store.loader.device_link.config = rate
-        for cold_start, assist in self._columns.values():
+        for cold_start in self._columns.values():
             assert cold_start.profile is not None
             cost = LinkCost(cold_start.profile.link.latency, rate.bandwidth)
-            cold_start.profile = assist.profile = msgspec.structs.replace(cold_start.profile, link=cost)
+            cold_start.use(msgspec.structs.replace(cold_start.profile, link=cost), cold_start.workers)
 
     def bring(self, adapters: Sequence[int]) -> None:
         """To the device of the engine that has none there, over a link that takes no time."""
@@ -169,18 +169,14 @@ class Bench:
         slowed = max(1, round(WORKER_OVER_PREFILL * layer / worker))
         self.worker_over_prefill = worker / layer
         self.repeats = {"fast": 1, "slowed": slowed, "fourfold": 4 * slowed}
-        self._columns: dict[str, tuple[ColdStarts, Assist]] = {}
+        self._columns: dict[str, ColdStarts] = {}
         for name, repeats in self.repeats.items():
             assist.workers.memory.repeats = repeats
             cpu = measure_cpu(engine.store, assist.workers, SHORT)
             if cpu is None:
                 raise RuntimeError("the CPU worker does not answer")
             profile = msgspec.structs.replace(found.profile, cpu=cpu)
-            workers = assist.workers
-            self._columns[name] = (
-                ColdStarts(engine.store, local.base, found.way, profile, workers),
-                Assist(engine.store, local.base, profile, workers),
-            )
+            self._columns[name] = ColdStarts(engine.store, local.base, found.way, profile, assist.workers)
 
     def _elements(self, local: LocalEngine) -> int:
         """Weights of a rank-64 adapter's q, k and v in one layer."""

@@ -75,7 +75,7 @@ def force(engine: Engine, rng: random.Random, faults: float) -> ForcedStarts:
     """From now on, cold starts of this engine are drawn."""
     workers = engine.assist.workers if engine.assist is not None else None
     forced = ForcedStarts(engine.cold_start, workers, rng, faults)
-    engine.plan_cold_starts(forced, engine.assist)
+    engine.cold.cold_start = forced
     engine.store.loader.device_link = DrawnLink(random.Random(rng.random()))  # type: ignore[assignment]
     return forced
 

@@ -10,6 +10,7 @@ import numpy as np
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ON_DEVICE
 from node_agent.coldstart.costs import group_elements, group_shares, group_widths
 from node_agent.coldstart.learning import Correction, Outcome
@@ -58,11 +59,18 @@ class ColdStarts:
         workers: WorkerPool | None = None,
     ) -> None:
         """Without a profile every plan is `wait`."""
-        self.store, self.base, self.way, self.profile, self.workers = store, base, way, profile, workers
+        self.store, self.base, self.way = store, base, way
         self._shares = group_shares(base)
+        self.use(profile, workers)
         self.cpu, self.link = Correction(), Correction()
         """of the profile's costs of workers and link, as they are lately"""
         self.outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
+
+    def use(self, profile: Profile | None, workers: WorkerPool | None) -> None:
+        """Plan by the profile from now on, with these workers."""
+        self.profile, self.workers = profile, workers
+        self.assist = None if profile is None or workers is None else Assist(self.store, self.base, profile, workers)
+        """What cold passes need of the workers; None where there are none."""
 
     @property
     def assists(self) -> bool:

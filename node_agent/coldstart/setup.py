@@ -13,8 +13,7 @@ from adapters.base_model import BaseModel
 from kernels.build import CompileError
 from kernels.handoff_device import stream_kernels
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart.cold_starts import WAYS
 from node_agent.coldstart.measure import SHORT, measure
 from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, check, read_profile, write_profile
 from node_agent.coldstart.shared import DTYPES, Layout
@@ -135,8 +134,7 @@ def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: 
 
 def use_profile(engine: Engine, config: EngineConfig, base: BaseModel, workers: WorkerPool | None) -> None:
     """Let the engine plan its cold starts by what they cost here: as the file says, or measured now and written."""
-    way = WAYS[config.cold_start]
-    if way.plans == ("wait",):
+    if engine.cold_start.way.plans == ("wait",):
         return
     key = profile_key(engine, config, base, workers)
     file = Path(config.profile) if config.profile else None
@@ -149,8 +147,7 @@ def use_profile(engine: Engine, config: EngineConfig, base: BaseModel, workers: 
         workers.close()
         move_threads(workers.other_cores, workers.all_cores)
         workers = None
-    assist = None if workers is None else Assist(engine.store, base, profile, workers)
-    engine.plan_cold_starts(ColdStarts(engine.store, base, way, profile, workers), assist)
+    engine.cold_start.use(profile, workers)
 
 
 def _keep(profile: Profile, file: Path | None) -> None:

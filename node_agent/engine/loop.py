@@ -48,7 +48,7 @@ class Engine:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called, in any thread, when the device comes to where a pass that stands still may go on."""
-        self.limits, self.runner, self.store, self.cold_start, self.eos_ids = limits, runner, store, cold_start, eos_ids
+        self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
         self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.running: dict[str, Request] = {}
@@ -61,17 +61,20 @@ class Engine:
         )
         self.hot = HotPasses(runner, self._tensors, self.pulse)
         self.orders = Orders(store)
-        self.assist: Assist | None = None
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
         self.measuring: float | None = None
         """How much of the measurement of one is done (0 to 1); None: none goes on."""
         self._events: list[EngineEvent] = []
 
-    def plan_cold_starts(self, cold_start: ColdStarts, assist: Assist | None) -> None:
-        """From now on. `assist` None: there are no CPU LoRA workers."""
-        self.cold_start = self.cold.cold_start = cold_start
-        self.assist = assist
+    @property
+    def cold_start(self) -> ColdStarts:
+        return self.cold.cold_start
+
+    @property
+    def assist(self) -> Assist | None:
+        """None where there are no CPU LoRA workers."""
+        return self.cold_start.assist
 
     def close(self) -> None:
         """Nothing runs any more."""

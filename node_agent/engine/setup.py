@@ -73,7 +73,7 @@ def build_engine(
         queue_limit=config.queue_limit,
     )
     workers = start_workers(config, store, base, threads)
-    starts, eos_ids = ColdStarts(store, base, WAYS["wait"]), end_token_ids(Path(config.model_dir))
+    starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))
     engine = Engine(limits, runner, store, starts, eos_ids, on_change)
     warm_up(engine)
     use_profile(engine, config, base, workers)
