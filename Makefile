@@ -51,7 +51,7 @@ test: install-dev demo-model
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-long: install-dev demo-model
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	GARNISH_TEST_DRAWS=many $(BIN)/python -m pytest -m "slow or hypothesis" -n 2 --timeout 3600 $(PYTEST_ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.draws import MANY, USUAL, draws
+
 # A shell's background ignores the one and `nohup` the other, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,9 +22,13 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How fast a busy machine draws and runs an example says nothing about the code; pytest's own limit bounds each test.
-# Continuous integration draws the same examples each time; everyone else draws new ones.
+# Continuous integration draws the same few examples each time; everyone else, and who asks for many, draws new ones.
 settings.register_profile(
-    "garnish", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+    "garnish",
+    max_examples=draws(USUAL),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")) and not MANY,
 )
 settings.load_profile("garnish")
 

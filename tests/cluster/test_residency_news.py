@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, record, until
 
@@ -100,14 +100,13 @@ async def converge(world: World, states: list[ClusterState], node: Node) -> None
     await until(agree)
 
 
-@settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_in_memory(steps: list[tuple[str, object]]) -> None:
     asyncio.run(play(World(None), steps))
 
 
+@pytest.mark.hypothesis
 def test_in_redis(shared_redis: RedisServer) -> None:
-    @settings(max_examples=40, deadline=None)
     @given(STEPS)
     def played(steps: list[tuple[str, object]]) -> None:
         asyncio.run(play(World(shared_redis), steps))

@@ -70,9 +70,7 @@ def validators() -> dict[str, Draft202012Validator]:
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_answers_are_as_documented(
     deployed: Running,

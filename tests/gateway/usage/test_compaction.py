@@ -51,6 +51,7 @@ from gateway.usage.compaction import CLOSED_SECONDS, UsageCompaction
 from gateway.usage.hours import HOUR, hour_name, hour_start
 from gateway.usage.objects import days_folder, month_key, months_folder, usage_folder, usage_key
 from gateway.usage.report import Sheet, sum_usage
+from tests.draws import draws
 
 SOME: list[Call] = [
     (0, GATEWAYS[0], "f", "1", 1),
@@ -124,7 +125,7 @@ def operations(store: ObjectStore, now: float) -> int:
     return len(names)
 
 
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 @given(made=calls)
 def test_a_crash_before_or_after_any_operation_changes_no_sum(made: list[Call]) -> None:
     world, writer = local(made)
@@ -188,7 +189,6 @@ def test_a_reader_at_any_moment(store: ObjectStore) -> None:
         assert told(Watched(moved, meanwhile)) == writer.sums  # type: ignore[arg-type]
 
 
-@settings(max_examples=40)
 @given(
     made=calls,
     later=st.lists(st.lists(calls, max_size=2), min_size=1, max_size=2),
@@ -225,7 +225,7 @@ def test_compactors_readers_and_a_late_writer_interleaved(
     shutil.rmtree(world.root.parent)
 
 
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 @given(made=calls, later=calls, choices=st.lists(st.integers(0, 3), max_size=150))
 def test_interleaved_on_s3(s3_endpoint: str, made: list[Call], later: list[Call], choices: list[int]) -> None:
     world = open_store(f"s3://garnish-tests/{uuid.uuid4().hex}")
