@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from adapters.s3_store import S3Store
+from adapters.s3_url import S3Place
 from tests.draws import MANY, USUAL, draws
 
 # A shell's background ignores the one and `nohup` the other, and so would all that tests start.
@@ -31,6 +36,14 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")) and not MANY,
 )
 settings.load_profile("garnish")
+
+# Most of what tests write is synced, thousands of times, and read once: where there is room it is kept in memory.
+MEMORY_DISK, ROOM = Path("/dev/shm"), 4 << 30
+if MEMORY_DISK.is_dir() and "TMPDIR" not in os.environ:
+    found = os.statvfs(MEMORY_DISK)
+    if found.f_bavail * found.f_frsize >= ROOM and not found.f_flag & os.ST_NOEXEC:
+        os.environ["TMPDIR"] = str(MEMORY_DISK)
+        tempfile.tempdir = None
 
 # Triton reads this when it is first imported, which any test may cause: without a GPU its kernels run interpreted.
 if not Path("/dev/nvidia0").exists():
@@ -98,6 +111,19 @@ def s3_endpoint() -> Iterator[str]:
             assert reply.status == 200
         yield url
         server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def new_s3_store(s3_endpoint: str) -> Callable[[], S3Store]:
+    """Makes empty stores on S3 which share one client: it takes longer to make than most tests to run."""
+    first = S3Store(S3Place(S3_BUCKET))
+
+    def make() -> S3Store:
+        other = copy.copy(first)
+        other.place = S3Place(S3_BUCKET, uuid.uuid4().hex)
+        return other
+
+    return make
 
 
 def _adapters(base: str) -> dict[str, Path]:
