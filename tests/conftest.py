@@ -19,6 +19,10 @@ from hypothesis import HealthCheck, settings
 from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
 from tests.draws import MANY, USUAL, draws
+from tests.lanes import order, pytest_xdist_make_scheduler
+from tests.quick import deselect, pytest_addoption, pytest_ignore_collect
+
+__all__ = ["pytest_addoption", "pytest_ignore_collect", "pytest_xdist_make_scheduler"]
 
 # A shell's background ignores the one and `nohup` the other, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -52,6 +56,12 @@ if not Path("/dev/nvidia0").exists():
 ROOT = Path(__file__).parents[1]
 S3_BUCKET = "garnish-tests"
 CONVERSION_TIMEOUT_S = 280  # below pytest's own limit, so that the reason is shown
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselect(items, config)
+    order(items)
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ class Service:
         return {"authorization": f"Bearer {known['keys'][tenant] if tenant else known['admin_key']}"}
 
     def client(self, tenant: str | None = None) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=self.headers(tenant), timeout=120)
+        return httpx.Client(base_url=self.url, headers=self.headers(tenant), timeout=120, verify=False)
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "garnish.cli.main", *arguments]
