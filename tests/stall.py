@@ -40,7 +40,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def main(arguments: list[str]) -> int:
     seed = int(arguments[0]) if arguments else random.randrange(1 << 32)
-    times = sorted(random.Random(seed).uniform(FIRST, LAST) for _ in range(STOPS))
+    draw = random.Random(seed)
+    times = sorted(draw.uniform(FIRST, LAST) for _ in range(STOPS))
     tell(f"seed {seed}: stops after {', '.join(f'{at:.1f} s' for at in times)}")
     # Services whose parents have ended stay below this process, and so are found.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
