@@ -5,6 +5,7 @@
 # bring 4 GB of CUDA libraries. GPU=yes, or GPU=no, makes a new .venv for a host of the other kind; one that is there
 # stays as it is.
 # Four processes share the tests, even on two cores: most of their time is spent in waiting. tests/lanes.py has the order.
+# What needs a core of its own comes behind them. (pytest's 5: PYTEST_ARGS chose none of these.)
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
@@ -49,7 +50,8 @@ up: install demo-model
 	@exec $(BIN)/garnish up -f serverless.yml
 
 test: install-dev demo-model
-	$(BIN)/python -m pytest -m "not slow" $(SHARED) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not alone" $(SHARED) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m "not slow and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # What starts no process and loads no torch: in less than 90 seconds.
 test-quick: install-dev

@@ -13,8 +13,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Threads of torch and numpy spin while they wait for each other: where more processes compute than there are cores, that
-# takes ten times the work itself. Both libraries read this when they are loaded, in the processes of services too.
+# Threads of torch and numpy spin while they wait for each other: where more processes compute than there are cores,
+# that takes ten times the work itself. Both read this when they are loaded, in the processes of services too.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
