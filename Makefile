@@ -4,7 +4,8 @@
 # PyTorch's CPU build, from PyTorch's own index; where that can't be reached it is the one that pip finds, which may
 # bring 4 GB of CUDA libraries. GPU=yes, or GPU=no, makes a new .venv for a host of the other kind; one that is there
 # stays as it is.
-# Tests of a file stay together, in one of two processes: much of their time is spent in waiting.
+# Four processes share the tests, even on two cores: most of their time is spent in waiting. tests/lanes.py has the order.
+# What needs a core of its own comes behind them. (pytest's 5: PYTEST_ARGS chose none of these.)
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
@@ -13,12 +14,13 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 GPU ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes || echo no)
 BIN := .venv/bin
+SHARED := -n 4 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: install install-dev demo-model up test test-long lint bench chaos wheel foreign-clients clean
+.PHONY: install install-dev demo-model up test test-quick test-stall test-long lint bench chaos wheel foreign-clients clean
 
 install: $(STAMP)
 
@@ -48,10 +50,19 @@ up: install demo-model
 	@exec $(BIN)/garnish up -f serverless.yml
 
 test: install-dev demo-model
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not alone" $(SHARED) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m "not slow and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+# What starts no process and loads no torch: in less than 90 seconds.
+test-quick: install-dev
+	$(BIN)/python -m pytest --quick -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Tests that measure time, all of whose processes are stopped for five seconds at three drawn times.
+test-stall: install-dev demo-model
+	$(BIN)/python tests/stall.py
 
 test-long: install-dev demo-model
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	GARNISH_TEST_DRAWS=many $(BIN)/python -m pytest -m "slow or hypothesis" $(SHARED) --timeout 3600 $(PYTEST_ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check

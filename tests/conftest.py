@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# Threads of torch and numpy spin while they wait for each other: where more processes compute than there are cores,
+# that takes ten times the work itself. Both read this when they are loaded, in the processes of services too.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from adapters.s3_store import S3Store
+from adapters.s3_url import S3Place
+from tests.draws import MANY, USUAL, draws
+from tests.lanes import order, pytest_xdist_make_scheduler
+from tests.quick import deselect, pytest_addoption, pytest_ignore_collect
+
+__all__ = ["pytest_addoption", "pytest_ignore_collect", "pytest_xdist_make_scheduler"]
 
 # A shell's background ignores the one and `nohup` the other, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -20,11 +36,23 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How fast a busy machine draws and runs an example says nothing about the code; pytest's own limit bounds each test.
-# Continuous integration draws the same examples each time; everyone else draws new ones.
+# Continuous integration draws the same few examples each time; everyone else, and who asks for many, draws new ones.
 settings.register_profile(
-    "garnish", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+    "garnish",
+    max_examples=draws(USUAL),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")) and not MANY,
 )
 settings.load_profile("garnish")
+
+# Most of what tests write is synced, thousands of times, and read once: where there is room it is kept in memory.
+MEMORY_DISK, ROOM = Path("/dev/shm"), 4 << 30
+if MEMORY_DISK.is_dir() and "TMPDIR" not in os.environ:
+    found = os.statvfs(MEMORY_DISK)
+    if found.f_bavail * found.f_frsize >= ROOM and not found.f_flag & os.ST_NOEXEC:
+        os.environ["TMPDIR"] = str(MEMORY_DISK)
+        tempfile.tempdir = None
 
 # Triton reads this when it is first imported, which any test may cause: without a GPU its kernels run interpreted.
 if not Path("/dev/nvidia0").exists():
@@ -33,6 +61,12 @@ if not Path("/dev/nvidia0").exists():
 ROOT = Path(__file__).parents[1]
 S3_BUCKET = "garnish-tests"
 CONVERSION_TIMEOUT_S = 280  # below pytest's own limit, so that the reason is shown
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselect(items, config)
+    order(items)
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +126,19 @@ def s3_endpoint() -> Iterator[str]:
             assert reply.status == 200
         yield url
         server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def new_s3_store(s3_endpoint: str) -> Callable[[], S3Store]:
+    """Makes empty stores on S3 which share one client: it takes longer to make than most tests to run."""
+    first = S3Store(S3Place(S3_BUCKET))
+
+    def make() -> S3Store:
+        other = copy.copy(first)
+        other.place = S3Place(S3_BUCKET, uuid.uuid4().hex)
+        return other
+
+    return make
 
 
 def _adapters(base: str) -> dict[str, Path]:

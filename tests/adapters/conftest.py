@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,6 @@ from adapters.base_model import BaseModel, load_base_model
 from adapters.local_store import LocalStore
 from adapters.open_store import open_store
 from adapters.registry import Registry
-from adapters.s3_store import S3Store
-from adapters.s3_url import parse_s3_url
 from adapters.store import ObjectStore
 
 
@@ -45,18 +42,11 @@ def new_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def new_store(new_url: Callable[[], str]) -> Callable[[], ObjectStore]:
-    """Makes empty stores; those on S3 share one client, which takes longer to make than a drawn example to run."""
-    first = open_store(new_url())
-
-    def make() -> ObjectStore:
-        if not isinstance(first, S3Store):
-            return open_store(new_url())
-        other = copy.copy(first)
-        other.place = parse_s3_url(new_url())
-        return other
-
-    return make
+def new_store(request: pytest.FixtureRequest, new_url: Callable[[], str]) -> Callable[[], ObjectStore]:
+    """Makes empty stores, of each kind; those on S3 share one client."""
+    if new_url().startswith("s3:"):
+        return request.getfixturevalue("new_s3_store")  # type: ignore[no-any-return]
+    return lambda: open_store(new_url())
 
 
 @pytest.fixture

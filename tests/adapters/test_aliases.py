@@ -27,6 +27,7 @@ from adapters.functions import FunctionRecord, Policy, VersionEntry, with_versio
 from adapters.local_store import LocalStore
 from adapters.records import update_record
 from adapters.registry import Registry
+from tests.draws import draws
 
 NAMES = ("latest", "prod", "canary")
 VERSIONS = st.integers(1, 5)
@@ -149,12 +150,13 @@ class AliasMachine(RuleBasedStateMachine):
             )
 
 
+@pytest.mark.hypothesis
 def test_aliases_follow_the_model(base: BaseModel, tmp_path: Path) -> None:
     class Machine(AliasMachine):
         pass
 
     Machine.base, Machine.folder = base, tmp_path
-    run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=25))
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=25))
 
 
 def choices(weights: dict[str, float]) -> list[Choice]:
@@ -263,7 +265,7 @@ def test_a_growing_canary_keeps_its_sessions(session: str, one: float, other: fl
     assert (version(0.0), version(1.0)) == (3, 4)
 
 
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 @given(st.sampled_from([0.01, 0.1, 0.5]), st.text(min_size=1, max_size=8))
 def test_a_canary_gets_its_share(share: float, prefix: str) -> None:
     """Within six standard deviations of the binomial."""

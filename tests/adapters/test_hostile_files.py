@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft_files import safetensors_bytes
 
@@ -48,13 +48,11 @@ def read(config: bytes, weights: Path, base: BaseModel) -> None:
         assert len(problem.found or "") <= 300
 
 
-@settings(max_examples=150, deadline=None)
 @given(changes=st.dictionaries(_fields, _json, max_size=4))
 def test_any_field_may_hold_anything(good: tuple[bytes, Path], base: BaseModel, changes: dict[str, Any]) -> None:
     read(json.dumps({**json.loads(good[0]), **changes}).encode(), good[1], base)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_bytes_may_be_changed_cut_or_added(
     tmp_path_factory: pytest.TempPathFactory, good: tuple[bytes, Path], base: BaseModel, data: st.DataObject
@@ -70,7 +68,6 @@ def test_any_bytes_may_be_changed_cut_or_added(
     read(good[0], path, base)
 
 
-@settings(max_examples=150, deadline=None)
 @given(table=st.dictionaries(st.text(max_size=8), _entries | _json, max_size=4), size=st.integers(0, 5000))
 def test_any_table_may_be_stated(
     tmp_path_factory: pytest.TempPathFactory, good: tuple[bytes, Path], base: BaseModel, table: Any, size: int

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft_files import safetensors_bytes
 
@@ -30,7 +30,6 @@ from adapters.wrong_files import LFS_POINTER
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     shapes=st.dictionaries(
         st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),

@@ -23,6 +23,7 @@ from adapters.registry import Registry
 from adapters.store import ObjectStore
 from adapters.tenant_removal import delete_tenant
 from adapters.tenants import Limits, Tenants
+from tests.draws import draws
 
 
 @pytest.fixture(scope="module")
@@ -310,4 +311,4 @@ class QuotaMachine(RuleBasedStateMachine):
 
 
 TestQuotaMachine = QuotaMachine.TestCase
-TestQuotaMachine.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestQuotaMachine.settings = settings(max_examples=draws(15), stateful_step_count=25)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.errors import Conflict, InvalidRequest, NotFound, PreconditionFailed
@@ -83,7 +83,6 @@ def test_ranges_are_read_into_the_callers_memory(store: ObjectStore) -> None:
             store.get_range_into("no/such", 0, memoryview(bytearray(size)))
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.binary(max_size=40), st.integers(0, 50), st.integers(0, 50))
 def test_ranges_equal_slices(new_store: MakeStore, data: bytes, start: int, length: int) -> None:
     store = new_store()
@@ -187,7 +186,6 @@ def test_keys_that_could_leave_the_store_are_refused(store: ObjectStore, key: st
 _segments = st.text(alphabet="ab-._0", min_size=1, max_size=3).filter(lambda text: text[0] not in ".")
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     keys=st.sets(st.lists(_segments, min_size=1, max_size=3).map(lambda parts: "/".join([*parts, "END"])), max_size=12),
     prefix=st.text(alphabet="ab-.0/", max_size=3),
@@ -348,7 +346,6 @@ _operations = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(operations=st.lists(_operations, max_size=12))
 def test_a_store_is_a_dictionary_with_conditions(
     new_store: MakeStore, operations: list[tuple[str, str, bytes]]

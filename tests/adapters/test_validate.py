@@ -109,7 +109,7 @@ def peft_tensors(model: PeftModel) -> dict[str, tuple[float, Any, Any]]:
     }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(fields=configs(), dtypes=st.sampled_from(["float32", "float16", "bfloat16", "mixed"]), seed=st.integers(0, 99))
 def test_artifacts_hold_what_peft_computes_with(
     tmp_path_factory: pytest.TempPathFactory, base: BaseModel, fields: dict[str, Any], dtypes: str, seed: int

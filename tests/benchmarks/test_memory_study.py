@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from benchmarks.allocators import BestFit, Shape
 from benchmarks.memory import ALL, ATTENTION, BASES, RANKS, makers
 from benchmarks.trace import draw_calls, minute_counts
+from tests.draws import draws
 
 ROOT = Path(__file__).parents[2]
 BASE = BASES["llama-7b"]
 POOL = 2 << 30
 
 
-@settings(max_examples=20)
+@settings(max_examples=draws(20))
 @given(data=st.data(), kind=st.sampled_from(["pages", "slots", "bestfit", "slora"]))
 def test_books(data: st.DataObject, kind: str) -> None:
     """Nothing is taken beyond the pool, an adapter takes at least its bytes, and at the end all is free again."""

@@ -21,9 +21,10 @@ from benchmarks.random_llama import make_random_llama
 from benchmarks.serve import parse
 from benchmarks.serve_batches import adapter_bytes, figures_of, read_bandwidth
 from benchmarks.serve_http import complete
+from tests.draws import draws
 
 
-@settings(max_examples=20)
+@settings(max_examples=draws(20))
 @given(
     rank=st.integers(1, 9),
     more=st.integers(0, 20),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.fair_shares import OUTPUT_PRICE, PROMPT_PRICE, Counters, FairShares, in_fair_order, token_cost
@@ -59,7 +59,6 @@ calls = st.builds(
 events = st.lists(st.one_of(calls, st.sampled_from(["serve", "step", "cancel"])), max_size=80)
 
 
-@settings(max_examples=300, deadline=None)
 @given(events=events, weights=st.tuples(*[st.sampled_from([0.5, 1.0, 2.0, 7.0])] * len(TENANTS)))
 def test_counters_are_those_of_the_paper(events: list[Call | str], weights: tuple[float, ...]) -> None:
     """At both levels, and who is next has the least of them, of equal ones what is due first."""
@@ -111,7 +110,6 @@ def test_counters_are_those_of_the_paper(events: list[Call | str], weights: tupl
                 assert math.isclose(shares.function(tenant, function), functions[tenant].counters[function])
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 6), count=st.integers(2, 4))
 def test_backlogged_tenants_get_service_by_weight(data: st.DataObject, rows: int, count: int) -> None:
     """The paper's theorem: |W_i/w_i - W_j/w_j| <= 2 max(prompt, output of a whole batch) / w, at any time."""
@@ -185,7 +183,6 @@ def test_a_larger_rank_costs_more(rank: int) -> None:
     assert token_cost(100, 50, rank) == 200 * (1 + rank / 256)
 
 
-@settings(max_examples=50, deadline=None)
 @given(ahead=st.lists(st.floats(1, 1e6), min_size=50, max_size=200))
 def test_few_of_many_who_went_are_remembered(ahead: list[float]) -> None:
     """And whoever is forgotten comes back level with those who wait, never below."""

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Clock, World, news, until
 
@@ -119,7 +119,6 @@ def test_places_are_taken_and_given_back(world: World) -> None:
     asyncio.run(main())
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.floats(0.1, 100),
     st.lists(st.tuples(st.floats(0, 10), st.floats(0, 20)), max_size=30),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.news import NodeRecord, whole
@@ -19,7 +19,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(STEPS)
 def test_who_is_alive_after_a_drawn_history(steps: list[tuple[str, str, int]]) -> None:
     """Records come late, too: a worker that catches up hears of them at their age. Quarters of a second are exact."""

@@ -7,7 +7,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.news import Resident, StrictRoom
@@ -119,7 +119,6 @@ class World:
             del known[name]
 
 
-@settings(max_examples=200, deadline=None)
 @given(STEPS)
 def test_every_column_is_what_it_is_said_to_be(steps: list[tuple]) -> None:
     table, world = NodeTable(ROWS), World()

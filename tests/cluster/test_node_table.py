@@ -7,7 +7,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.news import Resident, StrictRoom
@@ -69,7 +69,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(STEPS)
 def test_columns_say_what_records_and_reservations_say(steps: list[tuple]) -> None:
     table = NodeTable(3)
@@ -117,7 +116,6 @@ SERVED = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(SERVED, max_size=25))
 def test_who_serves_a_base_after_a_drawn_history(steps: list[tuple[str, OldRecord]]) -> None:
     """Asked after every step: what is remembered from one time to the next must not outlive a change."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -92,7 +92,6 @@ decode_models = st.builds(
 """Costs in proportion to each other as on real devices, and sizes over four orders."""
 
 
-@settings(max_examples=30)
 @given(decode_models, st.integers(0, 10_000), st.floats(0, 0.05))
 def test_known_costs_of_decode_steps_are_found_in_noise(model: DecodeModel, seed: int, noise: float) -> None:
     fit = fit_decode(measured(model, seed, noise))
@@ -193,7 +192,6 @@ def prompts(seed: int) -> list[PrefillSample]:
     return found
 
 
-@settings(max_examples=30)
 @given(
     st.floats(1e-4, 0.1), st.floats(0.01, 0.1), st.floats(0, 1e-5), st.floats(0, 1e-4), st.integers(0, 10_000),
     st.floats(0, 0.05),

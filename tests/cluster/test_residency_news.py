@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, news, record, until
 
@@ -105,14 +105,13 @@ async def converge(world: World, states: list[ClusterState], node: Node) -> None
     await until(agree)
 
 
-@settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_in_memory(steps: list[tuple[str, object]]) -> None:
     asyncio.run(play(World(None), steps))
 
 
+@pytest.mark.hypothesis
 def test_in_redis(shared_redis: RedisServer) -> None:
-    @settings(max_examples=40, deadline=None)
     @given(STEPS)
     def played(steps: list[tuple[str, object]]) -> None:
         asyncio.run(play(World(shared_redis), steps))

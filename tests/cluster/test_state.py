@@ -20,6 +20,7 @@ from cluster.news import Changes, News, Resident
 from cluster.node_table import STANDARD, Demand
 from cluster.received import Received
 from cluster.state import PAST_EPOCHS, RESERVATION_SECONDS, ClusterState, TooManyNodes
+from tests.draws import draws
 
 
 def test_newer_records_win(world: World) -> None:
@@ -274,17 +275,19 @@ class Reservations(RuleBasedStateMachine):
         return [node.reserved for node in await state.nodes()] == [live]
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("by_name", [False, True])
 def test_drawn_reservations_in_memory(by_name: bool) -> None:
     run_state_machine_as_test(
         lambda: Reservations(World(None), by_name=by_name),
-        settings=settings(max_examples=40, stateful_step_count=20, deadline=None),
+        settings=settings(stateful_step_count=20),
     )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("by_name", [False, True])
 def test_drawn_reservations_in_redis(shared_redis: RedisServer, by_name: bool) -> None:
     run_state_machine_as_test(
         lambda: Reservations(World(shared_redis), by_name=by_name),
-        settings=settings(max_examples=10, stateful_step_count=15, deadline=None),
+        settings=settings(max_examples=draws(10), stateful_step_count=15),
     )

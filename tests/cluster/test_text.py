@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -51,7 +51,6 @@ def both(stories_dir: Path) -> tuple[BaseText, Any]:
     return BaseText(stories_dir), AutoTokenizer.from_pretrained(stories_dir)
 
 
-@settings(max_examples=100, deadline=None)
 @given(prompt=st.text(min_size=1, max_size=60))
 def test_prompts_as_transformers_has_them(both: tuple[BaseText, Any], prompt: str) -> None:
     text, reference = both
@@ -115,7 +114,6 @@ def bad_words_of_vllm(tokenizer: Any, words: list[str]) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
 @given(words=st.lists(st.text(min_size=1, max_size=12).filter(str.strip), max_size=4))
 def test_bad_words_as_vllm_has_them(both: tuple[BaseText, Any], words: list[str]) -> None:
     text, reference = both
@@ -129,7 +127,6 @@ def test_bad_words_of_a_byte_level_tokenizer(smollm_dir: Path) -> None:
     assert len(found) > len(words), "words have another token behind a space"
 
 
-@settings(max_examples=100, deadline=None)
 @given(prompt=st.text(min_size=1, max_size=40), keep=st.integers(2, 20))
 def test_prompts_are_truncated_as_transformers_does(
     both: tuple[BaseText, Any], stories_dir: Path, prompt: str, keep: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -45,7 +45,6 @@ TOKENIZERS = [byte_level(b""), byte_level(b"\x00\x01\xc3z")]
 TEXTS = st.text(st.one_of(st.sampled_from("abc \x00\x01z\u00e9"), st.characters(codec="utf-8")), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
 @given(text=TEXTS, which=st.integers(0, 1))
 @example(text="\x00" * 100, which=1)
 @example(text="<|end|>" * 3 + " " * 40 + "abc", which=0)
@@ -55,7 +54,6 @@ def test_never_more_than_there_are(text: str, which: int) -> None:
     assert found.fewest_tokens(text) <= len(TOKENIZERS[which].encode(text).ids)
 
 
-@settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
 def test_never_more_with_byte_fallback(stories_dir: Path, text: str) -> None:
     tokenizer = Tokenizer.from_file(str(stories_dir / "tokenizer.json"))

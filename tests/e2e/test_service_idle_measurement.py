@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from whole_service import MakeService, Service, eventually
 
 from cluster.performance_file import read_performance
@@ -31,6 +32,7 @@ def candidate(service: Service, made: str) -> dict[str, Any]:
     return dict(forecast)
 
 
+@pytest.mark.alone  # a node goes on measuring only after a pause where others use its core
 def test_forecasts_begin_when_the_node_has_measured_itself(
     make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]
 ) -> None:

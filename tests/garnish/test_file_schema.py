@@ -88,7 +88,7 @@ def has_text_of_a_number(value: Any, path: tuple[str, ...] = ()) -> bool:
     return value == "${env:X}" or (value in ("7", "10", "0") and not quantity)
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=files())
 def test_the_schema_says_what_the_loader_says(tmp_path: Path, value: dict[str, Any]) -> None:
     if not has_text_of_a_number(value):

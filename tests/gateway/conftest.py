@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from running_gateway import Running, start_gateway, upload
+from running_gateway import Running, plain_client, start_gateway, upload
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def shared_gateway(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def deployed(shared_gateway: Running, pirate: dict[str, Any]) -> Running:
     """The module's gateway with the function `pirate` as it is after its first deploy."""
-    with httpx.Client(base_url=shared_gateway.url, timeout=60) as client:
+    with plain_client(shared_gateway.url) as client:
         client.headers["authorization"] = f"Bearer {shared_gateway.keys['acme']}"
         assert client.delete("/functions/pirate", params={"force": "true"}).status_code in (204, 404)
         assert client.post("/deploy/pirate", files=pirate).status_code == 201

@@ -23,6 +23,11 @@ from gateway.app import create_app
 from gateway.config import GatewayConfig
 
 
+def plain_client(url: str, headers: dict[str, str] | None = None) -> httpx.Client:
+    """For a gateway without TLS: to read the certificates of all authorities takes longer than most tests."""
+    return httpx.Client(base_url=url, headers=headers, timeout=60, verify=False)
+
+
 @dataclass
 class Running:
     """A served gateway, its keys and its stub nodes."""
@@ -39,7 +44,7 @@ class Running:
         """An HTTP client with the key of `key` (a tenant or `admin`); None: without one."""
         if key is not None:
             headers["authorization"] = f"Bearer {self.keys[key]}"
-        return self.stack.enter_context(httpx.Client(base_url=self.url, headers=headers, timeout=60))
+        return self.stack.enter_context(plain_client(self.url, headers))
 
     def node(self, script: Script = echo, node_id: str | None = None, publish: bool = True, **record: Any) -> StubNode:
         node = StubNode(

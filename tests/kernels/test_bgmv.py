@@ -10,6 +10,7 @@ from benchmarks.kernel_cases import POPULARITY, Case, draw_case
 from kernels.bgmv import bgmv, rank_bucket
 from kernels.mbgmv import mbgmv
 from kernels.view import KernelArgumentError
+from tests.draws import draws
 from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case
 
 
@@ -29,14 +30,13 @@ def test_dtypes(dtype: torch.dtype) -> None:
     check(run, popular_case("skewed", dtype, 3, 1, 40, [33, 20, 1]))
 
 
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 @given(case=cases(largest_rank=30, longest=3, widest=60))
 def test_drawn(case: Case) -> None:
     check(run, case)
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
 @given(case=cases(largest_rank=130, longest=20, widest=300))
 def test_drawn_long(case: Case) -> None:
     check(run, case)

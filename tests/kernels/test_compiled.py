@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kernel_cases import POPULARITY, Case, draw_case, draw_slots, relative_error
@@ -35,7 +35,6 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, second, strict=True))
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_drawn(data: st.DataObject) -> None:
     ranks = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))

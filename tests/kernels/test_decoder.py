@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -40,7 +40,6 @@ def by_threads(make: object) -> list[torch.Tensor]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     dtype=dtypes, rows=st.integers(0, 70), width=st.integers(1, 700), seed=st.integers(0, 99), scale=st.floats(-6, 6)
 )
@@ -60,7 +59,6 @@ def test_rms_norm_is_hugging_faces(dtype: torch.dtype, rows: int, width: int, se
     )
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     dtype=dtypes, rows=st.integers(0, 40), width=st.integers(1, 900), seed=st.integers(0, 99), scale=st.floats(-4, 1.5)
 )
@@ -168,7 +166,6 @@ def rotated(world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, k, v
 
 
-@settings(max_examples=120, deadline=None)
 @given(world=worlds())
 def test_attention(world: World) -> None:
     """Over drawn heads, widths, contexts, blocks and windows; float64 over the keys as they were written."""
@@ -204,7 +201,6 @@ def test_attention(world: World) -> None:
         assert float(error) <= float(v64.abs().max()) * (TOLERANCE[dtype] + 1e-6 * scale)
 
 
-@settings(max_examples=40, deadline=None)
 @given(world=worlds())
 def test_a_row_has_the_same_bits_alone_and_with_any_threads(world: World) -> None:
     found = by_threads(lambda: world.run()[0])

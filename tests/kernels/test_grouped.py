@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.grouped import add_pieces
@@ -13,7 +13,6 @@ from kernels.reference import ROW_ALIGN, add_lora
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     ranks=st.lists(st.integers(1, 33), min_size=1, max_size=3),

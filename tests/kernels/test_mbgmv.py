@@ -12,6 +12,7 @@ from benchmarks.kernel_cases import POPULARITY, Case, draw_case, relative_error
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from kernels.view import KernelArgumentError
+from tests.draws import draws
 from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case
 
 
@@ -25,14 +26,13 @@ def test_popularity(popularity: str, dtype: torch.dtype) -> None:
     check(run, popular_case(popularity, dtype, 5, 1, 40, [33, 20, 1]))
 
 
-@settings(max_examples=12)
+@settings(max_examples=draws(12))
 @given(case=cases(largest_rank=40, longest=4, widest=80))
 def test_drawn(case: Case) -> None:
     check(run, case)
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
 @given(case=cases(largest_rank=130, longest=20, widest=300))
 def test_drawn_long(case: Case) -> None:
     check(run, case)

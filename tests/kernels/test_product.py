@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.product import ProductOperator
@@ -23,7 +23,6 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     return x.double() @ weight.double().t() + (0 if bias is None else bias.double())
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     rows=st.integers(0, 21), d_in=st.integers(1, 300), d_out=st.integers(1, 200), seed=st.integers(0, 999),
     biased=st.booleans(), wider=st.integers(0, 5),

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from benchmarks.kernel_cases import POPULARITY, Case, draw_case
 from kernels.launch import launch_for
 from kernels.sgmv import sgmv
+from tests.draws import draws
 from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case
 
 
@@ -27,14 +28,13 @@ def test_dtypes(dtype: torch.dtype) -> None:
     check(run, popular_case("skewed", dtype, 3, 9, 40, [33, 20, 1]))
 
 
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 @given(case=cases(largest_rank=40, longest=40, widest=80))
 def test_drawn(case: Case) -> None:
     check(run, case)
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
 @given(case=cases(largest_rank=130, longest=300, widest=300))
 def test_drawn_long(case: Case) -> None:
     check(run, case)

@@ -27,6 +27,7 @@ from node_agent.adapter_memory.usage import device_usage, host_usage
 from node_agent.adapter_memory.weights import view_weights
 from node_agent.engine_process import Loop, WakeUp, ready_message
 from node_agent.types import GROUPS
+from tests.draws import draws
 from tests.node_agent.adapter_world import World, assert_contents, loaded_lease
 
 
@@ -157,7 +158,7 @@ def test_page_map_names_a_wrong_owner() -> None:
     assert pages.problems() == ["page 1 is not free and its owner is None"]
 
 
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 @given(size=st.integers(0, 1 << 20))
 def test_host_memory_is_one_shared_file(size: int) -> None:
     memory = HostMemory(size, 64 << 10, torch.float32, pinned=False)

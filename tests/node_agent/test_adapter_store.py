@@ -184,13 +184,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.pinned_here = here
 
 
+@pytest.mark.hypothesis
 def test_store_state_machine(world: World) -> None:
     StoreMachine.world = world
     run_state_machine_as_test(
         StoreMachine,
-        settings=settings(
-            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(stateful_step_count=20, suppress_health_check=list(HealthCheck)),
     )
 
 
@@ -336,5 +335,6 @@ class RunsMachine(RuleBasedStateMachine):
         assert self.runs.free == len(self.free)
 
 
+@pytest.mark.hypothesis
 def test_free_runs() -> None:
-    run_state_machine_as_test(RunsMachine, settings=settings(max_examples=60, deadline=None))
+    run_state_machine_as_test(RunsMachine, settings=settings())

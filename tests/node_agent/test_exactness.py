@@ -65,7 +65,7 @@ def shared_engine(make_engine: MakeEngine, drawn_adapters: list[Path]) -> Iterat
     assert evicted, "every adapter fits: the pool is too large for this test"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drawn_batches(
     data: st.DataObject, shared_engine: tuple[LocalEngine, list[Case]], reference: PeftReference

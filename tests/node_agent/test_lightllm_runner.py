@@ -31,6 +31,7 @@ from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.request import Request
 from node_agent.runner.lora import SegmentedLora
 from node_agent.types import GROUPS, PassLora
+from tests.draws import draws
 from tests.node_agent.adapter_world import loaded_lease
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def test_adapters_change_what_is_written(world: World) -> None:
         assert float((found[one] - found[two]).abs().max()) > 50 * TOLERANCE
 
 
-@settings(max_examples=5, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # the interpreter is slow to shrink in
+@settings(max_examples=draws(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])  # slow to shrink in
 @given(data=st.data())
 def test_drawn_chunks_and_decodes(data: st.DataObject, world: World) -> None:
     """Prompts in drawn chunks, alone or beside decode rows, stopped at drawn layers."""

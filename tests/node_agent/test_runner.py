@@ -22,6 +22,7 @@ from node_agent.engine.setup import find_runner
 from node_agent.runner.products import Products, can_pack
 from node_agent.runner.projections import FusedProjection
 from node_agent.runner.transformers_runner import TransformersRunner, load_model, open_runner
+from tests.draws import draws
 
 VOCAB = 97
 SHAPE = {
@@ -117,7 +118,7 @@ def test_every_way_of_bf16_products(way: str, model_dir: Path, monkeypatch: pyte
             r.tokens.append(int(want.argmax()))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=draws(12))
 @given(data=st.data())
 def test_chunks_and_decodes_equal_the_whole(
     data: st.DataObject, pair: tuple[TransformersRunner, torch.nn.Module]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import Sampling
@@ -44,7 +44,6 @@ def allowed(logits: list[float], temperature: float, top_k: int, top_p: float, m
     return {i: w for i, w in kept.items() if w >= min_p * best}
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     logits=LOGITS,
     temperature=st.floats(0.1, 3),

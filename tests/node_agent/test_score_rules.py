@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import Sampling
@@ -41,7 +41,6 @@ WAYS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     way=WAYS,
     scores=SCORES,

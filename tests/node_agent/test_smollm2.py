@@ -14,6 +14,7 @@ from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import PeftReference
 from cluster.text import BaseText
+from tests.draws import draws
 
 TEXT = Path(__file__).parents[2] / "examples" / "adapters" / "text"
 
@@ -64,7 +65,7 @@ def test_every_demo_adapter_in_one_batch(
     run_and_check(engine, smollm_reference, cases)
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(3), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drawn_batches(
     data: st.DataObject,

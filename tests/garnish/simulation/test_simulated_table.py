@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from simulated import CACHED, PROFILE
 from test_simulated_node import JOBS, jobs_of
 
@@ -51,7 +51,6 @@ class Checked(SimulatedTable):
 
 
 @pytest.mark.parametrize("profile", [PROFILE, CACHED], ids=["loads", "cached"])
-@settings(max_examples=40)
 @given(drawn=JOBS)
 def test_short_and_whole_records_say_the_same(profile: NodeProfile, drawn: list) -> None:
     jobs = jobs_of(drawn)

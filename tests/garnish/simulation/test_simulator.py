@@ -23,6 +23,7 @@ from garnish.simulation.slo import Slo, SloError, base_tpt, parse_slo
 from garnish.simulation.study import simulate, smallest_pool
 from gateway.scheduling.dlora import Dlora
 from gateway.scheduling.request import PlacementRequest
+from tests.draws import draws
 
 REQUESTS = st.lists(
     st.builds(
@@ -48,7 +49,6 @@ def trace(drawn: list) -> list[TraceRequest]:
 
 
 @pytest.mark.parametrize("policy", policy_names())
-@settings(max_examples=25)
 @given(drawn=REQUESTS, nodes=st.integers(1, 4))
 def test_every_request_ends_once(policy: str, drawn: list, nodes: int) -> None:
     profile = msgspec.structs.replace(PROFILE, queue_limit=6)
@@ -82,7 +82,7 @@ def assert_empty(node: SimulatedNode, profile: NodeProfile) -> None:
 
 
 @pytest.mark.parametrize("policy", policy_names())
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 @given(drawn=REQUESTS)
 def test_equal_input_gives_equal_results(policy: str, drawn: list) -> None:
     runs = [simulate(trace(drawn), PROFILE, 3, policy, Slo(tpt=0.1), seed=7)[0] for _ in range(2)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from running_gateway import Running
 from stub_node import echo
@@ -82,7 +82,6 @@ def test_a_probe_that_is_given_up_lets_another_try() -> None:
     assert breakers.blocked(table) == frozenset()
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_there_is_one_probe_at_a_time(data: st.DataObject) -> None:
     """Whatever ends meanwhile of what had begun before."""

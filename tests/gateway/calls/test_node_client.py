@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from raw_node import END, HEAD, REQUEST, Reader, Writer, ask, bounded, chunk, node, node_client, request_of, run
 
@@ -73,7 +73,6 @@ def test_a_request_given_up_at_its_end_fails_no_later_one(turns: int) -> None:
     run(main)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 50))
 def test_answers_in_drawn_pieces(sizes: list[int], width: int) -> None:
     body = b"".join(FRAMES)

@@ -8,12 +8,22 @@ from collections.abc import Callable
 
 import pytest
 from raw_http import send
-from running_gateway import Running
+from running_gateway import Running, plain_client
 from starlette.routing import Route
 
 from gateway.app import ROUTES
 
 PATH = "/invoke/stories260K"
+
+
+@pytest.fixture
+def gateway(shared_gateway: Running) -> Running:
+    """The module's, whose node has received nothing, and which has no functions."""
+    with plain_client(shared_gateway.url, {"x-api-key": shared_gateway.keys["acme"]}) as client:
+        assert client.delete("/functions/pirate", params={"force": "true"}).status_code in (204, 404)
+        assert client.get("/functions").json()["functions"] == []
+    shared_gateway.nodes[0].received.clear()
+    return shared_gateway
 
 
 def head(running: Running, path: str, length: int | None, extra: str = "") -> str:

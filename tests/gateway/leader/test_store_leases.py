@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.errors import StoreUnavailable
@@ -123,7 +123,6 @@ class Slow(LocalStore):
             self._pass()
 
 
-@settings(max_examples=60)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 2), st.floats(0, 8), st.booleans()), max_size=25),
     delays=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0, 7.0]), min_size=1, max_size=7),

@@ -156,9 +156,7 @@ VALUES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=5), st.li
 FIELDS = [field for field in schema.InvokeRequest.__struct_fields__ if field not in ("stream", "timeout")]
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(st.sampled_from([*FIELDS, "bogus"]), VALUES, max_size=4), prompt=st.text(max_size=8))
 def test_any_body_is_served_or_refused_by_name(gateway: Running, body: dict, prompt: str) -> None:
     """What is served reaches the node in bounds; what is not names a field."""

@@ -181,7 +181,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=st.sampled_from(sorted(NEUTRAL)), value=JSON, route=st.sampled_from(ROUTES))
 def test_drawn_values_are_served_or_refused_by_name(gateway: Running, field: str, value: Any, route: str) -> None:
     reply = post(gateway, route, max_tokens=2, **{field: value})

@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.routes.openapi import FILE
+from tests.draws import draws
 
 CHECKS = [
     not_a_server_error,
@@ -45,9 +46,10 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_answers_conform(deployed: Running, method: str, path: str) -> None:
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=draws(12), suppress_health_check=list(HealthCheck))
     @given(case=SCHEMA[path][method.upper()].as_strategy())
     def check(case: schemathesis.Case) -> None:
         streams = isinstance(case.body, dict) and case.body.get("stream") is True

@@ -265,7 +265,7 @@ IDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6) | st.sampled
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=IDS, method=st.sampled_from(["GET", "PUT", "DELETE"]), key_id=st.none() | IDS)
 def test_ids_that_name_nothing(gateway: Running, name: str, method: str, key_id: str | None) -> None:
     """Whatever is put where an id belongs: a clear answer, and nothing but tenants of that name comes of it."""

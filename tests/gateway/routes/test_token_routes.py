@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from gateway.calls.prompts import INLINE_CHARACTERS
 
-FIXTURE_IS_STATELESS = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FIXTURE_IS_STATELESS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 WORDS = st.sampled_from(["Once", " upon", "\n", "<|im_start|>", "user", "<|im_end|>", "é", "日本", "🏴‍☠️", "  ", "0"])
 TEXTS = st.text(max_size=30) | st.lists(WORDS, max_size=12).map("".join)
 ROLES = st.sampled_from(["system", "user", "assistant"])

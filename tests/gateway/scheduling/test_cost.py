@@ -7,7 +7,7 @@ import math
 import msgspec
 import numpy as np
 from drawn_nodes import DEMANDS, REQUESTS, nodes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_world import table_of
 
@@ -98,7 +98,6 @@ def _queue(
     return prompts + max(row, memory)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=3)), min_size=1, max_size=5), REQUESTS, st.data())
 def test_every_total_is_the_formulas(
     drawn: list[tuple[OldRecord, list[Demand]]], request: PlacementRequest, data: st.DataObject

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from drawn_nodes import DEMANDS, REQUESTS, nodes
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, ask, chosen, node, table_of
 
@@ -35,7 +35,6 @@ def forecast(table: NodeTable, rows: np.ndarray, request: PlacementRequest) -> t
         return made, attainable(table, made, request)
 
 
-@settings(max_examples=80, deadline=None)
 @given(CROWDS, st.lists(nodes(), max_size=5), REQUESTS, st.data())
 def test_a_forecast_is_of_its_node_alone(
     drawn: list[tuple[OldRecord, list[Demand]]],
@@ -67,7 +66,6 @@ def test_a_forecast_is_of_its_node_alone(
         assert possible[index] == possible_alone[0]
 
 
-@settings(max_examples=100, deadline=None)
 @given(nodes(), st.lists(DEMANDS, max_size=2), REQUESTS, st.sampled_from([0.5, 0.9999, 1.0001, 2.0]))
 def test_what_is_attainable_is_what_the_node_would_do_if_it_had_nothing_to_do(
     record: OldRecord, demands: list[Demand], request: PlacementRequest, share: float
@@ -110,7 +108,6 @@ def test_an_adapter_in_use_adds_no_rank_where_distinct_ones_count() -> None:
     assert terms(nodes, np.arange(3), ask(digest="other")).decode.tolist() == pytest.approx([decode[1]] * 3)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(nodes(), min_size=1, max_size=4), REQUESTS, st.data())
 def test_a_refused_request_is_told_when_the_first_node_could_keep_its_promise(
     records: list[OldRecord], request: PlacementRequest, data: st.DataObject

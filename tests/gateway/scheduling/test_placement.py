@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_world import RECORD, REQUEST, ask, node, slow, table_of
 
@@ -51,7 +51,6 @@ ABLE_NODES = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(ABLE_NODES, max_size=8), st.sets(st.sampled_from([str(index) for index in range(9)])))
 def test_only_those_are_able_that_serve_the_model_and_have_the_context(
     drawn: list[dict[str, Any]], excluded: set[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_world import MEASURED, ask, chosen, node, slow, table_of
 
@@ -48,7 +48,6 @@ def test_the_service_file_knows_the_same_ones() -> None:
     assert config.policy == service_file.Gateway().policy == "rank_aware"
 
 
-@settings(max_examples=100, deadline=None)
 @given(RANDOM_NODES, st.sampled_from(sorted(POLICIES)), st.data())
 def test_each_chooses_a_candidate_and_changes_nothing(records: list[OldRecord], name: str, data: st.DataObject) -> None:
     table = table_of(*(msgspec.structs.replace(record, id=str(index)) for index, record in enumerate(records)))
@@ -61,7 +60,6 @@ def test_each_chooses_a_candidate_and_changes_nothing(records: list[OldRecord], 
         np.testing.assert_array_equal(values, getattr(table, column))
 
 
-@settings(max_examples=200, deadline=None)
 @given(RANDOM_NODES, st.none() | st.floats(0.02, 0.2))
 def test_toppings_is_algorithm_1(records: list[OldRecord], slo: float | None) -> None:
     records = [msgspec.structs.replace(record, id=str(index)) for index, record in enumerate(records)]

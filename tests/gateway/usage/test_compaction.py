@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -42,7 +42,6 @@ from usage_worlds import (
 
 from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
-from adapters.open_store import open_store
 from adapters.store import ObjectStore
 from gateway.leader.turn import Turn, TurnEnded
 from gateway.usage import compaction as compaction_module
@@ -51,6 +50,7 @@ from gateway.usage.compaction import CLOSED_SECONDS, UsageCompaction
 from gateway.usage.hours import HOUR, hour_name, hour_start
 from gateway.usage.objects import days_folder, month_key, months_folder, usage_folder, usage_key
 from gateway.usage.report import Sheet, sum_usage
+from tests.draws import draws
 
 SOME: list[Call] = [
     (0, GATEWAYS[0], "f", "1", 1),
@@ -64,6 +64,11 @@ SOME: list[Call] = [
 
 
 @pytest.fixture(autouse=True)
+def worlds_end_with_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
 def one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an order of steps that was drawn is the order in which they are taken."""
     monkeypatch.setattr(report_module, "READERS", 1)
@@ -73,8 +78,7 @@ def one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "local":
         return LocalStore(tmp_path / "registry")
-    request.getfixturevalue("s3_endpoint")
-    return open_store(f"s3://garnish-tests/{uuid.uuid4().hex}")
+    return request.getfixturevalue("new_s3_store")()  # type: ignore[no-any-return]
 
 
 def now_of(store: ObjectStore) -> float:
@@ -124,7 +128,7 @@ def operations(store: ObjectStore, now: float) -> int:
     return len(names)
 
 
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 @given(made=calls)
 def test_a_crash_before_or_after_any_operation_changes_no_sum(made: list[Call]) -> None:
     world, writer = local(made)
@@ -142,10 +146,10 @@ def test_a_crash_before_or_after_any_operation_changes_no_sum(made: list[Call]) 
     shutil.rmtree(world.root.parent)
 
 
-def test_a_crash_on_s3(s3_endpoint: str) -> None:
+def test_a_crash_on_s3(new_s3_store: Callable[[], ObjectStore]) -> None:
     now, number, ended = time.time() + HOUR, 0, False
     while not ended:
-        store = open_store(f"s3://garnish-tests/{uuid.uuid4().hex}")
+        store = new_s3_store()
         writer = Writer(store)
         writer.write(SOME[:5])
         try:
@@ -188,7 +192,6 @@ def test_a_reader_at_any_moment(store: ObjectStore) -> None:
         assert told(Watched(moved, meanwhile)) == writer.sums  # type: ignore[arg-type]
 
 
-@settings(max_examples=40)
 @given(
     made=calls,
     later=st.lists(st.lists(calls, max_size=2), min_size=1, max_size=2),
@@ -225,10 +228,12 @@ def test_compactors_readers_and_a_late_writer_interleaved(
     shutil.rmtree(world.root.parent)
 
 
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 @given(made=calls, later=calls, choices=st.lists(st.integers(0, 3), max_size=150))
-def test_interleaved_on_s3(s3_endpoint: str, made: list[Call], later: list[Call], choices: list[int]) -> None:
-    world = open_store(f"s3://garnish-tests/{uuid.uuid4().hex}")
+def test_interleaved_on_s3(
+    new_s3_store: Callable[[], ObjectStore], made: list[Call], later: list[Call], choices: list[int]
+) -> None:
+    world = new_s3_store()
     writer, now, stage = Writer(world), time.time() + HOUR, Stage(choices)
     writer.write(made)
 

@@ -29,6 +29,7 @@ from gateway.usage.hours import HOUR, hour_name, hour_start
 from gateway.usage.journal import JournalError, abandoned, claim
 from gateway.usage.ledger import UsageLedger, open_ledger
 from gateway.usage.report import GROUPS, Sheet, read_usage
+from tests.draws import draws
 
 START = 1_790_000_000 // HOUR * HOUR
 
@@ -268,7 +269,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=draws(20), stateful_step_count=30)
 
 
 def test_the_journal_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from gateway.leader.turn import Turn
 from gateway.usage.compaction import compact_tenant
 from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import usage_key
+from tests.draws import draws
 
 NUMBERS = ("requests", "prompt_tokens", "completion_tokens")
 
@@ -83,7 +84,7 @@ def numbers(row: dict[str, Any]) -> Counter[str]:
     return Counter({name: row[name] for name in NUMBERS})
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=st.lists(call, min_size=1, max_size=12), groups=st.sets(st.sampled_from(["function", "version", "hour"])))
 def test_sums_are_those_of_the_replies(deployed: Running, drawn: list[dict[str, Any]], groups: set[str]) -> None:
     before = {tenant: usage(deployed, tenant)["total"] for tenant in ("acme", "other")}

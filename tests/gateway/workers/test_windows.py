@@ -144,7 +144,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_sums_are_those_of_what_was_counted(
     server: RedisServer, steps: list[tuple[int, str, int, float, bool]]

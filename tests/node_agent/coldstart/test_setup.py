@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.exact import Case, Tally, check
@@ -152,7 +152,6 @@ NUMBERS = st.one_of(
     tokens=st.integers(1, 1 << 13),
     ahead=st.sampled_from([0.0, 1e-9, 1e6]),
 )
-@settings(max_examples=300, deadline=None)
 def test_every_profile_that_is_accepted_makes_a_plan(
     held: tuple[ColdStarts, Lease],
     layer: dict[int, float],

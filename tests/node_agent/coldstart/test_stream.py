@@ -279,7 +279,7 @@ def stream_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int]) -> WorkerPool:
         layout = setup.stream_layout(config, base, len(cores), DTYPES.index(store.pool.data.dtype))
-        return StreamPool(store.host_map, layout, cores, CPU, TritonKernels(), wait_limit=0.2)
+        return StreamPool(store.host_map, layout, cores, CPU, TritonKernels(), wait_limit=2.0)
 
     monkeypatch.setattr(setup, "make_pool", make)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.host_case import HostCase
@@ -39,7 +39,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     case.close()
 
 
-@settings(max_examples=60)
 @given(
     tokens=st.integers(1, MAX_TOKENS),
     slot=st.integers(0, 2),

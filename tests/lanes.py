@@ -1,0 +1,49 @@
+"""Which tests stay together, and in which order they begin, when several processes share them (pytest-xdist).
+
+Tests of a file stay together, for they share fixtures. What starts whole services and studies goes in three lanes, so
+that never more of these run at once, and begins first; the other processes wait most of their time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler.loadscope import Producer
+
+TESTS = Path(__file__).parent
+SERVICES = sorted(file.name for file in (TESTS / "e2e").glob("test_*.py"))
+LANES = ("studies", "services 0", "services 1")
+
+
+def lane(nodeid: str) -> str:
+    """Returns a lane's name, or else the test's file."""
+    file = nodeid.partition("::")[0]
+    folder, _, name = file.rpartition("/")
+    if folder.endswith("e2e"):
+        return f"services {SERVICES.index(name) % 2}"
+    return "studies" if folder.endswith("benchmarks") else file
+
+
+class Lanes(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return lane(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    return Lanes(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def order(items: list[pytest.Item]) -> None:
+    """Sort `items`, where several processes share them: lanes first, then files with many tests, so that the last ones,
+    in which not all processes have something to do, take little time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    lanes = [lane(item.nodeid) for item in items]
+    counts = Counter(lanes)
+    order = {name: (LANES.index(name) if name in LANES else len(LANES), -counts[name]) for name in counts}
+    pairs = sorted(zip(lanes, items, strict=True), key=lambda pair: (*order[pair[0]], pair[0]))
+    items[:] = [item for _, item in pairs]
