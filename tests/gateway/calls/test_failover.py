@@ -67,7 +67,7 @@ def test_without_another_node_a_silent_one_gets_its_time(start: Callable[..., Ru
 
 
 def test_a_stream_that_has_begun_leaves_a_silent_node(start: Callable[..., Running]) -> None:
-    running = start(record_expiry=3.0, node_silence=4.0)
+    running = start(record_expiry=12.0, node_silence=4.0)
     node = running.node(hang_after_first, "a-hung")
     other = running.node(echo, "b-other", publish=False)
     with ThreadPoolExecutor(1) as pool:
