@@ -92,7 +92,7 @@ def what_lies_there(names: list[str], where: str, use: str) -> str:
 
 
 def _without_weights(top: list[str], where: str) -> str:
-    """Of a folder that holds the config and not the weights."""
+    """Returns what to say of a folder that holds the config but no weights: what lies there instead, and what to do."""
     if PICKLE_FILE in top:
         convert = f"python -c {shlex.quote(CONVERT)} {shlex.quote(where)}"
         return (
@@ -110,7 +110,7 @@ def _without_weights(top: list[str], where: str) -> str:
 
 
 def _no_folder(path: Path, use: str) -> str:
-    """Of a path that is no folder."""
+    """Returns what to say of a path that is no folder: what it is, if anything, and what to do."""
     if path.is_file():
         if (path.parent / CONFIG_FILE).is_file():
             return f"{path} is a file of an adapter: name its folder: {_named(use, str(path.parent))}"

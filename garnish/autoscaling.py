@@ -88,7 +88,8 @@ class LeaseKeeper:
 
 
 def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> bool:
-    """Until a signal comes, or for one round. Whether the last round went well. Raises FrontDoorError."""
+    """Scales the pools until a signal comes, or for one round with `once`. Returns False when that one round held a
+    pool, else True. Raises FrontDoorError."""
     service, keeper = load_service_file(file), LeaseKeeper(state)
     if not service.node_pools:
         raise FrontDoorError(f"{file}: there are no node_pools to scale")
@@ -129,7 +130,7 @@ def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
 
 
 def _load(load: pool_routes.Load, each: int) -> Load:
-    """In units of `each` nodes."""
+    """Converts the gateway's load so that demand and backlog count in units of `each` nodes."""
     return Load(
         open_requests=load.open_requests,
         queue_wait=load.queue_wait,

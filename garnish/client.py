@@ -111,7 +111,7 @@ class Client:
         return self._reply(function_call(name), FunctionReply)
 
     def alias(self, name: str, alias: str) -> AliasReply:
-        """Where an alias points, and where it pointed before."""
+        """Returns where an alias points, and where it pointed before."""
         return self._reply(alias_call(name, alias), AliasReply)
 
     def set_alias(self, name: str, alias: str, target: AliasTarget, if_match: int | None = None) -> AliasReply:
@@ -228,48 +228,48 @@ class AsyncClient:
     async def invoke(
         self, name: str, prompt: Prompt, *, stream: bool = False, **options: Any
     ) -> InvokeReply | AsyncIterator[Event]:
-        """As `Client.invoke`."""
+        """Does what `Client.invoke` does, asynchronously."""
         call = invoke_call(name, prompt, stream, options)
         return self._events(call) if stream else await self._reply(call, InvokeReply)
 
     async def deploy(
         self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False
     ) -> DeployReply:
-        """As `Client.deploy`."""
+        """Does what `Client.deploy` does, asynchronously."""
         if is_hub_place(adapter):
             adapter = await asyncio.to_thread(local_folder, adapter, f"garnish deploy {name} {{}}")
         with deploy_call(name, adapter, alias, dry_run) as call:
             return await self._reply(call, DeployReply)
 
     async def functions(self, limit: int = 100, after: str | None = None) -> FunctionList:
-        """As `Client.functions`."""
+        """Does what `Client.functions` does, asynchronously."""
         return await self._reply(functions_call(limit, after), FunctionList)
 
     async def function(self, name: str) -> FunctionReply:
         return await self._reply(function_call(name), FunctionReply)
 
     async def alias(self, name: str, alias: str) -> AliasReply:
-        """As `Client.alias`."""
+        """Does what `Client.alias` does, asynchronously."""
         return await self._reply(alias_call(name, alias), AliasReply)
 
     async def set_alias(self, name: str, alias: str, target: AliasTarget, if_match: int | None = None) -> AliasReply:
-        """As `Client.set_alias`."""
+        """Does what `Client.set_alias` does, asynchronously."""
         return await self._reply(set_alias_call(name, alias, target, if_match), AliasReply)
 
     async def roll_back(self, name: str, alias: str = "latest", if_match: int | None = None) -> AliasReply:
-        """As `Client.roll_back`."""
+        """Does what `Client.roll_back` does, asynchronously."""
         return await self._reply(rollback_call(name, alias, if_match), AliasReply)
 
     async def set_policy(self, name: str, policy: Mapping[str, Any], if_match: int | None = None) -> FunctionReply:
-        """As `Client.set_policy`."""
+        """Does what `Client.set_policy` does, asynchronously."""
         return await self._reply(policy_call(name, policy, if_match), FunctionReply)
 
     async def delete(self, name: str, force: bool = False) -> None:
-        """As `Client.delete`."""
+        """Does what `Client.delete` does, asynchronously."""
         await self._done(delete_call(name, force))
 
     async def delete_version(self, name: str, version: int) -> None:
-        """As `Client.delete_version`."""
+        """Does what `Client.delete_version` does, asynchronously."""
         await self._done(delete_version_call(name, version))
 
     async def _done(self, call: Call) -> None:
@@ -279,7 +279,7 @@ class AsyncClient:
             raise error_of(response, self._connection)
 
     async def ask(self, call: Call, kind: type[Reply]) -> Reply:
-        """As `Client.ask`."""
+        """Does what `Client.ask` does, asynchronously."""
         return await self._reply(call, kind)
 
     async def usage(
@@ -289,19 +289,19 @@ class AsyncClient:
         end: str | None = None,
         group_by: Sequence[str] | None = None,
     ) -> UsageReply:
-        """As `Client.usage`."""
+        """Does what `Client.usage` does, asynchronously."""
         return await self._reply(usage_call(tenant, start, end, group_by), UsageReply)
 
     async def versions(self, name: str) -> VersionList:
-        """As `Client.versions`."""
+        """Does what `Client.versions` does, asynchronously."""
         return await self._reply(versions_call(name), VersionList)
 
     async def tenant(self, tenant: str) -> dict[str, Any]:
-        """As `Client.tenant`."""
+        """Does what `Client.tenant` does, asynchronously."""
         return await self._reply(tenant_call(tenant), dict[str, Any])
 
     async def put_tenant(self, tenant: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """As `Client.put_tenant`."""
+        """Does what `Client.put_tenant` does, asynchronously."""
         return await self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:

@@ -145,7 +145,8 @@ def _peft_prompt(wanted: Wanted, prompt: str, reply: InvokeReply) -> PeftPrompt:
 def ask_peft(
     job: PeftJob, step: Callable[[str], None], command: Sequence[str] = COMMAND
 ) -> tuple[Loaded, list[PeftAnswer]]:
-    """What PEFT alone answers to the job's prompts. Raises FrontDoorError."""
+    """Runs PEFT alone in a child process and returns its answers to the job's prompts. Raises FrontDoorError. `step` is
+    told what is done now."""
     answers: list[PeftAnswer] = []
     loaded: Loaded | None = None
     step("loading the base model and the adapter with PEFT")

@@ -237,7 +237,7 @@ def _type_at(kind: Any, path: FieldPath) -> Any:
 
 
 def _check_together(document: Document, loaded: ServiceFile) -> None:
-    """What no single field can say."""
+    """Raises ServiceFileError for fields that are valid one by one but not together."""
     if loaded.gateway.workers > 1 and loaded.gateway.redis is None:
         raise document.error(
             ("gateway", "workers"), "more than one worker needs gateway.redis, which holds what they share"

@@ -41,7 +41,8 @@ def find_connection(
     tenant: str | None = None,
     admin: bool = False,
 ) -> Connection:
-    """What is given wins, then GARNISH_URL and GARNISH_API_KEY, the state's credentials, the user's config.toml.
+    """Returns the URL of the service and the key to send. Arguments win, then GARNISH_URL and GARNISH_API_KEY, then the
+    state's credentials, then the user's config.toml, then DEFAULT_URL without a key.
 
     A key from a file is sent only to the URL that the same file names, lest one service learns the key of another.
     Raises StartError when a file is there but can't be read.

@@ -64,7 +64,8 @@ def _told(client: Client, node: str, drain: bool) -> bool:
 
 
 def undrain(client: Client, nodes: Iterable[str]) -> None:
-    """As far as the gateway lets us: for whoever has something worse to tell."""
+    """Lets the nodes take new requests again; ends without an error at the first failure, since the caller already has
+    a worse one to tell."""
     try:
         for node in nodes:
             _told(client, node, False)

@@ -80,7 +80,8 @@ def _other_files(names: list[str], place: HubPlace, written: str, use: str) -> s
 
 
 def _download(place: HubPlace, written: str) -> Fetched:
-    """In a process of its own: the library bounds each read, and not the whole; and its bars are not ours."""
+    """Fetches the adapter in a child process: the library bounds each read but not the whole, and its progress bars are
+    kept off the terminal. Raises GarnishError when it takes longer than MAX_SECONDS, or gives no answer."""
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     try:
         done = subprocess.run(

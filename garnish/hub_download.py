@@ -25,7 +25,8 @@ class Refused(Exception):
 
 
 def fetch(place: HubPlace) -> Fetched:
-    """From the Hub, or from the cache when the Hub is not reached. Raises Refused."""
+    """Fetches the two files from the Hub, or from the cache when the Hub is not reached. Where the folder lacks one of
+    them, returns the names that lie there instead. Raises Refused, and OSError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -47,7 +47,7 @@ def log_names(state: Path) -> list[str]:
 
 
 def last_lines(state: Path, name: str, count: int) -> list[str]:
-    """Of the log and the generation before it. Raises FrontDoorError."""
+    """Returns the last `count` lines of the log and of the generation before it. Raises FrontDoorError."""
     known = log_names(state)
     if name not in known:
         raise FrontDoorError(f"there is no log of {name!r} in {state / 'logs'}; there are: {', '.join(known)}")

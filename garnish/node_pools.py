@@ -34,7 +34,8 @@ ADAPTER_MEMORY = next(
 
 
 def stack_of(service: ServiceFile, state: Path) -> Stack:
-    """With the sizes that the autoscaler has set. `state` is absolute. Raises FrontDoorError."""
+    """Returns the file's node pools, with the sizes that the autoscaler has set. `state` must be absolute. Raises
+    FrontDoorError."""
     sizes = read_sizes(infra_directory(service, state))
     return Stack(
         service=service.service,
@@ -67,7 +68,7 @@ def _pool(name: str, pool: NodePool, size: SetSize | None) -> Pool:
 
 
 def infra_directory(service: ServiceFile, state: Path) -> Path:
-    """Where the root modules of this service file's state are kept on this host."""
+    """Returns the folder on this host in which the root modules of this service file's state are kept."""
     written = service.infra.state
     if written is None or written.startswith("s3://"):
         return service_directory(state, service.service)
@@ -75,7 +76,8 @@ def infra_directory(service: ServiceFile, state: Path) -> Path:
 
 
 def gateway_url_of(service: ServiceFile, state: Path) -> str:
-    """What nodes of this host report to: as the file says, else where the gateway of this state listens."""
+    """Returns the URL to which nodes of this host report: the file's `gateway_url`, else the one in the state's
+    credentials, else that of the file's own gateway."""
     if service.infra.gateway_url is not None:
         return service.infra.gateway_url
     known = read_credentials(state / FILE_NAME)
@@ -180,7 +182,8 @@ def _registry_bucket(service: ServiceFile) -> RegistryBucket | None:
 
 
 def _revision(service: ServiceFile) -> str:
-    """Of what a node reads from the file, and of the program that it runs."""
+    """Returns 16 hexadecimal digits that change with what a node reads from the file, and with the version of
+    garnish."""
     base = service.path(service.base_model)
     read = [service.node, str(base) if base.exists() else service.base_model, version("garnish")]
     return hashlib.sha256(msgspec.json.encode(read)).hexdigest()[:16]

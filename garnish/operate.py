@@ -12,7 +12,7 @@ from garnish.protocol import Call
 
 
 def admin_client(state: Path) -> Client:
-    """With the admin key, for the service that the state directory belongs to."""
+    """Returns a client for the service that the state directory belongs to, with its admin key."""
     return Client(connection=find_connection(None, None, os.environ, state=state, admin=True))
 
 

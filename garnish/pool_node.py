@@ -107,7 +107,7 @@ def serve(spec: Spec) -> None:
 
 
 def node_command(spec: Spec) -> list[str]:
-    """Of the command line."""
+    """Returns the arguments of `garnish` that start the node."""
     return [
         "node", "-f", spec.service_file, "--state", spec.state, "--gateway", spec.gateway_url,
         "--secret-file", spec.secret_file, "--node-id", spec.node, "--pool", spec.pool,

@@ -52,7 +52,7 @@ def pool_statuses(stack: Stack, seen: Seen) -> list[PoolStatus]:
 
 
 def size_told(pool: Pool) -> str:
-    """Of a pool whose size is not the file's."""
+    """Returns the text that says that the autoscaler has set a pool's size to another than the file's."""
     return f"the autoscaler has set {pool.desired}, serverless.yml says {pool.stated}"
 
 

@@ -50,7 +50,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _waiting(seconds: float) -> httpx.Timeout:
-    """For a reply that the service itself bounds by `seconds`: its own answer comes first."""
+    """Returns a read timeout for a reply that the service bounds by `seconds` itself: long enough that its own answer
+    comes first."""
     return httpx.Timeout(SHORT, connect=CONNECT, pool=CONNECT, read=seconds + SHORT)
 
 

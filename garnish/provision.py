@@ -73,9 +73,11 @@ class Provision:
             return note
 
     def resize(self, tell: Tell) -> None:
-        """For the autoscaler: as many local nodes as the stack says, none of them dead, and nothing else.
+        """Makes the local nodes as many as the stack says, replaces the dead ones, and does nothing else; for the
+        autoscaler.
 
-        Raises Unchanged where that would carry out what nobody has looked at, too, or can't be planned; InfraError.
+        Raises Unchanged when the plan would also carry out a change that nobody has looked at, or when there can be no
+        plan; InfraError when carrying it out fails.
         """
         with ExitStack() as stack:
             with unchanged():
@@ -124,7 +126,7 @@ class Provision:
         return pool_statuses(self.stack, Seen(applied, held, tainted_nodes(values), alive, self._seen_nodes()))
 
     def sizes_told(self) -> list[str]:
-        """Where the plan holds to what the autoscaler has set: one line per pool."""
+        """Returns one line per pool whose size the autoscaler has set: the plan keeps that size."""
         told = [f"node_pools.{pool.name}: {size_told(pool)}" for pool in self.stack.pools if pool.stated is not None]
         return [f"{line}; the plan keeps that, until `desired` is edited" for line in told]
 
@@ -307,7 +309,8 @@ def _progress(event: dict[str, Any], tell: Tell) -> None:
 
 
 def _name_in(event: dict[str, Any]) -> str:
-    """Of the resource that an event of Terraform is about: a node's id, or its address."""
+    """Returns the name of the resource that an event of Terraform is about: a node's id, or its address; empty when the
+    event names none."""
     resource = (event.get("hook") or {}).get("resource") or {}
     return str(resource.get("resource_key") or resource.get("addr", ""))
 

@@ -78,8 +78,8 @@ class Screen:
             self.note(note)
 
     def progress(self, text: str, share: float | None = None) -> None:
-        """What is being done now, and which share of it is done: replaces the line before on a terminal, a new line
-        elsewhere when the text changed."""
+        """Tells what is being done now, and which share of it is done: replaces the line before on a terminal;
+        elsewhere prints a new line when the text has changed."""
         if self._err.is_terminal:
             if self._status is None:
                 self._status = self._err.status("")
@@ -100,6 +100,6 @@ class Screen:
 
 
 def progress_bar(share: float) -> str:
-    """Of BAR_WIDTH characters, and the percentage."""
+    """Returns a bar of BAR_WIDTH characters for a share of 0 to 1, and the percentage."""
     done = min(BAR_WIDTH, max(0, int(share * BAR_WIDTH)))
     return f"{'█' * done}{'░' * (BAR_WIDTH - done)} {share:.0%}"

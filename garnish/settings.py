@@ -151,7 +151,8 @@ def node_config(
 
 
 def run_directory(state: Path, node_id: str) -> Path:
-    """Where a node's Unix socket lies. A socket's path is short by law of the kernel, so a deep state has it elsewhere.
+    """Returns the folder of a node's Unix socket: in the state directory, or in the temporary folder where that path is
+    too long for the kernel.
 
     The node makes the directory for its user alone, and refuses one of that name that belongs to someone else.
     """

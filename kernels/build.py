@@ -64,7 +64,8 @@ def processor_key() -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """What is loaded from there runs as us, so nobody else may write there."""
+    """Makes the folder if needed; raises CompileError unless this user alone can write there: what is loaded from it
+    runs as this user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:

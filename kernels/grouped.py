@@ -36,7 +36,8 @@ def add_pieces(ys: Sequence[torch.Tensor], x: torch.Tensor, begin: int, end: int
 
 
 def _outputs(pieces: Sequence[Piece]) -> dict[int, tuple[int, int, torch.Tensor, float]]:
-    """By output: its columns in xA, B as a whole, and the scale."""
+    """Returns, by output: the columns low..high-1 that it has in xA, B as a whole, and the scale. Raises ValueError
+    when an output's parts don't follow each other or differ in scale."""
     found: dict[int, list[Part]] = {}
     at = 0
     for a, parts in pieces:

@@ -103,7 +103,7 @@ def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returned, if it went well. Raises RuntimeError."""
+    """Returns the value that a call of the bindings gave, None if it gave none. Raises RuntimeError when it failed."""
     status, *found = result
     if int(status):
         raise RuntimeError(f"CUDA says {status!r}")

@@ -71,7 +71,7 @@ def read_table(text: bytes) -> dict[str, Tuned]:
 
 @cache
 def launch_table() -> dict[str, Tuned]:
-    """As committed in launch_table.json. Raises ValueError."""
+    """Returns the table in launch_table.json, read once. Raises ValueError."""
     return read_table(TABLE.read_bytes())
 
 

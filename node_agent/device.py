@@ -110,7 +110,7 @@ class EventWatch:
 
 
 def device_name(device: torch.device) -> str:
-    """Of the hardware: the GPU's, or the processor's, as its maker calls it."""
+    """Returns the hardware's name as its maker calls it: the GPU's, or the processor's."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -141,7 +141,7 @@ def cpu_name() -> str:
 
 
 def hardware_name(device: torch.device) -> str:
-    """What computes: the GPU's name, or the processor's and how many threads."""
+    """Returns what computes: the GPU's name, or the processor's and the number of threads."""
     name = device_name(device)
     return name if device.type == "cuda" else f"{name}, {torch.get_num_threads()} threads"
 

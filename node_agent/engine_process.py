@@ -137,7 +137,8 @@ class Loop:
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def serve(self, channel: Channel) -> None:
-        """Until the connection ends. What was in flight is cancelled then: nobody is left to read it."""
+        """Serves one API process until the connection ends or `stopping` says so. Then cancels all requests in flight:
+        nobody is left to read their tokens."""
         selector = selectors.DefaultSelector()
         selector.register(channel.socket, selectors.EVENT_READ)
         selector.register(self.wake.fd, selectors.EVENT_READ)
@@ -194,7 +195,8 @@ class Loop:
         return happened
 
     def _check_memory(self) -> None:
-        """Where nothing waits, now and then: it reads the whole table."""
+        """Checks and heals adapter memory once in CHECK_INTERVAL, while the engine is idle, for that reads the whole
+        table; logs what was damaged."""
         if self.engine.busy or time.monotonic() < self._check_at:
             return
         for line in heal(self.engine.store):
@@ -222,7 +224,8 @@ class Loop:
         return bool(selector.select(0))
 
     def _wait(self, channel: Channel, selector: selectors.BaseSelector) -> None:
-        """For a message, a load, a deadline, or the next picture."""
+        """Waits for a message, a load's wake-up, a request's deadline, or the time of the next snapshot. Checks adapter
+        memory before."""
         self._check_memory()
         until = min(self._stats_at, self.engine.next_deadline() or self._stats_at)
         write = selectors.EVENT_WRITE if channel.wants_write else 0

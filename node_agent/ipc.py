@@ -146,7 +146,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     """Of `prompt_tokens` those of running requests alone; `queued` is not told."""
 
     def running_ranks(self) -> list[tuple[int | None, int]]:
-        """Of each running request its adapter's slot, None for the base alone, and rank."""
+        """Returns, for each running request, its adapter's slot (None for the base alone) and rank."""
         slots = [slot if slot >= 0 else None for slot in self.batch_slots]
         return list(zip(slots, self.batch_ranks, strict=True))
 

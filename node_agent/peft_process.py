@@ -66,7 +66,8 @@ class PeftAlone:
         return found
 
     def generate(self, ids: list[int], count: int) -> list[int]:
-        """At most `count` tokens, greedily, by transformers' own loop; an end token is included."""
+        """Returns at most `count` generated tokens, chosen greedily by transformers' own loop; an end token is
+        included."""
         import torch
         from transformers import GenerationConfig
 

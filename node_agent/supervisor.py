@@ -201,7 +201,7 @@ class Signals:
         self._woken.close()
 
     def wait(self, seconds: float) -> None:
-        """Until a signal comes, or for so long."""
+        """Waits until a signal comes, `seconds` at most."""
         select.select([self._wake], [], [], seconds)
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(4096):
@@ -217,7 +217,8 @@ def _tend(children: list[Child]) -> float:
 
 
 def stop(children: list[Child], signals: Signals, grace: float) -> None:
-    """In order, the API process first: its streams need the engine. A second TERM or INT, or `grace`, cuts it short."""
+    """Stops the children in order, the API process first, for its streams need the engine. A second TERM or INT, or
+    `grace` seconds in all, cuts that short: what still runs is killed."""
     deadline = time.monotonic() + grace
     asked = signals.stop_requested
     for child in children:

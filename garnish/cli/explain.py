@@ -86,7 +86,7 @@ def _show(screen: Screen, placement: ExplainedPlacement) -> None:
 
 
 def in_words(candidate: Candidate, made: Decision) -> str:
-    """What a total is made of."""
+    """Returns the text that says, in milliseconds, what a candidate's total is made of."""
     there, told = candidate.running + candidate.queued + candidate.reserved, _milliseconds
     prefill, exposed, decode = candidate.prefill or 0.0, candidate.exposed_load or 0.0, candidate.decode or 0.0
     ttft, step = candidate.ttft or 0.0, candidate.step or 0.0

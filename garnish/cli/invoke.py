@@ -68,7 +68,7 @@ def _whole(client: Client, screen: Screen, name: str, prompt: Any, options: dict
 
 
 def _streamed(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> DoneEvent:
-    """With --json: one event per line."""
+    """Prints a streamed call's text as it comes, or one event per line with --json. Returns the last event."""
     from gateway.api.schema import TokenEvent
 
     for event in client.invoke(name, prompt, stream=True, **options):

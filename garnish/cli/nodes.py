@@ -193,7 +193,8 @@ def _move(
 
 
 def _first_tenant(function: str | None, url: str | None, state: Path) -> str | None:
-    """Whose function is meant where none is named, as in other commands: the state's first tenant's."""
+    """Returns the tenant that a `function` named without one belongs to: the first tenant in the state's credentials.
+    Returns None when no function is named, a URL is given, or the state has no credentials."""
     from garnish.credentials import FILE_NAME, read_credentials
 
     if function is None or url is not None or "GARNISH_URL" in os.environ:

@@ -24,7 +24,7 @@ TIER_NAMES = {DEVICE: "device", HOST: "host"}
 
 
 def record_of(node: SimulatedNode, now: float, seq: int) -> NodeRecord:
-    """What the node would tell now."""
+    """Returns the record that the node would send now."""
     profile = node.profile
     return NodeRecord(
         id=f"node-{node.index:04}",
@@ -63,12 +63,13 @@ def residents_of(node: SimulatedNode) -> list[Resident]:
 
 @cache
 def as_served(model: PerformanceModel, base: str) -> PerformanceModel:
-    """As a node of this base tells it: whatever it was measured on, that is what is simulated."""
+    """Returns the model as a node of `base` publishes it: whatever base it was measured on, `base` is what is
+    simulated."""
     return msgspec.structs.replace(model, key=msgspec.structs.replace(model.key, base=base))
 
 
 def _load(node: SimulatedNode, now: float) -> NodeLoad:
-    """What `load_of` makes of the node's record."""
+    """Returns what `load_of` would make of the node's record."""
     profile, running, queued = node.profile, node.running_mix, node.queued_mix
     bounded, block = profile.adapter_memory is not None, profile.block_tokens
     tpot = node.tightest_tpot()
@@ -109,7 +110,7 @@ class _Index(ResidentIndex):
         return {**self.everywhere, **found} if self.everywhere else found
 
     def tell(self, row: int, digest: str, tier: int, used: bool) -> None:
-        """Of one adapter, what `put` would say of it."""
+        """Takes in one adapter's tier and use on a node, as `put` would from the node's record."""
         self._place(row, digest, ABSENT if tier == self.everywhere.get(row) else tier, used)
 
 

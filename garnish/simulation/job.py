@@ -68,7 +68,8 @@ class Job:
 
     @property
     def due(self) -> float:
-        """When its first token is."""
+        """Returns when the first token is due: the promised TTFT, or USUAL_TTFT, after the arrival; simulated
+        seconds."""
         return self.at + (USUAL_TTFT if self.ttft_slo is None else self.ttft_slo)
 
     @property

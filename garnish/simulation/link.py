@@ -38,7 +38,8 @@ class SharedLink:
 
     @property
     def next(self) -> float:
-        """When the next mark is reached, if no transfer begins before."""
+        """Returns the time at which the next mark is reached, if no transfer begins before; infinite when there is
+        none."""
         if not self._marks:
             return inf
         return self._at + max(0.0, self._marks[0][0] - self._moved) * self._active / self.speed.bandwidth

@@ -79,7 +79,8 @@ class AdapterMemory:
         self.changed.add(digest)
 
     def keep_in_host(self, digest: str, size: int) -> None:
-        """Of an adapter that came from the store. What was used longest ago makes room."""
+        """Keeps an adapter that came from the store in host memory, and evicts the least recently used ones to make
+        room."""
         if self.host_bytes is None:
             return
         while self.host and self._host_used + size > self.host_bytes:

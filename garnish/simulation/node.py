@@ -120,7 +120,7 @@ class SimulatedNode:
         return self._contexts + self._steps_of_run(now) * self.decoding.rows
 
     def context(self, job: Job, now: float) -> int:
-        """Of one running request."""
+        """Returns the tokens of one running request that are computed, prompt and output."""
         return job.prompt + self.tokens(job, now) - (job.left or 1)
 
     def tokens(self, job: Job, now: float) -> int:
@@ -244,7 +244,8 @@ class SimulatedNode:
     # --- who is in the batch
 
     def _charge(self, now: float) -> None:
-        """For the tokens that were generated since it was done last: counters matter only while somebody waits."""
+        """Charges the tenants of running requests for the tokens generated since the last call; called only when the
+        virtual token counters are about to be read."""
         for job in self.running:
             self.queue.charge_tokens(job, self.tokens(job, now))
 

@@ -63,7 +63,7 @@ class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def profile_names() -> list[str]:
-    """Of the committed profiles."""
+    """Returns the names of the committed profiles."""
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 

@@ -36,7 +36,7 @@ class Plan:
         self._sweep: dict[int, float] = {}
 
     def told(self) -> dict[str, Any]:
-        """What is simulated."""
+        """Returns, for display, what is simulated: the trace, profile, policy, SLO and seed."""
         bounds = {name: getattr(self._slo, name) for name in ("ttft", "tpot", "tpt")}
         stated = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in bounds.items() if value is not None)
         return {

@@ -71,7 +71,8 @@ class Simulator:
             self.policy.attach(self.nodes, jobs)
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
-        """Until every request has ended. `progress` is told how many have been placed. Raises StuckError."""
+        """Runs the simulation until every request has ended. `progress` is told how many have been placed, at every
+        thousandth. Raises StuckError."""
         for i in range(len(self.nodes)):
             self._record_at(i, RECORD_INTERVAL * i / len(self.nodes))
         if isinstance(self.policy, Migrates):
@@ -155,7 +156,7 @@ class Simulator:
         return kv_tokens <= profile.kv_tokens and all(job.bytes <= size for size in bounds)
 
     def _request(self, job: Job) -> PlacementRequest:
-        """What the gateway knows of it."""
+        """Returns the placement request with what the gateway knows of the job."""
         expected = self.lengths.expected(job.tenant, job.digest or "", job.max_tokens)
         return PlacementRequest(
             id=str(job.number),

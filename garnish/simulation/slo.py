@@ -27,7 +27,7 @@ class Slo(msgspec.Struct, frozen=True):
     tpt: float | None = None
 
     def holds(self, job: Job, overhead: float) -> bool:
-        """Of a request that is done."""
+        """Returns whether a request that is done met the SLO; `overhead` (seconds) comes before its first token."""
         return self._hold(job.ttft + overhead, job.tpot, job.tpt + overhead / job.output)
 
     def attainable(self, job: Job, profile: NodeProfile) -> bool:
@@ -45,7 +45,8 @@ class Slo(msgspec.Struct, frozen=True):
 
     @property
     def per_token(self) -> float | None:
-        """What placement is told of the time between two tokens."""
+        """Returns the seconds between two tokens that placement is told as the promise: `tpot`, else `tpt`; None if
+        neither."""
         return self.tpot if self.tpot is not None else self.tpt
 
 

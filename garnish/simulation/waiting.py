@@ -17,11 +17,12 @@ class WaitingQueue:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[Job]:
-        """In the order in which they came."""
+        """Iterates over the waiting requests in the order in which they came."""
         return iter(list(self._jobs))
 
     def in_order(self) -> Iterator[Job]:
-        """As their turns come; those that are given may be taken out meanwhile."""
+        """Yields the waiting requests as their turns come; the caller may remove the ones it has been given
+        meanwhile."""
         return iter(self) if len(self._jobs) < 2 else in_fair_order(list(self._jobs), self.shares)
 
     def add(self, job: Job) -> None:

@@ -206,7 +206,7 @@ def _adapter_folders(service: ServiceFile) -> dict[str, Path]:
 
 
 def local_url(host: str, port: int) -> str:
-    """Where processes on this host reach a listener on `host`."""
+    """Returns the URL at which processes on this host reach a listener on `host`."""
     if host in ("0.0.0.0", "::"):  # noqa: S104  (a comparison: nothing is bound here)
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

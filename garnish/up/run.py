@@ -88,7 +88,8 @@ def _children(prepared: Prepared, ends: Ends) -> list[Child]:
 def _open(
     opening: Opening, children: Sequence[Child], ends: Ends, signals: Signals, prepared: Prepared, screen: Screen
 ) -> None:
-    """Until the functions are deployed, or someone asks to stop. Raises FrontDoorError when it can't be done."""
+    """Tends the processes until the functions are deployed, and greets; or until someone asks to stop. Raises
+    FrontDoorError when they can't be deployed, or a process can't start."""
     while opening.is_alive() and not signals.stop_requested:
         signals.wait(min(_tend(children), TICK))
         for child in children:

@@ -82,7 +82,8 @@ class DeviceRoom:
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
     def _victims(self, pages: int) -> Iterator[str] | None:
-        """What may be evicted, in the order of `choose_victim`; None if all of it does not make `pages` free."""
+        """Returns the adapters that may be evicted, in the order of `choose_victim`. Returns None when evicting all of
+        them does not make `pages` free, or when there are none and no slot is free."""
         may_go = [digest for digest, entry in self.adapters.items() if entry.idle and digest not in self.pinned]
         if pages > self.pool.pages.free + sum(len(self.adapters[digest].pages) for digest in may_go):
             return None

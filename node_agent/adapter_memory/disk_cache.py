@@ -158,7 +158,8 @@ class DiskCache:
         return here[::-1]
 
     def writer(self, header: ArtifactHeader) -> CacheWriter | None:
-        """Where to write an artifact that is being read; None when it is kept already or can't be."""
+        """Returns a writer for an artifact that is being read, and evicts files to make room for it. Returns None when
+        the artifact is kept already, is larger than the cache or has no bytes, or when other writers hold the room."""
         size = max((block.offset + block.size for block in header.layers), default=0)
         name = self._name(header.digest)
         if not NAME.fullmatch(name) or size > self.limit or not any(block.size for block in header.layers):

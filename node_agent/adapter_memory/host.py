@@ -119,8 +119,8 @@ class HostTier:
         host.holds -= 1
 
     def bytes_awaited(self, elsewhere: Container[str]) -> int:
-        """Of adapters that queued requests wait for, but for those that are `elsewhere`. Of one whose header is still
-        being read nothing is known."""
+        """Returns the bytes of adapters that queued requests wait for, except those `elsewhere`, those that failed and
+        those whose header is still being read."""
         hosts = (self._all.get(digest) for digest in self._waiters if digest not in elsewhere)
         return sum(
             host.layout.live for host in hosts if host is not None and host.layout is not None and not host.failed

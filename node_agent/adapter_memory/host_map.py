@@ -93,7 +93,7 @@ class SharedTable:
 
 
 def export(memory: HostMemory, table: SharedTable) -> HostMap:
-    """What `attach` needs in another process."""
+    """Returns what `attach` needs in another process."""
     pool, shape = memory.pool, table.shape
     dtype = str(pool.data.dtype).removeprefix("torch.")
     return HostMap(memory.fd, pool.data.nbytes, pool.page_size, dtype, table.fd, shape.slots, shape.layers, shape.rows)

@@ -24,7 +24,8 @@ class HostMemory:
     """
 
     def __init__(self, size: int, page_size: int, dtype: torch.dtype, pinned: bool) -> None:
-        """As many whole pages as `size` bytes hold. Raises ValueError when the host has not that much memory."""
+        """Reserves as many whole pages as `size` bytes hold. Raises ValueError when the host has not that much
+        memory."""
         whole = size // page_size * page_size
         self.fd = os.memfd_create("garnish-adapters", os.MFD_CLOEXEC)
         self._pinned: Pinned | None = None

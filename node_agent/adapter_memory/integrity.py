@@ -28,8 +28,8 @@ def check_memory(store: AdapterStore) -> list[str]:
 
 
 def heal(store: AdapterStore) -> list[str]:
-    """What `check_memory` finds. An adapter whose part of a table is wrong and that nobody uses leaves that tier, so
-    that the next request for it loads it anew."""
+    """Returns what `check_memory` finds. Drops an adapter whose part of a table is wrong from that tier, if nobody uses
+    it, so that the next request for it loads it anew."""
     found = check_memory(store)
     for digest in [d for d in store.device if any(line.startswith(f"adapter {d},") for line in found)]:
         store.discard(digest)

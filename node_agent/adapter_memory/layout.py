@@ -128,7 +128,8 @@ class _Cursor:
 
 
 def lay_out(header: ArtifactHeader, base: BaseModel, itemsize: int, page_units: int) -> AdapterLayout:
-    """Where every row goes for weights of `itemsize` bytes. Raises ValueError when the header is not of this base."""
+    """Returns where every row goes for weights of `itemsize` bytes. Raises ValueError when the header is not of this
+    base."""
     if len(header.layers) != base.num_layers:
         raise ValueError(f"artifact has {len(header.layers)} layers, the base has {base.num_layers}")
     cursor, live = _Cursor(page_units), 0
@@ -157,7 +158,7 @@ def lay_out(header: ArtifactHeader, base: BaseModel, itemsize: int, page_units: 
 def lay_out_uniform(
     base: BaseModel, rank: int, projections: Sequence[int], itemsize: int, page_units: int
 ) -> AdapterLayout:
-    """Of an adapter that has the same rank on these projections of every layer."""
+    """Returns the layout of an adapter that has the same rank on these projections of every layer."""
     pairs = tuple(Pair(projection, rank, 1.0, 0, 0) for projection in projections)
     layers = (LayerBlock(0, 0, "", pairs),) * base.num_layers
     return lay_out(ArtifactHeader(FORMAT_VERSION, "", base.fingerprint, "float32", layers), base, itemsize, page_units)

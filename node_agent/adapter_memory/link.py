@@ -55,7 +55,7 @@ class Flow:
         self.link.wait(transfer)
 
     def close(self) -> None:
-        """What has not arrived never will; the other flows have its share."""
+        """Takes the flow off the link: what has not arrived never will, and the other flows have its share."""
         self.link.leave(self)
 
 
@@ -130,7 +130,7 @@ class Link:
             self._changed.notify_all()
 
     def arrival(self, transfer: Transfer) -> float:
-        """When it has arrived, or will have if no other flow joins or leaves; by the clock."""
+        """Returns when the transfer has arrived, or will if no other flow joins or leaves; in seconds of the clock."""
         with self._changed:
             self._advance(self.clock())
             return self._arrival(transfer)

@@ -74,7 +74,8 @@ class Loader:
         self._copying.add(job)
 
     def set_order(self, states: CopyStates, order: Sequence[int]) -> None:
-        """From now on, of the layers that wait in host memory the first in `order` is copied next."""
+        """Makes the copy take the layers that wait in host memory by `order` from now on. Raises ValueError unless
+        `order` names each layer once."""
         if sorted(order) != list(range(len(states.layers))):
             raise ValueError(f"an order of {len(states.layers)} layers names each of them once, not {list(order)}")
         with self._copying.changed:

@@ -27,7 +27,7 @@ class Job(Protocol):
         """The next piece of work, or None when there is none yet. Must not raise, nor must the work."""
 
     def due(self) -> float | None:
-        """When `take` should be asked again without a `wake` (monotonic seconds), or None."""
+        """Returns the time at which `take` should be asked again without a `wake` (monotonic seconds), or None."""
 
 
 class LoaderThreads:

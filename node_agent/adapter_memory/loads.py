@@ -64,7 +64,8 @@ class HostAdapter:
     """`failed` because nobody wanted it any more"""
 
     def bytes_left(self, upto: int) -> int:
-        """Of layers 0..upto, as the store has them, that have not arrived."""
+        """Returns the bytes of layers 0..upto, as the artifact has them, that have not arrived; 0 while the header is
+        not read."""
         if self.header is None or not self.here:
             return 0
         return sum(
@@ -82,7 +83,8 @@ class HostAdapter:
 
     @property
     def nearly_done(self) -> bool:
-        """By bytes that have arrived."""
+        """Returns whether no more than NEARLY_DONE of the bytes are still to come; False while the header is not
+        read."""
         if self.header is None or not self.here:
             return False
         return self.bytes_left(len(self.here)) <= NEARLY_DONE * sum(block.size for block in self.header.layers)
@@ -149,7 +151,7 @@ class DeviceAdapter:
 
     @property
     def bytes_left(self) -> int:
-        """Of layers that are not on the device."""
+        """Returns the bytes of the layers that are not on the device."""
         return sum(
             (span.end - span.begin) * ROW_ALIGN
             for spans, state in zip(self.layout.spans, self.copy.layers, strict=True)

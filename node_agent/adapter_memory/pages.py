@@ -62,7 +62,7 @@ class PageMap:
             heapq.heappush(self._free, page)
 
     def problems(self) -> list[str]:
-        """What is wrong with the map itself; empty when each page is either free or owned."""
+        """Returns what is wrong with the map itself; empty when each page is either free or owned."""
         free = set(self._free)
         found = [] if len(free) == len(self._free) else ["a page is free twice"]
         for page, owner in enumerate(self.owner):

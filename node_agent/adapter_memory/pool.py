@@ -46,7 +46,8 @@ class Pool:
 
 
 def device_pool(size: int, page_size: int, device: torch.device, dtype: torch.dtype) -> Pool:
-    """As many whole pages as `size` bytes hold. Raises ValueError when the AdapterTable's offsets do not reach them."""
+    """Allocates as many whole pages as `size` bytes hold. Raises ValueError when the AdapterTable's offsets can't reach
+    them."""
     if size // ROW_ALIGN >= 1 << 31:
         raise ValueError(
             f"adapter_memory: {size} bytes are more than the {(1 << 31) * ROW_ALIGN} that can be addressed"

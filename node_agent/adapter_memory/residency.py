@@ -36,7 +36,7 @@ def adapter_states(store: AdapterStore) -> AdapterStates:
 
 
 def tier_of(store: AdapterStore, digest: str) -> HeldTier:
-    """Where all of the adapter is: device, host, disk or absent."""
+    """Returns the tier that holds all of the adapter: device, host or disk; absent when none does."""
     if store.ready(digest):
         return "device"
     host = store.hosts.get(digest)

@@ -145,7 +145,8 @@ class AdapterStore:
         return self.ready(lease.digest)
 
     def source(self, lease: Lease) -> str:
-        """Where an adapter that is not loaded comes from: host, disk or absent."""
+        """Returns the tier from which the load of a leased adapter brings it: host, disk, or absent (the object
+        store)."""
         entry = self.device[lease.digest]
         return "host" if entry.host.complete and entry.began > entry.host.began else entry.host.origin
 
@@ -154,7 +155,7 @@ class AdapterStore:
         return self.device[lease.digest].load_seconds
 
     def arrived(self, lease: Lease) -> float:
-        """When its last layer reached the device; monotonic seconds, 0 while its load goes on."""
+        """Returns when the adapter's last layer reached the device, in monotonic seconds; 0 while its load goes on."""
         return self.device[lease.digest].copy.arrived
 
     def fetch_seconds(self, lease: Lease) -> float:
@@ -181,7 +182,8 @@ class AdapterStore:
         return LoadFailed(entry.copy.failed, entry.host.damaged) if entry.copy.failed else None
 
     def set_order(self, lease: Lease, layers: Sequence[int]) -> None:
-        """In which order its layers go to the device, as far as they are in host memory; ascending unless it is set.
+        """Sets the order in which the adapter's layers go to the device, as far as they are in host memory; it is
+        ascending otherwise.
 
         Raises ValueError unless `layers` names each layer once.
         """
@@ -207,7 +209,8 @@ class AdapterStore:
             event.wait()
 
     def weights(self, lease: Lease) -> AdapterWeights:
-        """By layer. One that is not on the device yet raises RuntimeError when it is asked for."""
+        """Returns the adapter's weights by layer. Asking for a layer that is not on the device yet raises
+        RuntimeError."""
         return self.device[lease.digest].weights or ArrivingWeights(
             self.base.num_layers, partial(self.layer_weights, lease)
         )
@@ -216,7 +219,7 @@ class AdapterStore:
 
     @property
     def host_map(self) -> HostMap:
-        """What another process needs to read host memory."""
+        """Returns what another process needs to read host memory."""
         return export(self.host_memory, self.host_table)
 
     def hold_host(self, lease: Lease) -> HostHold | None:

@@ -122,7 +122,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, gateway_url: str) -> str:
-    """Where the gateway finds this node. A listener on all addresses is announced by the one that faces the gateway."""
+    """Returns the URL at which the gateway finds this node. A listener on all addresses is announced by the one that
+    faces the gateway."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         host = _address_towards(gateway_url)

@@ -88,7 +88,8 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """What is left when no more tokens will come: half a character shows as a replacement character."""
+        """Returns the text that is left when no more tokens will come; half a character becomes a replacement
+        character."""
         text = self._tokens.decode(self._window)
         piece = text[self._emitted :]
         self._emitted = len(text)

@@ -52,7 +52,8 @@ class Generate:
             self._registry.cancel(entry)
 
     async def _resume(self, reply: Reply, generated: list[int]) -> None:
-        """In parts, for other streams' tokens are not to wait for a long text."""
+        """Takes in the tokens that another node generated, in parts, so that other streams' tokens need not wait for a
+        long text."""
         for begin in range(0, len(generated), RESUMED_AT_ONCE):
             reply.resume(generated[begin : begin + RESUMED_AT_ONCE])
             await asyncio.sleep(0)

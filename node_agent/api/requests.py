@@ -80,7 +80,8 @@ class InFlight:
         self._cancelled = False
 
     async def events(self) -> list[RequestEvent]:
-        """What came since the last call, at least one. Raises Ended. Bounded by the registry's own timer."""
+        """Waits for at least one event since the last call and returns all of them; the registry's own timer bounds the
+        wait. Raises Ended once the request has ended and its last event was returned."""
         await self._wakeup.wait()
         self._wakeup.clear()
         if self._events:
@@ -231,7 +232,9 @@ class RequestRegistry:
         self._fail_all()
 
     def engine_silent(self, seconds: float) -> None:
-        """For so long its heartbeat is overdue; 0: it beats. One that goes on later finds what failed cancelled."""
+        """Takes in for how many seconds the engine's heartbeat is overdue; 0 when it is not. From SILENT_S on the
+        engine counts as standing still. From FAILED_S on all requests in flight fail; they are cancelled, too, for an
+        engine that goes on later."""
         if self.ready is None:
             return
         stands_still = f"the engine has stood still for {seconds:.0f} s" if seconds >= SILENT_S else ""
@@ -340,10 +343,11 @@ class RequestRegistry:
         return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
     def news(self, known: int) -> News:
-        """What the gateway is to be told. `known`: number of the last change that it has taken in, or WHOLE."""
+        """Returns what the gateway is to be told. `known`: the number of the last change that it has taken in, or
+        WHOLE."""
         return self._log.news(self.record(), self._stats.residents if self._stats else _NONE, known)
 
     def all_news(self) -> News:
-        """As `news`, for somebody else, who knows nothing."""
+        """Returns all that there is to tell of this node, for a reader that knows nothing of it yet."""
         record = self.record()
         return whole(record, self._stats.residents if self._stats else _NONE, self._log.at)

@@ -21,7 +21,8 @@ class ResidencyLog:
         """By digest, in the order of the numbers. Adapters that are gone stay until the gateway knows."""
 
     def news(self, record: NodeRecord, residents: Sequence[Resident], known: int) -> News:
-        """What the gateway has to be told now. `known`: number of the last change that it has taken in, or WHOLE."""
+        """Returns what the gateway has to be told now. `known`: the number of the last change that it has taken in, or
+        WHOLE."""
         self._note(facts_of(record), residents)
         if known == WHOLE:
             return News(heartbeat_of(record), self._facts, Changes(WHOLE, self.at, list(residents)))

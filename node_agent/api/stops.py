@@ -41,7 +41,7 @@ class StopMatcher:
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """What was held back, once no more text will come."""
+        """Returns the text that was held back, once no more will come, and resets the matcher."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held

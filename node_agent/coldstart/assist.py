@@ -24,7 +24,8 @@ class Assist:
         self._ended: list[tuple[HostHold, PassHandoffs]] = []
 
     def begin(self, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
-        """For one pass. None when no worker is there, or the adapter is not in host memory (any more)."""
+        """Begins the assisted part of one cold pass. Returns None when no worker is there or can be given the pass, or
+        the adapter is not in host memory (any more)."""
         if not self.workers.usable:
             return None
         hold = self.store.hold_host(lease)

@@ -99,7 +99,8 @@ class ColdStarts:
         return replace(plan, name="pipeline", assisted=0)
 
     def warm_seconds(self, tokens: int, layers: int) -> float:
-        """Of so many layers of a chunk of `tokens` whose weights are there; 0 without a profile."""
+        """Returns the seconds for `layers` layers of a chunk of `tokens` whose weights are on the device; 0 without a
+        profile."""
         return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
     def observe(self, lease: Lease, outcome: Outcome) -> None:
@@ -155,7 +156,8 @@ class ColdStarts:
         return bool(plan.cpu_extra[layer] < left)
 
     def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
-        """What each layer of the chunk costs, as the profile has it, with the link shared as it is now."""
+        """Returns what each layer of the chunk costs by the profile, corrected by what was observed lately and with the
+        link shared as it is now."""
         layout = self.store.layout(lease)
         device = profile.layer_seconds(n_tokens)
         per_byte = max(1, self.store.loads_in_flight) * self.link.value / profile.link.bandwidth
@@ -182,7 +184,8 @@ class ColdStarts:
     def _beside(
         self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int, device: float
     ) -> list[tuple[float, float]]:
-        """For each projection group: seconds of the workers, and of the base's product beside which they compute."""
+        """Returns, for each projection group, the seconds that a worker takes for its slice and those of the base's
+        product beside it."""
         assert self.workers is not None
         found = []
         for group, elements in group_elements(layout, layer, self.base).items():

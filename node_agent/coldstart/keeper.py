@@ -91,7 +91,7 @@ class Keeper:
         return [worker for worker in found if worker is not None and worker.ready is not None and not worker.ended]
 
     def wait_ready(self, count: int, timeout: float) -> int:
-        """Until `count` workers are warm, or the time has passed. Returns how many are."""
+        """Waits until `count` workers are warm, or `timeout` seconds have passed. Returns how many are warm."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.workers) >= count, timeout)
             return len(self.workers)

@@ -66,7 +66,7 @@ def forecast(costs: ChunkCosts) -> np.ndarray:
 
 
 def wait_seconds(costs: ChunkCosts) -> float:
-    """Until the whole adapter has arrived and the chunk is computed."""
+    """Returns the seconds until the chunk is computed when the pass waits for the whole adapter first."""
     link = costs.latency if costs.load.any() else 0.0
     for i in range(len(costs.load)):
         link = max(link, float(costs.in_host[i])) + float(costs.load[i])

@@ -86,7 +86,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.cpu.fixed + elements * (self.cpu.per_element + tokens * self.cpu.per_product)
 
     def crossing_seconds(self, handed: int, answered: int) -> float:
-        """For so many bytes to the workers and back, beside no product. 0 where they share the device's memory."""
+        """Returns the seconds for `handed` bytes to the workers and `answered` bytes back, beside no product; 0 where
+        workers share the device's memory."""
         if self.handoff is None:
             return 0.0
         return self.handoff.latency + handed / self.handoff.bandwidth + answered / self.link.bandwidth

@@ -91,7 +91,8 @@ def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, th
 
 
 def make_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: Sequence[int]) -> WorkerPool:
-    """For the device on which the store's adapters are. Raises ValueError."""
+    """Makes the pool of workers for the device on which the store's adapters are. Raises ValueError; on a CPU also
+    UnsupportedMachine."""
     device, dtype = store.pool.data.device, DTYPES.index(store.pool.data.dtype)
     if device.type == "cpu":
         layout = Layout(HANDOFF_SLOTS, len(cores), config.chunk_tokens, base.widths, dtype)
@@ -151,7 +152,8 @@ def use_profile(engine: Engine, config: EngineConfig, base: BaseModel, workers: 
 
 
 def _keep(profile: Profile, file: Path | None) -> None:
-    """For the next start, which measures again what is not kept: it serves no worse for that."""
+    """Writes the profile for the next start, where it has a file; logs a failure, after which the next start measures
+    again."""
     if file is None:
         return
     try:

@@ -91,7 +91,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def commands(self) -> int:
-        """To each worker, in all slots; the first of a slot is slot * steps."""
+        """Returns how many commands each worker has, over all slots; those of a slot begin at slot * steps."""
         return self.slots * self.steps
 
     @property
@@ -168,7 +168,7 @@ class HandoffMemory:
         return Command._make(_COMMAND.unpack_from(self._bytes, self._commands[at][worker]))
 
     def command_value(self, at: int, worker: int) -> int:
-        """What the command flag holds now; no order is promised."""
+        """Returns what the command flag holds now, without any promise of memory order."""
         value: int = _WORD.unpack_from(self._bytes, self.command_flags[at][worker] - self.armed)[0]
         return value
 

@@ -78,7 +78,7 @@ class StreamPool(WorkerPool):
         return StreamPass(self, self._free.pop()) if self._free else None
 
     def disarm(self) -> None:
-        """As soon as the device has signalled all that is enqueued so far."""
+        """Disarms the workers once the device has signalled all that is enqueued so far."""
         self._disarming.append(record_event(self.device))
         self.poll()
 

@@ -82,12 +82,14 @@ class WorkerPool:
         self._keeper.start()
 
     def wait_ready(self, timeout: float, count: int | None = None) -> int:
-        """Until all (or `count`) workers are warm, or `timeout` seconds. Returns how many are."""
+        """Waits until all (or `count`) workers are warm, or `timeout` seconds have passed. Returns how many are
+        warm."""
         return self._keeper.wait_ready(len(self._cores) if count is None else count, timeout)
 
     @property
     def other_cores(self) -> set[int]:
-        """Where an engine should stay while there are workers."""
+        """Returns the cores on which an engine should stay while there are workers: all that are not the workers'; all
+        where those are none."""
         return self.all_cores - set(self._cores) or self.all_cores
 
     @property
@@ -96,7 +98,7 @@ class WorkerPool:
         return sum(not worker.late for worker in self._keeper.workers)
 
     def pids(self) -> list[int]:
-        """Of the workers that are warm."""
+        """Returns the process ids of the workers that are warm."""
         return [worker.process.pid for worker in self._keeper.workers]
 
     def arm(self) -> None:
@@ -136,7 +138,7 @@ class WorkerPool:
         return Handoff(self, slot, parts, () if group is None else self.memory.y(slot, tokens, self._widths(code)))
 
     def begin_pass(self) -> PassHandoffs | None:
-        """What one cold pass hands over to the workers; None when it can't."""
+        """Opens the handoffs of one cold pass; a subclass may return None, when no slot is free."""
         return HostPass(self)
 
     def poll(self) -> None:
@@ -191,7 +193,8 @@ class WorkerPool:
         return free[:most] if free else sorted(able, key=lambda worker: worker.commands)[:most]
 
     def write(self, at: int, worker: WorkerState, command: tuple[int, int, int, int, int, int, int]) -> Part:
-        """What the worker is to do once its command flag `at` has the part's value."""
+        """Writes the command that the worker carries out once its command flag `at` has the part's value; leaves the
+        flag to the caller."""
         self._sequence += 1
         value = flag_value(worker.epoch, self._sequence)
         self.memory.write_command(at, worker.index, (value, *command))
@@ -260,7 +263,7 @@ class PassHandoffs(Protocol):
         """A worker did not answer a handoff; on a device with a stream it is certain once the pass has ended there."""
 
     def open(self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int) -> Any:
-        """As WorkerPool.open: a handoff with `wait`, `outputs` and `close`."""
+        """Does what `WorkerPool.open` does: returns a handoff with `wait`, `outputs` and `close`, or None."""
 
     def end(self) -> None:
         """The pass opens no more."""
@@ -303,7 +306,8 @@ class Handoff:
         self._open = True
 
     def wait(self, timeout: float = WAIT_LIMIT_S) -> bool:
-        """Until all slices are there, `timeout` seconds at most; False, at once, when a worker has ended."""
+        """Waits until all slices have arrived, `timeout` seconds at most. Returns False when they have not; at once
+        when a worker has ended. Later calls return the same."""
         if self._arrived is None:
             end_ns = time.monotonic_ns() + int(timeout * 1e9)
             self._arrived = all(self._pool._await(part, end_ns) for part in self._parts)

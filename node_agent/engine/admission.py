@@ -191,7 +191,8 @@ class Admission:
         return found
 
     def _make_adapter_room(self, adapter: Adapter) -> bool:
-        """Of adapters that best-effort requests alone use. False: theirs would not do, and stays."""
+        """Makes room on the device by preempting best-effort requests whose adapters nobody else uses. Returns False,
+        and preempts none, when their room would not do."""
         lenders = choose_lenders(self._running, lambda digests: self.store.fits_without(adapter, digests))
         self._give_up(lenders or ())
         return lenders is not None

@@ -44,8 +44,8 @@ class HotPasses:
         """elsewhere a pass is enqueued as a whole"""
 
     def compute(self, rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
-        """As many of the rows as there has been memory for lately; the first `n_decode` decode. Where there is too
-        little even so, the next passes are smaller."""
+        """Computes as many of the rows as lately fitted in memory; the first `n_decode` are decode steps. Returns
+        OutOfMemory, and makes the next passes smaller, when even these did not fit."""
         rows, n_decode = self._size.cut(rows, n_decode)
         begun = time.perf_counter()
         output = unless_out_of_memory(lambda: self.forward(rows, n_decode))

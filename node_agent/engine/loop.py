@@ -153,11 +153,12 @@ class Engine:
             self._finish(computed.rows[0].request, "error", "unavailable", text)
 
     def _blocked(self) -> bool:
-        """In the baseline that computes nothing while an adapter loads."""
+        """Returns whether the engine computes nothing now: in the baseline that stands still while a running request's
+        adapter loads."""
         return self.cold_start.way.blocks and any(not self._is_loaded(r) for r in self.running.values())
 
     def take_events(self) -> list[EngineEvent]:
-        """What has happened since the last call, in order."""
+        """Returns the events since the last call, in order."""
         events, self._events = self._events, []
         return [*events, *self.orders.answers()]
 
@@ -305,7 +306,8 @@ class Engine:
         return batch, None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
 
     def _book(self, rows: list[Row], output: StepOutput) -> None:
-        """What a finished pass means for its requests, but for those that end with what is booked of it first."""
+        """Books what a finished pass computed: prompt scores, computed tokens, new tokens. A request that ended before,
+        or ends by its prompt scores, gets no new token."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
         wanted = [row for row in rows if row.wants_logits]

@@ -12,8 +12,8 @@ SCORES_PER_EVENT = 256
 
 
 def split_scores(rows: list[Row], scores: list[ScoredToken]) -> list[tuple[Request, range, list[ScoredToken]]]:
-    """Of each row that has some: its request, the places of the prompt's tokens, their scores. To be called before
-    `computed` moves on, for rows tell their places by it."""
+    """Returns, for each row that has prompt scores, the request, the places of the prompt's tokens, and their scores.
+    Must be called before `computed` moves on, for rows tell their places by it."""
     found: list[tuple[Request, range, list[ScoredToken]]] = []
     begin = 0
     for row in rows if scores else ():

@@ -100,7 +100,8 @@ class Request:
 
     @property
     def due(self) -> float:
-        """When its first token is; monotonic seconds."""
+        """Returns when the first token is due: the promised TTFT, or USUAL_TTFT, after the arrival; monotonic
+        seconds."""
         return self.arrived + (USUAL_TTFT if self.ttft is None else self.ttft)
 
     @property

@@ -101,7 +101,7 @@ class Reserves:
         return not all(map(self.light, self._queue.tenants))
 
     def equal_share(self, request: Request) -> Room:
-        """Of all rows and blocks, among the request's tenant and those that have some."""
+        """Returns an equal part of all rows and blocks: shared among the request's tenant and those that have rows."""
         tenants = len({request.tenant, *(tenant for tenant, rows in self._tenants.items() if rows)})
         return Room(max(1, self._all.rows // tenants), self._all.blocks // tenants)
 
@@ -119,8 +119,8 @@ class Reserves:
         return Room(max(0, self._rows - self._strict_rows), max(0, self.most_blocks - self._strict_blocks))
 
     def kept_from(self, request: Request) -> Room:
-        """What the request must leave free. Nothing while only strict requests run: it may need more than what is not
-        kept, and would wait for ever."""
+        """Returns the room that the request must leave free: none for a strict request, and none while only strict ones
+        run, for it may need more than what is not kept, and would wait for ever."""
         if request.slo_class == "strict" or not self._others:
             return Room(0, 0)
         strict = self.for_strict()

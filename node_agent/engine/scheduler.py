@@ -41,7 +41,7 @@ class Scheduler:
         self._running, self._blocks, self._store = running, blocks, store
 
     def reserves(self, max_rows: int) -> Reserves:
-        """What each request must leave free now."""
+        """Returns what each request must leave free now."""
         return Reserves(self.callers, self.queue, self._running.values(), max_rows, self._blocks.total)
 
     def admit(self, max_rows: int, preempt: Callable[[Request], None]) -> Admission:

@@ -16,7 +16,7 @@ from node_agent.ipc import Stats
 
 
 def stats_of(engine: Engine) -> Stats:
-    """As it is between two calls."""
+    """Returns a snapshot of the engine, as it is between two iterations."""
     running, queue, store, drift = list(engine.running.values()), engine.queue, engine.store, engine.drift
     tightest = tightest_tpot(
         (r.tpot for r in [*queue, *running] if r.tpot is not None), drift.published if drift else None

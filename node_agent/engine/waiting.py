@@ -24,7 +24,7 @@ class WaitingQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order in which they came."""
+        """Iterates over the waiting requests in the order in which they came."""
         return iter(list(self._requests.values()))
 
     def get(self, request_id: str) -> Request | None:
@@ -50,7 +50,8 @@ class WaitingQueue:
         return self._queue_shares.count(tenant)
 
     def in_order(self) -> Iterator[Request]:
-        """As their turns come; whom the caller takes out meanwhile it has been given."""
+        """Yields the waiting requests as their turns come, by the virtual token counters; the caller may remove those
+        it was given."""
         return in_fair_order(self._requests.values(), self.shares)
 
     @property
@@ -58,8 +59,9 @@ class WaitingQueue:
         return len(self._requests) >= self.limit
 
     def gives_way(self, newcomer: Request) -> Request | None:
-        """Of a full queue, who has to go for the newcomer: for a strict one the newest of best effort, whose ever it
-        is; else the newest of the tenant with most waiting. None: the newcomer itself has to."""
+        """Returns the request that gives its place in a full queue to the newcomer: for a strict one the newest
+        best-effort request, whoever's; else the newest of the tenant with most waiting for its weight, if that is more
+        than the newcomer's. Requests that have begun to answer stay. Returns None when the newcomer has to go."""
         crowded = self._queue_shares.gives_way(newcomer.tenant, newcomer.weight)
         # Who has begun to answer must not be sent away.
         going = [r for r in self._requests.values() if not r.generated]

@@ -56,7 +56,7 @@ class Factor:
         return True
 
     def ratios(self) -> list[float]:
-        """Of the passes that count: observed / forecast, by the factor as it is."""
+        """Returns observed / forecast of the remembered passes, where forecast includes the factor as it is now."""
         return [ratio / self.value for ratio in self._ratios]
 
 

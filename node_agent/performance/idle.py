@@ -119,7 +119,8 @@ class IdleMeasurement:
         self.engine.measuring = min(1.0, round(max(by_passes, self._worked / BUDGET_S), 2))
 
     def _begin_fit(self) -> None:
-        """In a thread of its own: it takes longer than a call may wait."""
+        """Starts the fit of the model in a thread of its own: it takes longer than a call may wait. If too few cases
+        were measured, counts it as a failed try."""
         try:
             sweep = sweep_of(self._runs, max(1, len(self._cases)), FASTEST)
         except SweepTooSlow as error:
@@ -153,7 +154,8 @@ class IdleMeasurement:
         return sum(len(of_case) for of_case in self._runs.values())
 
     def _fail(self, reason: str) -> None:
-        """What was timed stays: with more repeats what has disturbed a few counts for less."""
+        """Plans another try, or gives up after the last one. What was timed stays: with more repeats a few disturbed
+        passes count for less."""
         self._tries_left -= 1
         self._begin_at, self._worked = time.monotonic() + PAUSE_S, 0.0
         self._begin_rounds()

@@ -20,8 +20,8 @@ ROUNDS = 3
 
 
 def store_transfer(measured: Transfer | None, link: LinkConfig | None) -> Transfer:
-    """What a node publishes: what it measured, with a simulated link's cost beside it; the link's alone, or what is
-    assumed, where nothing could be measured."""
+    """Returns what a node publishes as the cost of the store: what it measured plus a simulated link's cost; the link's
+    alone, or what is assumed, where nothing could be measured."""
     if link is None:
         return measured or ASSUMED.from_store
     if measured is None:

@@ -75,7 +75,8 @@ def performance_file(profile: str) -> Path:
 
 
 def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bool:
-    """At the node's start. False: there is no stored model that fits here, and the node publishes none."""
+    """Publishes the stored model that fits here, at the node's start. Returns False when there is none: the node then
+    publishes no model."""
     file = performance_file(config.profile) if config.profile else None
     profile = _stored(file, model_key(engine, base))
     if profile is None:
@@ -85,7 +86,7 @@ def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bo
 
 
 def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, costs: ColdCosts) -> None:
-    """From now on the engine goes by the profile, and its node's records hold it."""
+    """Makes the engine go by the profile from now on; the records of its node hold it, too."""
     # the links are measured with cold starts, and may be others than when the profile was made
     to_device, exposed = costs
     from_store = store_transfer(profile.from_store, config.store_link)
@@ -151,8 +152,8 @@ def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
 
 
 def exposed_share(profile: Profile, way: Way, engine: Engine, base: BaseModel) -> float:
-    """What a cold request waits beyond a warm one's prefill, as a share of the load alone on its link, as the planner
-    forecasts it without CPU workers: the median over ranks and prompt lengths."""
+    """Returns what a cold request waits beyond a warm one's prefill, as a share (1 at most) of the load alone on its
+    link, by the planner's forecast without CPU workers: the median over ranks and prompt lengths."""
     plans = tuple(plan for plan in way.plans if plan != "assist")
     layers = base.num_layers
     shares = []

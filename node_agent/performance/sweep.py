@@ -124,8 +124,8 @@ def passes(cases: Sequence[Case], rounds: int) -> list[Case]:
 
 
 def sweep_of(runs: Mapping[Case, list[Run]], cases: int, fastest: float = 1.0) -> Sweep:
-    """What counts of the passes of each case: not the first, and of the rest the `fastest` share. Raises SweepTooSlow
-    if not even half of so many cases have any."""
+    """Returns the passes of each case that count: not the first, unless it is the only one, and of the rest the
+    `fastest` share. Raises SweepTooSlow when fewer than half of `cases` have any."""
     if len(runs) < cases / 2:
         raise SweepTooSlow(f"{len(runs)} of {cases} passes took all the time that was given")
     found = Sweep()
@@ -203,7 +203,7 @@ def lent_adapters(
 
 
 def made_up_layout(store: AdapterStore, base: BaseModel, rank: int) -> AdapterLayout:
-    """Of an adapter that adapts q, k and v in every layer."""
+    """Returns the layout of an adapter that adapts TARGETS in every layer, with `rank`."""
     return lay_out_uniform(base, rank, TARGETS, store.pool.data.element_size(), store.pool.page_units)
 
 

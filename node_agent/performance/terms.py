@@ -9,7 +9,8 @@ from node_agent.engine.batch import Row
 
 
 def decode_sample(rows: Sequence[Row], seconds: float) -> DecodeSample:
-    """Of a pass in which every row decodes. Contexts are those that are in the cache when it begins."""
+    """Returns the sample of a pass in which every row is a decode step. Contexts are the tokens in the cache when it
+    begins."""
     ranks = [_rank(row) for row in rows]
     by_slot = {row.request.lease.slot: rank for row, rank in zip(rows, ranks, strict=True) if row.request.lease}
     return DecodeSample(
@@ -23,8 +24,8 @@ def decode_sample(rows: Sequence[Row], seconds: float) -> DecodeSample:
 
 
 def prefill_sample(rows: Sequence[Row], seconds: float) -> PrefillSample:
-    """Of a pass over prompts alone. A chunk behind others has the square of where it ends less that of where it
-    begins, so that a prompt's chunks have the square of the prompt."""
+    """Returns the sample of a pass over prompts alone. A chunk behind others has the square of where it ends less that
+    of where it begins, so that a prompt's chunks have the square of the prompt."""
     ends = [(row.request.computed, row.request.computed + row.length) for row in rows]
     return PrefillSample(
         tokens=sum(row.length for row in rows),

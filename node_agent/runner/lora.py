@@ -24,7 +24,7 @@ for ranks of 64; at rank 8 the operator stays ahead for twice as long)."""
 
 
 def table_views(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> list[dict[str, GroupView]]:
-    """What the operations read, per layer and projection group."""
+    """Returns the views of the table that the operations read, per layer and projection group."""
     tensors = (pool, table.rank, table.scale, table.first, table.row_offset)
     return [
         {group: group_view(*tensors, layer, members) for group, members in GROUPS.items()}

@@ -13,7 +13,7 @@ StartLora = Callable[[LoraBatch, bool], PassLora]
 
 
 def choose_lora(store: AdapterStore, max_rows: int, chunk_tokens: int) -> StartLora:
-    """For passes of at most `max_rows` sequences that advance `chunk_tokens` prompt tokens at most."""
+    """Returns the code that adds LoRA to passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens."""
     table, pool, base = store.table, store.pool.data, store.base
     if pool.device.type == "cuda":
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton

@@ -109,7 +109,8 @@ def decide(times: dict[str, float]) -> Measured:
 
 
 def _ways(sample: list[torch.Tensor], operator: ProductOperator | None) -> dict[str, Callable[[], object]]:
-    """By "kind rows", one pass over the sample; and both ways of attention over one prompt."""
+    """Returns what is timed, by "kind rows": one pass of each kind of product over the sample; and by "attention TYPE"
+    attention over one prompt, in bf16 and fp32."""
     generator = torch.Generator().manual_seed(0)
     widths = sorted({weight.shape[1] for weight in sample})
     ways: dict[str, Callable[[], object]] = {}

@@ -48,7 +48,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, li
 
 @torch.inference_mode()
 def step_output(head: Head, batch: StepBatch) -> StepOutput:
-    """What a pass ends in. `head` gives the logits [n, V] of some of its tokens, by indices i64[n]; n may be 0."""
+    """Returns the result of a pass: its tokens, log probabilities and prompt scores. `head` gives the logits [n, V] of
+    some of its tokens, by indices i64[n]; n may be 0."""
     scores = score_prompts(head, batch.scoring)
     logits = head(batch.logit_rows)
     if not logits.shape[0]:

@@ -33,7 +33,7 @@ class Singles:
 
 
 def single_requests(times: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, laws: Laws) -> list[TraceRequest]:
-    """Of a trace that has each request's time (s) and lengths, but names no function."""
+    """Returns the requests of a trace that has each request's time (s) and lengths, but names no function."""
     if not len(times):
         return []
     order = np.argsort(times, kind="stable")

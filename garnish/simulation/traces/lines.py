@@ -106,5 +106,5 @@ def field(line: Line, found: dict[str, Any], name: str, least: float, most: floa
 
 
 def column_of(line: Line, name: str) -> int:
-    """Of a field in a JSON line."""
+    """Returns the column (from 1) at which a field's name begins in a JSON line; 1 when it is not there."""
     return max(1, line.text.find(f'"{name}"') + 1)
