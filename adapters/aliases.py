@@ -85,7 +85,8 @@ def history_room(aliases: int) -> int:
 
 
 def point_of(*parts: str) -> float:
-    """Where the text falls in [0, 1), evenly and always in the same place. Parts but the last hold no line break."""
+    """Returns a number in [0, 1) for the text that `parts` make: evenly spread, and always the same for the same parts.
+    Only the last part may hold line breaks."""
     digest = hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)
 

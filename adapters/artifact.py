@@ -64,7 +64,7 @@ class ArtifactHeader(msgspec.Struct, frozen=True):
 
 
 def artifact_key(base_fingerprint: str, digest: str) -> str:
-    """Where the registry keeps the artifact of a version for a base."""
+    """Returns the key under which the registry keeps the artifact of an adapter (by its digest) for a base."""
     return f"artifacts/v{FORMAT_VERSION}/{base_fingerprint}/{digest}"
 
 
@@ -126,7 +126,7 @@ def check_layer(header: ArtifactHeader, layer: int, data: bytes | memoryview) ->
 
 
 def artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
-    """What is wrong with a stored artifact, all of which is read; empty when it is what was written."""
+    """Reads a whole stored artifact and returns what is wrong with it; empty when it is what was written."""
     key = artifact_key(base, digest)
     try:
         header = read_header(store, key)
@@ -143,7 +143,7 @@ def artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
 
 
 def stored_sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
-    """Of a part of an object; of what there is of it, where the object ends. Raises NotFound."""
+    """Returns the SHA-256 (hex) of `size` bytes of an object from `start`, fewer where it ends. Raises NotFound."""
     whole, end = hashlib.sha256(), start + size
     while start < end and (data := store.get_range(key, start, min(READ_BYTES, end - start))):
         whole.update(data)

@@ -69,7 +69,8 @@ def collect(
 
 
 def _note(found: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
-    """What the version needs, or that its manifest is an orphan."""
+    """Notes in `needed` the digest and files that the version needs, or in `manifests` that its manifest is an orphan.
+    Raises CorruptArtifact when a listed version's manifest is missing or can't be read."""
     young = found.removed >= before or (found.info is not None and found.info.modified >= before)
     if found.entry is None and found.info is not None and not young:
         manifests.put(found.key, str(found.info.size))

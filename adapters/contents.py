@@ -65,7 +65,7 @@ class Contents:
             self.put_artifact(layout, weights)
 
     def keys(self, layout: LoraLayout, config: bytes) -> Sequence[str]:
-        """Of what `put_files` stores."""
+        """Returns the keys of the objects that `put_files` stores: both original files and the artifact."""
         blobs = blob_key(hashlib.sha256(config).hexdigest()), blob_key(layout.weights_sha256)
         return *blobs, artifact_key(self.base.fingerprint, layout.digest)
 
@@ -81,7 +81,7 @@ class Contents:
         return self._written(digest) is not None
 
     def artifact_problem(self, digest: str) -> str:
-        """What is wrong with the artifact; empty when it is there and whole. Reads all of it."""
+        """Reads the whole artifact and returns what is wrong with it; empty when it is there and whole."""
         return artifact_problem(self.store, self.base.fingerprint, digest)
 
     def ensure_artifact(self, manifest: Manifest) -> str:
@@ -121,7 +121,7 @@ class Contents:
         self._failures[digest] = Failure(_copy(error), until, self._written(digest))
 
     def _written(self, digest: str) -> float | None:
-        """When the artifact was stored, by the store's clock; None if there is none."""
+        """Returns when the artifact was stored, in Unix time by the store's clock; None when there is none."""
         info = self.store.head(artifact_key(self.base.fingerprint, digest))
         return None if info is None else info.modified
 
@@ -177,5 +177,5 @@ def _copy(error: Unmakeable) -> Unmakeable:
 
 
 def blob_key(sha256: str) -> str:
-    """Where an original file is kept."""
+    """Returns the key under which an original file is kept."""
     return f"blobs/sha256/{sha256}"

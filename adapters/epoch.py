@@ -90,7 +90,7 @@ def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> Non
 
 
 def update_marked(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:
-    """As `update_record`, of a record that gateways keep."""
+    """Does what `update_record` does for a record that gateways keep, which is marked whenever it is written."""
     until = 0.0
 
     def marked() -> None:

@@ -102,5 +102,5 @@ def check_alias(alias: str) -> None:
 
 
 def function_key(tenant: str, name: str) -> str:
-    """Where a FunctionRecord is kept."""
+    """Returns the key under which a FunctionRecord is kept."""
     return f"tenants/{tenant}/functions/{name}/function.json"

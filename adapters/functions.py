@@ -203,7 +203,9 @@ def buried(record: FunctionRecord, now: float) -> FunctionRecord:
 
 
 def _removed(record: FunctionRecord, versions: Iterable[str], now: float) -> dict[str, float]:
-    """With `versions` added, and without those that no call can want any more."""
+    """Returns the record's removals (version -> Unix time) with `versions` added at `now`. Removals that are
+    REMOVED_SECONDS old are left out, since no call can want those versions any more; at most the last MAX_VERSIONS are
+    kept."""
     kept = {version: when for version, when in record.removed.items() if now - when < REMOVED_SECONDS}
     return dict(list((kept | dict.fromkeys(versions, now)).items())[-MAX_VERSIONS:])
 

@@ -42,7 +42,7 @@ class Inspector:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None before it was needed."""
+        """Returns the pid of the latest helper process; None before the first one was needed."""
         return None if self._process is None else self._process.pid
 
     def inspect(self, config: bytes, weights: Path) -> Inspection:

@@ -47,7 +47,7 @@ def new_key(tenant: str | None, made_by: Literal["start"] | None = None) -> tupl
 
 
 def operator_key(text: str) -> tuple[Principal, KeyRecord]:
-    """Whose key an operator's text is, and the record to keep. Raises InvalidRequest for what is no key."""
+    """Returns the owner of the operator's key and the record to keep. Raises InvalidRequest for what is no key."""
     owner = parse_key(text)
     if owner is None:
         form = "gak_ID_SECRET for an admin, gsk_TENANT_ID_SECRET for a tenant; ID: 12, SECRET: 64 hexadecimal digits"
@@ -56,7 +56,7 @@ def operator_key(text: str) -> tuple[Principal, KeyRecord]:
 
 
 def parse_key(text: str) -> Principal | None:
-    """Whose key the text claims to be, or None if it has not the form of a key. Nothing is verified."""
+    """Returns the owner that the text claims to have, or None if it has not the form of a key. Nothing is verified."""
     kind, _, rest = text.partition("_")
     parts = rest.rsplit("_", 2)
     if not _SECRET.fullmatch(parts[-1]) or len(parts) < 2 or not _KEY_ID.fullmatch(parts[-2]):

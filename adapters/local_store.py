@@ -208,7 +208,7 @@ class LocalStore:
             _sync_directory(path.parent)
 
     def _remove(self, path: Path) -> None:
-        """With the folders that get empty, so that listings don't grow slower for ever."""
+        """Removes the file and the folders that get empty by that, so that listings don't grow slower for ever."""
         path.unlink()
         _sync_directory(path.parent)
         with contextlib.suppress(OSError):  # it holds something, or someone else was faster

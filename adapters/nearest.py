@@ -11,7 +11,7 @@ from itertools import takewhile
 CLOSE = 0.7
 """difflib's ratio from which a name counts as meant: one letter wrong in four at most, two in ten."""
 MAX_CHARACTERS = 80
-"""Of what was typed; the rest is not compared."""
+"""So many characters of what was typed are compared, and the rest is not."""
 WINDOW = 48
 """Names that are looked at on each side of where the typed one would stand."""
 COMPARED = 8
@@ -46,7 +46,7 @@ class NameIndex:
         return len(self._names)
 
     def nearest(self, typed: str, count: int = 1) -> list[str]:
-        """As `nearest`, at a cost that hardly rises with the number of names."""
+        """Does what the function `nearest` does with these names, at a cost that hardly rises with their number."""
         folded = typed[:MAX_CHARACTERS].lower()
         backwards = _around(self._reversed, folded[::-1])
         candidates = {*_around(self._names, folded), *(name[::-1] for name in backwards)} - {typed}

@@ -128,7 +128,8 @@ def _check_kind(config: dict[str, Any]) -> list[Problem]:
 
 
 def _other_file(config: dict[str, Any]) -> Problem | None:
-    """What the file is, if it is evidently no adapter's: one problem instead of one for each of its fields."""
+    """Returns one problem that says what the file is, instead of one for each of its fields, if it is evidently not
+    PEFT's config of an adapter; None otherwise."""
     if "peft_type" in config:
         return None
     if "architectures" in config or "hidden_size" in config:
@@ -231,5 +232,5 @@ class _Reader:
 
 
 def scale(alpha: float, rank: int, use_rslora: bool) -> float:
-    """What (xA)B is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    """Returns the factor by which (xA)B is multiplied: alpha / r, or alpha / sqrt(r) for rsLoRA."""
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank

@@ -189,7 +189,7 @@ class Freed:
         self.bytes = 0
 
     def set(self, adapters: int, size: int) -> None:
-        """Of the last try: one that lost a race removed nothing."""
+        """Notes what the last try removed, in place of earlier tries: one that lost a race removed nothing."""
         self.adapters, self.bytes = adapters, size
 
 

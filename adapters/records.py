@@ -45,7 +45,8 @@ def _readable(found: Sequence[T | CorruptRecord | None]) -> list[T | None]:
 
 
 def read_each(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | CorruptRecord | None]:
-    """As `read_records`, with the error in the place of each record that can't be read. Raises StoreUnavailable."""
+    """Returns what `read_records` does, with the error in the place of each record that can't be read. Raises
+    StoreUnavailable."""
 
     def read(key: str) -> T | CorruptRecord | None:
         try:

@@ -112,7 +112,8 @@ class Registry:
         alias: str | None = None,
         policy: dict[str, Any] | None = None,
     ) -> Deployment:
-        """What a deploy would find, without writing anything. Raises as `deploy` does."""
+        """Returns what a deploy would find in the files, and writes nothing. The store is not asked: raises what
+        `deploy` raises for its arguments and files."""
         if name:
             self._check_name(name)
         check_options(alias, policy)

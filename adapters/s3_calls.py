@@ -102,7 +102,7 @@ class S3Calls:
             self._told = (date, time.monotonic())
 
     def deadline(self, size: int = 0) -> float:
-        """By `time.monotonic()`, for a call that begins now and carries `size` bytes."""
+        """Returns the deadline, by `time.monotonic()`, of a call that begins now and carries `size` bytes."""
         return time.monotonic() + self.limits.call + size / self.limits.slowest
 
     def run(self, work: Callable[[Any], T], deadline: float, answers: Collection[int] = ANSWERS) -> T:
@@ -171,7 +171,7 @@ def _is_aws(endpoint: str) -> bool:
 
 
 def _unix_time(date: str) -> float | None:
-    """Of a Date header; None if it is none."""
+    """Returns the Unix time of a Date header; None when the text is no date."""
     try:
         return parsedate_to_datetime(date).timestamp()
     except ValueError:
@@ -185,7 +185,7 @@ def status_and_code(error: ClientError) -> tuple[int, str]:
 
 
 def describe(error: Exception) -> str:
-    """What failed, without addresses and request data: those stay in the cause."""
+    """Returns a text that says what failed, without addresses and request data: those stay in the cause."""
     if isinstance(error, ClientError):
         status, code = status_and_code(error)
         return f"{error.operation_name} was answered {status} {code[:100]}"

@@ -73,7 +73,8 @@ def read_piece(
 
 
 def _checked(reply: Any, start: int, length: int) -> Piece:
-    """What the reply's header says, if it is an answer to what was asked. Raises Interrupted."""
+    """Returns the piece that the reply's header names. Raises Interrupted when that is not the range that was asked
+    for."""
     found = _CONTENT_RANGE.fullmatch(reply.get("ContentRange", ""))
     if found is None:
         raise Interrupted("the answer to a ranged read says no range")

@@ -28,7 +28,8 @@ POLL_SECONDS = 0.2
 
 
 def remove_older(store: ObjectStore, key: str, before: float) -> bool:
-    """As `ObjectStore.delete_older`, which calls it."""
+    """Does the work of `ObjectStore.delete_older` for S3; returns False, too, when the removal could not begin within
+    BEGIN_SECONDS."""
     if not _is_older(store, key, before):
         return False
     began, mark = time.monotonic(), f"{FOLDER}{_name(key)}-{secrets.token_hex(8)}"

@@ -52,7 +52,7 @@ class S3Store:
         return self.place.prefix + "/" if self.place.prefix else ""
 
     def now(self) -> float:
-        """To the second."""
+        """Returns the Unix time by S3's clock, to the second."""
         return self.calls.server_time()
 
     def get(self, key: str) -> Object:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def size_of(data: bytes | Path) -> int:
-    """In bytes. Raises StoreUnavailable when the file can't be read."""
+    """Returns the size in bytes. Raises StoreUnavailable when the file can't be read."""
     if isinstance(data, bytes):
         return len(data)
     try:

@@ -38,7 +38,8 @@ class Sources:
         self._lock = Lock()
 
     def place(self, source: str) -> S3Place:
-        """Where `source` is, if it lies in or below an allowed prefix, counted in whole segments. Raises Forbidden."""
+        """Returns the place of `source` in S3. Raises Forbidden unless it is well-formed and lies in or below an
+        allowed prefix, counted in whole segments."""
         try:
             place = parse_s3_url(source)
         except InvalidRequest:

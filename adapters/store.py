@@ -79,7 +79,8 @@ class ObjectStore(Protocol):
         """Replace the content that has this etag; returns the new one. Raises PreconditionFailed."""
 
     def list(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[ObjectInfo]:
-        """At most `limit` objects whose keys start with `prefix` and are greater than `after`, ascending by bytes."""
+        """Lists at most `limit` objects whose keys start with `prefix` and are greater than `after`, ascending by
+        bytes."""
 
     def folders(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
         """Names n for which keys `prefix` + n + "/..." exist (`prefix` ends with "/"), ascending as n + "/".

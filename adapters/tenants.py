@@ -215,7 +215,7 @@ class Tenants:
             self._change_keys(None, left_of_admin)
 
     def admin_keys(self) -> tuple[KeyRecord, ...]:
-        """Of all administrators, revoked ones included."""
+        """Returns the keys of all administrators, revoked ones included."""
         found = read_record(self.store, ADMIN_KEY, Admin)
         return found[0].keys if found else ()
 
@@ -232,7 +232,7 @@ class Tenants:
         return claim if opens(text, claim.key_id, keys) else None
 
     def _change_keys(self, owner: str | None, change: Callable[[tuple[KeyRecord, ...]], tuple[KeyRecord, ...]]) -> None:
-        """Of a tenant, or (None) of administrators."""
+        """Changes the keys of a tenant, or of administrators when `owner` is None."""
         if owner is None:
             update_marked(self.store, ADMIN_KEY, Admin, lambda admin: Admin(change((admin or Admin()).keys)))
         else:
@@ -302,7 +302,8 @@ def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]
 
 
 def _adopted(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
-    """With the operator's key, which may be one that a start made. Another key of its id, or a revoked one, stays."""
+    """Returns the keys with the operator's key among them; if a start made that key, it becomes the operator's. A known
+    key with the same id but another text, or a revoked one, stays as it is. Raises Conflict at MAX_KEYS."""
     known = next((known for known in keys if known.key_id == key.key_id), None)
     if known is None:
         return _added(keys, key)

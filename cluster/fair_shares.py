@@ -100,7 +100,7 @@ class FairShares:
         self.reset()
 
     def reset(self) -> None:
-        """When nothing waits or runs: whoever comes next begins equal."""
+        """Forgets all counters, so that whoever comes next begins equal; called when nothing waits or runs."""
         self._tenants = Counters(MOST_IDLE_TENANTS)
         self._functions: dict[str, Counters] = {}
 
@@ -147,7 +147,7 @@ class Waits(Protocol):
     def function(self) -> str: ...
     @property
     def due(self) -> float:
-        """When its first token is due; any clock."""
+        """Returns when the request's first token is due, by any clock that all requests share."""
 
 
 R = TypeVar("R", bound=Waits)
@@ -169,8 +169,8 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
 
 
 def _by_turns(owners: dict[str, tuple[float, Iterator[R]]], counter: Callable[[str], float]) -> Iterator[R]:
-    """From each owner's requests, which come with the time at which the first is due: the least counter first, of
-    equal ones the earliest due."""
+    """Yields the owners' requests by turns: each time one of the owner with the least counter, of equal ones the
+    earliest due. Each owner comes with the time at which its first request is due, and its requests."""
     heap = [(counter(owner), due, owner) for owner, (due, _) in owners.items()]
     heapq.heapify(heap)
     while heap:

@@ -37,7 +37,7 @@ class Leases(Protocol):
         ...
 
     async def look(self, name: str) -> Lease:
-        """Whose it is now."""
+        """Returns the lease as it is now; NOBODY when nobody holds it."""
         ...
 
 

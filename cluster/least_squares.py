@@ -33,8 +33,8 @@ def nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def _solve(columns: np.ndarray, target: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """From `x` towards the solution over the free columns; those that would become negative stop at 0, and are freed
-    no longer."""
+    """Returns x, moved towards the solution over the free columns. Columns that would become negative stop at 0, and
+    are taken out of `free`, which is changed in place."""
     while free.any():
         wanted = np.zeros_like(x)
         wanted[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]

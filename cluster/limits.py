@@ -155,7 +155,8 @@ class MemoryLimits:
         return requests, tokens
 
     def _bucket(self, key: tuple[str, str], rate: float, seconds: float) -> Bucket:
-        """Of `seconds` worth of the rate, and at least 1."""
+        """Returns the key's bucket as of now, with these settings: its capacity is `seconds` worth of the rate, and at
+        least 1. A key without a bucket gets a full one."""
         now, capacity = self._clock(), max(1.0, rate * seconds)
         bucket = self._buckets.get(key)
         if bucket is None:

@@ -23,7 +23,8 @@ def is_off(ratio: float | None) -> bool:
 
 
 def problem_of(model: PerformanceModel, base: str = "") -> str | None:
-    """What is wrong with it, naming the field; None: nothing. `base`: what its node serves; empty: not known yet.
+    """Returns what is wrong with the model, naming the field; None when nothing is. `base`: what its node serves;
+    empty: not known yet.
 
     A NaN would make every comparison false, a negative coefficient would make a crowded node look the cheapest, and a
     bandwidth of 0 a load infinite.

@@ -80,7 +80,7 @@ class NodeBook:
         return None if node is None else node.record
 
     def heard(self, node_id: str) -> float:
-        """When its last record came; -inf of an unknown node."""
+        """Returns when the node's last record came, by the clock of `aged`; -inf when the node is unknown."""
         node = self._nodes.get(node_id)
         return -math.inf if node is None else float(self._heard[node.row])
 
@@ -140,7 +140,7 @@ class NodeBook:
         return whole(node.record, list(self.table.residents(node.row).values()), node.at)
 
     def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
-        """By digest; None of a process that is not known."""
+        """Returns what the node holds, by digest; None unless `epoch` is that of the node's latest record."""
         node = self._nodes.get(node_id)
         return self.table.residents(node.row) if node is not None and node.record.epoch == epoch else None
 

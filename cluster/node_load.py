@@ -108,7 +108,8 @@ def _strict_load(record: NodeRecord) -> StrictLoad | None:
 
 
 def _promise(tpot: float | None) -> float:
-    """What is no positive number is none: NaN would hide the others."""
+    """Returns the promised seconds per token, infinite without a promise. What is no positive number counts as none:
+    NaN would hide the others."""
     return tpot if tpot is not None and tpot > 0 else math.inf
 
 
@@ -139,14 +140,15 @@ def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
 
 
 def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> float:
-    """Of the promises that the node could keep at least for one request alone: one that it can't is not protected, or
-    it would keep all others out. Nor is what is no number: NaN would hide the others."""
+    """Returns the least of the promised seconds per token that the node could keep at least for one request alone;
+    infinite when there is none. A promise that it can't keep is not protected, or it would keep all others out. Nor is
+    what is no number: NaN would hide the others."""
     least = model.decode.seconds(1, 0, 0) if model is not None else 0.0
     return min((tpot for tpot in promised if tpot >= least), default=math.inf)
 
 
 def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
-    """What prompts that wait add to a pass: one that comes now is computed together with them."""
+    """Returns the seconds that waiting prompts add to a pass, in which one that comes now is computed with them."""
     return model.per_token * tokens + model.per_token_rank * token_ranks
 
 

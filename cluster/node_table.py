@@ -146,17 +146,17 @@ class NodeTable:
         return found
 
     def load(self, row: int) -> NodeLoad:
-        """Of its record."""
+        """Returns the load that the node's latest record tells."""
         found = self._loads[row]
         assert found is not None
         return found
 
     def model(self, row: int) -> PerformanceModel:
-        """What it is reckoned with."""
+        """Returns the performance model that the node is reckoned with; ASSUMED where its own is missing or wrong."""
         return self._models[row]
 
     def tiers(self, digest: str) -> dict[int, int]:
-        """Where the adapter is: row -> DEVICE, HOST or DISK. Not to be changed."""
+        """Returns where the adapter is: row -> DEVICE, HOST or DISK. Not to be changed."""
         return self._residents.tiers(digest)
 
     def users(self, digest: str) -> set[int]:
@@ -181,7 +181,7 @@ class NodeTable:
         return iter(sorted(self._rows.values()))
 
     def residents(self, row: int) -> Mapping[str, Resident]:
-        """By digest. Not to be changed; changes with the node's news."""
+        """Returns the adapters that the node holds, by digest. Not to be changed; changes with the node's news."""
         return self._residents.residents(row)
 
     # --- for whoever keeps the picture
@@ -258,11 +258,11 @@ class NodeTable:
             self._refresh(row)
 
     def reservations(self, row: int) -> dict[str, Demand]:
-        """By request. Not to be changed."""
+        """Returns the demands of the reservations on the node, by request. Not to be changed."""
         return self._demands[row]
 
     def _refresh(self, row: int) -> None:
-        """What follows from record, reservations and model."""
+        """Computes the row's columns that follow from record, reservations and model."""
         load, demands, model = self.load(row), list(self._demands[row].values()), self._models[row]
         held, decode, prefill = reserved_load(demands), model.decode, model.prefill
         waiting, limit, prompts = load.queued + len(demands), load.queue_limit, load.prompt_tokens + held.prompt_tokens
@@ -303,5 +303,5 @@ class NodeTable:
 
 
 def _counts(record: NodeRecord) -> tuple[str, bool, int]:
-    """What of a record decides whom the node serves."""
+    """Returns those fields of a record that decide whom the node serves: base, whether it is ready, longest context."""
     return record.base, record.state == "ready", record.max_context

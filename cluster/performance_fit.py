@@ -164,7 +164,8 @@ def fit_prefill(samples: Sequence[PrefillSample], most_error: float = MOST_ERROR
 
 
 def fit_transfer(samples: Sequence[TransferSample]) -> Transfer:
-    """Of transfers alone on their link. Raises BadSample; BadFit when time does not grow with size."""
+    """Fits latency and bandwidth to transfers that were alone on their link. Raises BadSample; BadFit when time does
+    not grow with size."""
     rows, seconds = _checked(samples, ("bytes",), least=2)
     columns = np.column_stack([np.ones(len(rows)), rows])
     latency, per_byte = _robust(columns, seconds)

@@ -53,12 +53,13 @@ class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.base + row + self.per_context * contexts + self.per_rank * ranks
 
     def saved(self, rows: int, fewer_rows: int, fewer_contexts: int) -> float:
-        """What a step of so many rows takes less without some of them; what their ranks cost is not counted."""
+        """Returns the seconds that a step of `rows` takes less without some rows; what their ranks cost is not
+        counted."""
         costly = max(0, rows - self.flat_rows)
         return self.per_row * min(fewer_rows, costly) + self.per_context * fewer_contexts
 
     def next_row(self, rows: int) -> float:
-        """What one more row adds, by its number alone."""
+        """Returns the seconds that one more row adds to a step of `rows`, not counting its context and rank."""
         return self.per_row * min(1, max(0, rows + 1 - self.flat_rows))
 
 

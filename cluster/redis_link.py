@@ -64,8 +64,8 @@ class OutOfStep(Exception):
 
 
 def prefix_of(secret: str) -> str:
-    """What all keys of one cluster begin with: clusters that share a server have different secrets. The braces keep
-    them on one shard."""
+    """Returns what all keys of one cluster begin with: clusters that share a server have different secrets. The braces
+    keep a cluster's keys on one shard."""
     return f"garnish:{LAYOUT}:{{{hashlib.sha256(b'keys' + secret.encode()).hexdigest()[:16]}}}:"
 
 
@@ -144,12 +144,12 @@ class RedisLink:
         return 0.0 if self.away_since is None else min(self.clock() - self.away_since, self._stale_seconds)
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """What the script returns. A caller that is cancelled leaves it to its end. Raises RedisAway."""
+        """Runs a script and returns its result. The script goes on when the caller is cancelled. Raises RedisAway."""
         self._check_up()
         return await self.catch_up_run(script, keys, args)
 
     async def send(self, channel: str, message: bytes) -> None:
-        """To all workers, this one too. Raises RedisAway."""
+        """Publishes the message to all workers, this one too. Raises RedisAway."""
         self._check_up()
         await self._ask(self._client.publish(self.key(channel), message))
 
@@ -175,13 +175,14 @@ class RedisLink:
             await self._close()
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """As `run`, for `on_resume`, while the link is not called up yet."""
+        """Does what `run` does, also while the link is not called up yet; for `on_resume` and heartbeats."""
         client = self._places if script in PLACES else self._client
         return await self._ask(self._scripts[script](keys, args, client))
 
     async def _ask(self, command: Awaitable[Any]) -> Any:
-        """In a task of its own, which ends when the link is lost and not with its caller: redis-py gives up the
-        connection of a command that is cancelled."""
+        """Returns the command's result. The command runs in a task of its own, which ends when the link is lost and not
+        with its caller: redis-py gives up the connection of a command that is cancelled. Raises RedisAway, also when
+        MAX_ASKED answers are still to come."""
         if len(self._asked) >= MAX_ASKED:
             command.close()  # type: ignore[attr-defined]  # redis-py's are coroutines
             raise RedisAway(f"Redis at {self._shown} does not keep up: {MAX_ASKED} answers are still to come")
@@ -259,7 +260,8 @@ class RedisLink:
             await client.connection_pool.disconnect()
 
     async def _subscribe(self, messages: PubSub) -> None:
-        """From its end on nothing is missed: what comes before everyone has caught up waits in the connection."""
+        """Subscribes to all channels. After that nothing is missed: messages that come before everyone has caught up
+        wait in the connection. Raises OutOfStep."""
         channels = [self.key(channel) for channel in self.on_message]
         await messages.subscribe(*channels)
         for _ in channels:
@@ -278,7 +280,7 @@ class RedisLink:
             log.info("Redis is there", extra={"redis": self._shown})
 
     async def _serve(self, messages: PubSub) -> None:
-        """Until the link is lost: raises why."""
+        """Sends heartbeats and handles messages until the link is lost; raises the reason for the loss."""
         tasks = [asyncio.create_task(work) for work in (self._heartbeats(), self._hear(messages))]
         try:
             await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)

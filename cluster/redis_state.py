@@ -145,7 +145,8 @@ class RedisClusterState(ClusterState):
 
     @property
     def _longest_silence_ms(self) -> int:
-        """Of a node that still counts as alive; one that is forgotten is not there."""
+        """Returns the milliseconds of silence after which a node no longer counts as alive, or is forgotten if that
+        comes first."""
         return round(min(self._expiry, self._book.forget_seconds) * 1000)
 
     def _keys(self, node_id: str) -> list[str]:
@@ -188,7 +189,8 @@ class RedisClusterState(ClusterState):
     async def _reserve(
         self, node_id: str, request_id: str, demand: Demand, seen: int | None
     ) -> tuple[int, int, int, int]:
-        """What the script returns. Raises RedisAway."""
+        """Runs the script `reserve` and returns its result: (1 taken | 0 refused | -1 unknown node, version,
+        generation, number of the place). Raises RedisAway."""
         payload = msgspec.msgpack.encode(_Held(node_id, request_id, demand))
         record = self._book.known(node_id)
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
@@ -278,8 +280,8 @@ class RedisClusterState(ClusterState):
             await self._restore(node_id, resuming=True)
 
     def _check_version(self, version: int) -> None:
-        """At every heartbeat. What Redis had by the one before must have come here by now, and its version falls only
-        when it is emptied."""
+        """Raises OutOfStep at a heartbeat when what Redis had by the heartbeat before has not come here, or when
+        Redis's version fell, which it does only when Redis is emptied."""
         before, self._version_before = self._version_before, version
         if self._version < before or version < before or version == 0 < self._version:
             raise OutOfStep(f"Redis is at version {version}, this worker at {self._version}")

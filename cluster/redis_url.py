@@ -8,7 +8,7 @@ EXPECTED = "expected redis://HOST:PORT/DATABASE, rediss:// for TLS, or unix:///P
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with the address, without anything of it; empty when nothing is."""
+    """Returns what is wrong with the address, without quoting any of it; empty when nothing is."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  (raises when it is no number)

@@ -31,7 +31,7 @@ class ResidentIndex:
         return self._users.get(digest, _NOBODY)
 
     def residents(self, row: int) -> Mapping[str, Resident]:
-        """Of the row's node, by digest. Changes with the node's news."""
+        """Returns the adapters that the row's node holds, by digest. Changes with the node's news."""
         return self._rows[row]
 
     def put(self, row: int, residents: Sequence[Resident]) -> None:
@@ -41,7 +41,7 @@ class ResidentIndex:
         self.change(row, (*gone, *residents))
 
     def change(self, row: int, residents: Iterable[Resident]) -> None:
-        """What became of some of the node's adapters."""
+        """Takes in what became of some of the node's adapters: those of ABSENT_TIER are gone."""
         rows = self._rows[row]
         for resident in residents:
             digest, is_gone = resident.digest, resident.tier == ABSENT_TIER

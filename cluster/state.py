@@ -79,7 +79,7 @@ class ClusterState(ABC):
         """Give a place back that will not be used. Nothing happens when the reservation has ended already."""
 
     def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
-        """What this process of the node holds, by digest; None when it is not known. Not to be changed."""
+        """Returns what this process of the node holds, by digest; None when that is not known. Not to be changed."""
         return self._book.residents(node_id, epoch)
 
     async def table(self) -> NodeTable:
@@ -95,7 +95,7 @@ class ClusterState(ABC):
         return self._book.silence(node_id, epoch, self._aged())
 
     def _publish_here(self, news: News) -> PublishResult:
-        """As `publish`, into this process's own book. Raises TooManyNodes."""
+        """Takes the news into this process's own book, and returns what `publish` does. Raises TooManyNodes."""
         heard = self._aged()
         if not self._book.is_newer(news.heartbeat, heard):
             return "older"
@@ -107,7 +107,8 @@ class ClusterState(ABC):
     async def _reserve_here(
         self, node_id: str, request_id: str, demand: Demand, seen: int | None, *, seconds: float, number: int
     ) -> bool:
-        """As `reserve`, in this process's own book, until so many seconds from now at the latest."""
+        """Reserves a place in this process's own book for `seconds` at most; returns False where `reserve` gives
+        None."""
         table = await self.table()
         row = table.row(node_id)
         if row is None or not table.live[row] or not table.takes(row, demand):

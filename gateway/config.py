@@ -131,7 +131,7 @@ def check_config(config: GatewayConfig) -> None:
 
 
 def share(limit: int, config: GatewayConfig) -> int:
-    """Of a limit on what the whole gateway holds at once, what one worker may."""
+    """Returns one worker's share, at least 1, of a limit on what the whole gateway holds at once."""
     return max(1, limit // config.workers)
 
 

@@ -54,15 +54,15 @@ def run(config: GatewayConfig) -> None:
 
 
 def _fresh_folder(folder: Path) -> str:
-    """Without what an earlier run counted."""
+    """Makes the folder anew, without what an earlier run counted, and returns its path."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     return str(folder)
 
 
 def _collect_less() -> None:
-    """What is there now stays for ever: looked through again and again, it would hold up every stream. So would what
-    belongs to the streams themselves, which is looked through every few minutes instead of every few seconds."""
+    """Keeps the garbage collector from holding up every stream. What is there now stays for ever and is not looked
+    through again; what belongs to the streams is looked through every few minutes instead of every few seconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT)

@@ -268,7 +268,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
 def _make_dispatcher(
     config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: Explanations, functions: Functions
 ) -> Dispatcher:
-    """With what calls are counted in, which the routes and the other workers ask for, too."""
+    """Makes the dispatcher and what counts its calls; the routes and the other workers ask for those counts, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
     placer = Placer(shared.cluster, config.policy, fingerprint, metrics, explanations)
     return Dispatcher(
@@ -289,8 +289,8 @@ def _make_dispatcher(
 
 
 def _session() -> aiohttp.ClientSession:
-    """For all that nodes are asked. No limit here: placement bounds what each node gets, and the boundary what the
-    gateway takes."""
+    """Makes the HTTP session for all requests to nodes. It sets no limit: placement bounds what each node gets, and the
+    boundary what the gateway takes."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 

@@ -107,7 +107,7 @@ def module_name(pool: str) -> str:
 
 
 def node_ids(pool: str, count: int) -> list[str]:
-    """Of the nodes of a local pool that has so many."""
+    """Returns the ids of the nodes of a local pool that has `count` nodes."""
     return [f"{pool}-{number + 1}" for number in range(count)]
 
 
@@ -117,7 +117,7 @@ def pool_of(node: str) -> str:
 
 
 def check_stack(stack: Stack) -> None:
-    """What serverless.yml's own checks can't tell. Raises InfraError."""
+    """Checks what serverless.yml's own checks can't tell. Raises InfraError."""
     if not is_name(stack.service):
         raise InfraError(
             f"service: {stack.service!r} names a folder, tags and resources of node pools; expected {NAME_RULE}"

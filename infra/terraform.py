@@ -192,7 +192,8 @@ def _heard_out(process: subprocess.Popen[str], interrupts: list[int]) -> None:
 
 
 def _follow(stream: Any, on_event: Callable[[Event], None]) -> tuple[list[str], list[Event]]:
-    """Until terraform's output ends: its plain lines (the last of them), and its errors."""
+    """Tells `on_event` of terraform's events until its output ends. Returns its plain lines (the last MAX_TEXT), and
+    its errors."""
     text: list[str] = []
     problems: list[Event] = []
     for line in stream:
@@ -245,7 +246,7 @@ def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 
 
 def _explained(text: list[str], problems: list[Event]) -> InfraError:
-    """What terraform said, as an error that says what to do where that is known."""
+    """Returns what terraform said as an error, which says what to do where that is known."""
     said = "\n".join(_diagnostic(problem) for problem in problems) or _plain(text)
     said = redacted(said)
     if "Error acquiring the state lock" in said or ("state lock" in said.lower() and "acquir" in said.lower()):

@@ -137,14 +137,14 @@ class Workspace:
         return note
 
     def apply(self, on_event: Callable[[Event], None]) -> None:
-        """Exactly the saved plan, which is used up by that, however it ends."""
+        """Applies exactly the saved plan, which is used up by that, however it ends."""
         try:
             self._terraform.apply(PLAN_FILE, on_event)
         finally:
             self.forget_plan()
 
     def apply_sizes(self, on_event: Callable[[Event], None]) -> None:
-        """What `plan_sizes` has planned; Terraform refuses the saved plan after that, for the state has changed."""
+        """Applies the plan of `plan_sizes`. Terraform refuses the saved plan after that, for the state has changed."""
         self._terraform.apply(SIZE_PLAN_FILE, on_event)
 
     def forget_plan(self) -> None:
@@ -170,7 +170,7 @@ def _with_strays(changes: Iterable[Change], strays: Mapping[str, Change]) -> lis
 
 
 def digest_of(stack: Stack, file: bytes) -> str:
-    """What a plan is made for: the service file, and all that was made of it and of the environment."""
+    """Returns the digest of a plan's inputs: the service file, and all that was made of it and of the environment."""
     return hashlib.sha256(file + b"\0" + text_of(render(stack)).encode()).hexdigest()
 
 

@@ -57,7 +57,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Returns the message as chat templates read it: content as one text, the role `developer` as `system`."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 

@@ -64,8 +64,8 @@ async def _take(limits: LimitState, call: Call) -> Refusal | None:
 
 
 async def _to_the_end(work: asyncio.Future[T]) -> T:
-    """What was counted elsewhere must be known here, also when the caller goes meanwhile. Bounded by the link's own
-    time limits."""
+    """Returns the result of `work`. When the caller is cancelled, waits for the end of `work` and then raises
+    CancelledError: what was counted elsewhere must be known here. The link's own time limits bound the wait."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -148,7 +148,7 @@ class Generation:
 
     @property
     def tokens(self) -> int:
-        """That have come."""
+        """Returns how many tokens have come."""
         return len(self._generated)
 
     @property
@@ -165,7 +165,7 @@ class Generation:
 
     @property
     def used_tokens(self) -> int:
-        """Of those that the call may use, as far as is known now."""
+        """Returns how many of the tokens that the call may use this request has used, as far as is known now."""
         prompt = self._prompt_tokens if self.started_at is not None else 0
         return prompt + (self.tokens if self.done is None else self.done.completion_tokens)
 
@@ -190,7 +190,7 @@ class Generation:
 
     @property
     def _prompt_tokens(self) -> int:
-        """To be metered: a prompt counts with its first choice only."""
+        """Returns how many tokens of the prompt are to be metered: a prompt counts with its first choice only."""
         return 0 if self.request.sampling.choice else len(self.request.token_ids)
 
     async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
@@ -282,8 +282,8 @@ class Generation:
         deadline: float,
         revoked: asyncio.Future[ServiceError],
     ) -> Placed:
-        """Where there is no node at all, and an autoscaler, it waits for one; so it does where the only one has just
-        refused it, because it is to go."""
+        """Places the request. With an autoscaler it waits for a node where there is none at all, where the only one has
+        just refused the request because it is to go, and where the first one that came is full. Raises ServiceError."""
         hold, until = self.shared.hold, math.inf
         while True:
             try:
@@ -335,7 +335,8 @@ class Generation:
         return self.shared.client.breakers.blocked(nodes) | _too_old(nodes, request)
 
     def _ttft_left(self) -> float | None:
-        """Of what was promised, from now on; at least a millisecond."""
+        """Returns the seconds that are left now of the promised time to the first token, at least a millisecond; None
+        when none was promised."""
         if self._asked.ttft is None:
             return None
         return max(self._asked.ttft - (time.monotonic() - self.received), 0.001)

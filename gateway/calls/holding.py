@@ -72,7 +72,7 @@ class Hold:
                 self._waiting.cancel()
 
     def given_up(self) -> ServiceError:
-        """What a call is answered that was held for as long as may be."""
+        """Returns the error that answers a call which was held for as long as may be."""
         return ServiceError(
             "unavailable",
             f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for",

@@ -40,5 +40,5 @@ class Invocation(msgspec.Struct, frozen=True):
     """Of each prompt, where the text is to begin with it."""
 
     def echo_of(self, index: int) -> Echo | None:
-        """What the text of that request begins with; None where it is not to be echoed."""
+        """Returns what the text of the request at `index` begins with; None where nothing is to be echoed."""
         return self.echo[index // self.choices] if self.echo else None

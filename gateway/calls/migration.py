@@ -39,7 +39,7 @@ class MovableCall(Protocol):
 
     @property
     def computed_tokens(self) -> int:
-        """Of its prompt, and generated."""
+        """Returns the number of tokens of the call's prompt and of those generated so far."""
         ...
 
     async def place_again(self, excluded: frozenset[str]) -> Placed:

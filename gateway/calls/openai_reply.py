@@ -34,16 +34,16 @@ class Head(msgspec.Struct, frozen=True):
     choices: int = 1
     """Generations per prompt."""
     alternatives: int = 0
-    """Of the likeliest tokens that `logprobs` names per token."""
+    """How many of the likeliest tokens `logprobs` names per token."""
     echo: list[Echo] = []
-    """Of each prompt, where the texts are to begin with it."""
+    """What the texts of each prompt begin with; empty where nothing is to be echoed."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
     """Whether each chunk has the usage so far."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def echo_of(self, index: int) -> Echo | None:
-        """What a generation's text begins with; None where nothing is to be echoed."""
+        """Returns what the text of the generation at `index` begins with; None where nothing is to be echoed."""
         return self.echo[index // self.choices] if self.echo else None
 
 
@@ -99,7 +99,7 @@ async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerato
 async def _choices(
     head: Head, generations: Sequence[Generation], completed: list[int]
 ) -> AsyncGenerator[StreamedChoice, None]:
-    """What each chunk says of one generation; `completed` counts each generation's tokens up to it."""
+    """Yields what each chunk says of one generation; keeps in `completed` each generation's tokens up to that chunk."""
     offsets = [0] * len(generations)
     begun: set[int] = set()
     async with aclosing(merged(generations)) as items:
@@ -139,13 +139,14 @@ def usage_of(head: Head, ends: Sequence[Done]) -> openai.TokenUsage:
 
 
 def _usage_so_far(head: Head, generations: Sequence[Generation], completion: int) -> openai.TokenUsage:
-    """Of the whole reply, of which `completion` tokens were sent."""
+    """Returns the usage of the whole reply when `completion` tokens were sent; cached tokens are not counted yet."""
     prompt = sum(len(generation.request.token_ids) for generation in generations[:: head.choices])
     return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(0))
 
 
 def _first_choice(head: Head, index: int, scored: list[TokenLogprob]) -> tuple[StreamedChoice | None, int]:
-    """What comes before a choice's first token (None: nothing), and the characters of its tokens."""
+    """Returns what comes before a choice's first token (None: nothing), and how many characters the tokens in its
+    logprobs have."""
     if head.chat:
         return openai.ChunkChoice(index, openai.Delta(role="assistant", content=""), None, None), 0
     echo = head.echo_of(index)
@@ -221,7 +222,8 @@ def _prompt_logprobs(head: Head, outcome: Outcome) -> openai.PromptLogprobs | No
 
 
 def _by_id(entry: TokenLogprob) -> dict[str, openai.RankedLogprob]:
-    """As in vLLM: the prompt's own token first, then the likeliest ones that it is not."""
+    """Returns ranked logprobs by token id, as vLLM does: the prompt's own token first, then the likeliest ones that it
+    is not."""
     found = {str(entry.token_id): openai.RankedLogprob(entry.logprob, entry.rank, entry.token)}
     for rank, top in enumerate(entry.top, start=1):
         found.setdefault(str(top.token_id), openai.RankedLogprob(top.logprob, rank, top.token))

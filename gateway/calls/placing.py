@@ -74,7 +74,8 @@ class Placer:
             self._explanations.keep(call, kept)
 
     async def refused_work(self, call: PlacedCall, request: GenerateRequest) -> float | None:
-        """What a request that no node takes would be to a node that could serve it."""
+        """Returns the seconds of work that a request which no node takes would be to a node that could serve it; None
+        when there is no such node, or its costs were never measured."""
         wanted, nodes = self._wanted(call, request, 0.0), await self._state.table()
         rows = able(nodes, self._base, wanted, frozenset())
         return work(nodes, int(rows[0]), wanted) if rows.size else None

@@ -88,7 +88,7 @@ async def prepare(
 def _template(
     base: str, *, target: Target, account: Tenant, parameters: NodeParameters, timeout: float
 ) -> GenerateRequest:
-    """What all of a call's requests have in common; its id is the call's."""
+    """Returns a request with what all of a call's requests have in common; its id is the call's."""
     slo = account.slo
     return GenerateRequest(
         id=new_id(),
@@ -125,7 +125,7 @@ def _requests(
 
 
 async def _echo(services: Services, source: Source, prompts: list[list[int]], merged: GenerationParams) -> list[Echo]:
-    """Of each prompt; none where they are not to be echoed. Long ones are decoded in a thread."""
+    """Returns the echo of each prompt; empty where nothing is to be echoed. Decodes long prompts in a thread."""
     if not merged.echoes or not isinstance(source, Prompts):
         return []
     text, own = services.text, source

@@ -58,7 +58,7 @@ class Prompts(msgspec.Struct, frozen=True):
         ]
 
     def texts(self, text: BaseText, encoded: list[list[int]], *, truncated: bool, skip_special: bool) -> list[str]:
-        """What the prompts say, to be echoed: a text as it came, token ids and what was truncated as decoded."""
+        """Returns the prompts' texts to be echoed: a text as it came, token ids and what was truncated as decoded."""
         return [
             prompt
             if isinstance(prompt, str) and not truncated
@@ -132,7 +132,8 @@ async def tokens_of(
 
 
 async def in_text_thread(threads: LeavableThreads, work: Callable[[], T], deadline: float, receive: Receive) -> T:
-    """What `work` returns. Raises what it raises, ServiceError `timeout` at the deadline (monotonic), ClientGone."""
+    """Runs `work` in a thread and returns its result. Raises what `work` raises, ServiceError `timeout` at the deadline
+    (monotonic), ClientGone."""
     try:
         async with asyncio.timeout(deadline - time.monotonic()):
             return await while_connected(threads.run(work), receive)

@@ -70,7 +70,7 @@ async def invoke_events(invocation: Invocation, generations: Sequence[Generation
 def _prompt_event(
     invocation: Invocation, index: int, generation: Generation, choice: int | None
 ) -> schema.TokenEvent | None:
-    """What is to be said of the prompt before the first token; None: nothing."""
+    """Returns the event that tells of the prompt before the first token; None when there is nothing to tell."""
     echo, logprobs = invocation.echo_of(index), _prompt_logprobs(generation.request, generation.prompt_logprobs)
     if echo is None and logprobs is None:
         return None
@@ -140,7 +140,7 @@ def _top(entry: TokenLogprob) -> list[schema.Top]:
 
 
 def usage(ends: Sequence[Done]) -> schema.Usage:
-    """Of all choices of one prompt, which counts once."""
+    """Returns the usage of all choices of one prompt; the prompt counts once."""
     return schema.Usage(
         prompt_tokens=ends[0].prompt_tokens,
         completion_tokens=sum(done.completion_tokens for done in ends),
@@ -172,7 +172,7 @@ def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
 
 
 def invocation_headers(invocation: Invocation, generation: Generation) -> dict[str, str]:
-    """As far as they are known when the reply begins."""
+    """Returns the headers that tell of the invocation, as far as they are known when the reply begins."""
     headers = {"x-garnish-function": invocation.target.function, "server-timing": server_timing(invocation, generation)}
     if invocation.target.version is not None:
         headers["x-garnish-version"] = str(invocation.target.version)

@@ -80,7 +80,8 @@ def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, 
 
 
 def _check_messages(messages: Any) -> None:
-    """What is no list of messages is refused later, by its type."""
+    """Raises ServiceError for roles and parts that are not served. What is no list of messages is refused later, by its
+    type."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):
             continue

@@ -35,7 +35,8 @@ class DeploySlots:
 
     @contextmanager
     def deploy(self, tenant: str) -> Iterator[None]:
-        """From the start of the upload to the reply. Raises ServiceError `overloaded` at once when all are taken."""
+        """Holds a place for a deploy from the start of the upload to the reply. Raises ServiceError `overloaded` at
+        once when all places, or all of the tenant's, are taken."""
         share = self._shares.get(tenant)
         if share is not None and share.uploads >= self._tenant_uploads:
             raise _busy(f"you have {share.uploads} deploys under way already")

@@ -71,7 +71,7 @@ class Functions:
         )
 
     async def target(self, tenant: str, name: str, qualifier: str | None, side: str) -> Target:
-        """What a call runs. The base model's id names the base.
+        """Returns what a call runs. The base model's id without a qualifier names the base.
 
         `side`: calls with equal ones are on the same side of an alias that splits its calls, as far as its shares stay
         as they are. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact, ArtifactPending.
@@ -82,7 +82,7 @@ class Functions:
         return _target(pick(choices, point_of(tenant, name, qualifier or "latest", side)))
 
     async def choices(self, tenant: str, name: str, qualifier: str | None) -> Sequence[Choice]:
-        """As `Registry.choices`."""
+        """Returns what `Registry.choices` does, from the cache while that is valid."""
         if not is_name(name) or (qualifier is not None and not is_name(qualifier)):
             raise NoSuchFunction(tenant, name)
         return await self._cache.get((tenant, name, qualifier or ""))

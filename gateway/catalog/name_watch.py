@@ -18,7 +18,7 @@ from gateway.background import background
 from gateway.catalog.threads import StoreThreads
 
 POLL_SHARE = 0.8
-"""Of `cache_seconds`, between two readings of the epoch."""
+"""The share of `cache_seconds` that passes between two readings of the epoch."""
 
 log = logging.getLogger("gateway")
 
@@ -46,7 +46,8 @@ class NameWatch:
         return epoch, self._store.now() if self._begins_anew(epoch) else None
 
     def confirmed(self, key: str) -> float:
-        """Until when nothing was committed of the record, since it was last read or forgotten; by `clock`."""
+        """Returns until when, by `clock`, nothing was committed of the record since it was last read or forgotten; -inf
+        while a marked change of it may still be committed."""
         return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self.read_at
 
     @asynccontextmanager
@@ -72,7 +73,8 @@ class NameWatch:
             await asyncio.sleep(max(0.0, POLL_SHARE * self._seconds - (self._clock() - began)))
 
     def apply(self, epoch: Epoch, now: float | None, began: float) -> None:
-        """What `read` has found, which `began` then."""
+        """Takes in what `read` has returned; `began`: when that reading began, by `clock`. Tells `on_mark` of the new
+        marks, and calls `forget_all` when marks may have been missed."""
         known, self._known = self._known, epoch
         marks = epoch.marks
         if now is None:
@@ -98,12 +100,14 @@ class NameWatch:
         return bool(epoch.marks) and epoch.marks[0].number > known.number + 1
 
     def _dirty_until(self, marked: float | None, now: float | None) -> float:
-        """By `clock`: until when what was marked then may still be committed. `now`: the store's time, a moment ago."""
+        """Returns until when, by `clock`, a change that was marked at `marked` may still be committed. `now`: the
+        store's time, a moment ago. When either is None, the mark counts as made now."""
         ago = 0.0 if marked is None or now is None else max(0.0, now - marked)
         return self._clock() - ago + DIRTY_SECONDS
 
     def _end_dirty(self, now: float) -> None:
-        """What was read of them until now may be from before the commit."""
+        """Ends the marks whose changes can't be committed any more, and has their records forgotten: what was read of
+        them until now may be from before the commit."""
         if self._all_dirty_until is not None and self._all_dirty_until <= now:
             self._all_dirty_until = None
             self.forget_all()

@@ -47,7 +47,7 @@ class StoreProbe:
         await self._answers.get(None)
 
     async def is_writable(self) -> bool:
-        """As it was found WRITE_EVERY seconds ago at most."""
+        """Returns whether the store could be written to, as it was found WRITE_EVERY seconds ago at most."""
         return await self._writable.get(None)
 
     async def _read(self, _: None) -> object:

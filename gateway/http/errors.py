@@ -35,7 +35,7 @@ class ClientGone(Exception):
 
 
 def to_service_error(error: BaseException) -> ServiceError:
-    """What the caller may know of `error`. Unexpected ones become `internal` without any detail."""
+    """Returns what the caller may know of `error`. Unexpected errors become `internal` without any detail."""
     match error:
         case ServiceError():
             return error

@@ -59,7 +59,7 @@ def asks_for_events(accept: str) -> bool:
 
 
 def side(request: Request) -> str:
-    """What decides on which side of a split alias the call falls: the caller's session, or else the request's id.
+    """Returns what decides on which side of a split alias the call falls: its session, or else the request's id.
 
     Raises ServiceError `validation_failed` for a session that is too long.
     """

@@ -30,7 +30,8 @@ class GatewayHttp(BoundedHttp):
         self._last = False
 
     def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
-        """In the contract's shape; there is no route yet that could have another one. Broken requests are counted."""
+        """Returns headers and body in the contract's shape; there is no route yet that could have another one. Counts
+        the broken request."""
         if "services" in self.app_state:
             self.app_state["services"].metrics.count_request(UNPARSABLE, error.status)
         request_id = f"req_{secrets.token_hex(12)}"

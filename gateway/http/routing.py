@@ -130,7 +130,8 @@ class Routes(list[Operation]):
     def call(
         self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
     ) -> Callable[[CallHandler], CallHandler]:
-        """As `tenant`, for a call of a function: its steps are timed."""
+        """Declares a route as `tenant` does, for calls of functions: the handler also gets a Stopwatch for their
+        steps."""
 
         async def enter(request: Request) -> tuple[Services, str, Stopwatch]:
             watch = Stopwatch()

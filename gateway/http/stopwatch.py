@@ -12,7 +12,7 @@ class Stopwatch:
         self._last = self.received
 
     def lap(self, step: str) -> None:
-        """What went by since the lap before belongs to `step`."""
+        """Notes for `step` the seconds since the lap before."""
         now = monotonic()
         self.steps[step] = now - self._last
         self._last = now

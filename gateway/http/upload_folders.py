@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def upload_prefix() -> str:
-    """What the folders of this process's uploads in `tmp_dir` begin with."""
+    """Returns what the names of this process's upload folders in `tmp_dir` begin with."""
     return f"upload-{os.getpid()}-"
 
 

@@ -41,7 +41,7 @@ async def healthz(_: Request) -> Response:
 
 @routes.public("GET /health", "The same, where vLLM's clients ask", {200: HealthReply})
 async def health(request: Request) -> ASGIApp:
-    """As /healthz, where vLLM's clients ask."""
+    """Answers as /healthz does; vLLM's clients ask here."""
     return await healthz(request)
 
 

@@ -137,7 +137,8 @@ def _characters(call: TokenizeRequest) -> int:
 
 
 async def _run(services: Services, request: Request, work: Callable[[], T], size: int, field: str) -> T:
-    """What `work` returns, inline where it is short. Raises ServiceError naming `field`; ClientGone."""
+    """Returns what `work` returns; runs it inline where `size` is small, else in a thread. Raises ServiceError, which
+    names `field` when the text is at fault; ClientGone."""
     deadline = time.monotonic() + services.config.request_timeout
     try:
         if size <= INLINE_CHARACTERS:

@@ -132,7 +132,8 @@ def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.n
 
 
 def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest) -> np.ndarray:
-    """What one more row, its context (on average over its answer) and its rank add to a step."""
+    """Returns f64[C]: the seconds that one more row, its context (on average over its answer) and its rank add to a
+    step."""
     # R(there + request) - R(there) by the node's own rank term (cluster.performance_model).
     ranks = np.full(candidates.size, float(request.rank))
     padded = at["rank_term"] == MAX_RANK

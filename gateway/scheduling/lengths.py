@@ -79,5 +79,5 @@ class ResponseLengths:
         return min(1.0, max(1.0, spread) / expected)
 
     def typical(self) -> float:
-        """Of everybody's answers; 0 while there are none."""
+        """Returns the mean number of tokens in everybody's latest answers; 0 while there are none."""
         return self._all.value

@@ -34,7 +34,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
 
     @property
     def answer_tokens(self) -> float:
-        """What is counted with: at least 1."""
+        """Returns the answer's tokens to reckon with: those expected, else half of `max_tokens`; at least 1."""
         return max(1.0, self.expected_tokens or self.max_tokens / 2)
 
     @property

@@ -34,7 +34,8 @@ class Widening:
         self._widened: frozenset[str] = frozenset()
 
     def look(self, nodes: NodeTable) -> None:
-        """To be called before every choice; most calls do nothing."""
+        """Notes which nodes' models have been off for PATIENCE seconds. To be called before every choice; most calls do
+        nothing."""
         now = self._clock()
         if now - self._looked < EVERY:
             return

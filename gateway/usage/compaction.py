@@ -210,7 +210,7 @@ class _Compactor:
 
 
 def _readable(decode: Callable[[], T]) -> T | None:
-    """What was decoded; None, and a line in the log, for what is damaged or a newer release's."""
+    """Returns what `decode` does; None, and a line in the log, for what is damaged or a newer release's."""
     try:
         return decode()
     except StoreUnavailable as error:

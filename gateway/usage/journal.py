@@ -76,7 +76,7 @@ class Journal:
         self.gateway = _identity(folder)
 
     def read(self) -> Sequence[Sums]:
-        """What the files say that an earlier process left. Raises JournalError, OSError."""
+        """Returns the sums that an earlier process left in the files; sets `segment`. Raises JournalError, OSError."""
         snapshots, logs = _numbered(self._folder, "snapshot"), _numbered(self._folder, "log")
         first = max(snapshots, default=0)
         self.segment = max([*snapshots, *logs], default=0)

@@ -166,7 +166,8 @@ async def open_ledger(
 
 
 async def _take_over(folder: Path, store: ObjectStore) -> None:
-    """What processes have left that are gone."""
+    """Writes to the registry what processes that are gone have left in their journals; what can't be written stays
+    there."""
     for left in await asyncio.to_thread(lambda: list(abandoned(folder))):
         try:
             other = UsageLedger(left, store, time.time)

@@ -69,7 +69,8 @@ class Sheet:
 def sum_usage(
     store: ObjectStore, tenant: str, first: int, end: int, newer: Mapping[str, bytes], groups: Sequence[Group]
 ) -> Sheet:
-    """As `read_usage`, summed. Raises InvalidRequest, too."""
+    """Sums up by group what `read_usage` yields. Raises what `read_usage` raises, and InvalidRequest for too many
+    rows."""
     sheet = Sheet(groups)
     for cell, counts in read_usage(store, tenant, first, end, newer):
         sheet.add(tenant, cell, counts)

@@ -38,7 +38,7 @@ class Kept(Sums):
 def judge(
     promised: tuple[float | None, float | None], seen: tuple[float | None, float | None], answered: bool
 ) -> dict[Promise, bool]:
-    """What of a promise (TTFT, TPOT; seconds) held in a call; empty when nothing was promised.
+    """Returns which promises (TTFT, TPOT; seconds) a call kept, and as `all` whether each; empty without promises.
 
     A call without an answer kept nothing. One that was answered by a single token has no TPOT to break.
     """

@@ -54,7 +54,7 @@ class _Pool:
         self.slices: deque[tuple[int, PoolLoad]] = deque()
 
     def forget(self, second: int) -> None:
-        """What the window has left behind."""
+        """Removes the slices that the window has left behind."""
         while self.slices and self.slices[0][0] <= second - WINDOW:
             self.slices.popleft()
 
@@ -129,7 +129,7 @@ class PoolLoads:
         self.slice(None).arrived += work or 0.0
 
     def here(self) -> list[PoolLoad]:
-        """What this worker sees."""
+        """Returns the pools' loads as this worker sees them, and forgets the pools that have none any more."""
         now = self.clock()
         summed = [self._summed(name, pool, now) for name, pool in self.pools.items()]
         for name in [name for name, pool in self.pools.items() if not (pool.open or pool.slices)]:
@@ -150,7 +150,7 @@ class PoolLoads:
 
 
 def add_up(loads: Iterable[PoolLoad]) -> dict[str | None, PoolLoad]:
-    """By pool."""
+    """Adds up the loads by pool; of their queue waits the longest counts."""
     sums: dict[str | None, PoolLoad] = {}
     for load in loads:
         sums.setdefault(load.pool, PoolLoad(load.pool)).add(load)

@@ -32,7 +32,7 @@ class SlidingSums(Generic[Sum]):
         self._unreported: dict[int, dict[str, Sum]] | None = None
 
     def report_all(self) -> None:
-        """From now on keep for `take_unreported` what `add` counts, and what it has counted so far."""
+        """Keeps for `take_unreported` what `add` counts from now on, and all the slices that are there already."""
         self._unreported = {}
         for name, slices in self._slices.items():
             for at, counts in slices.items():
@@ -73,7 +73,7 @@ class SlidingSums(Generic[Sum]):
         return sums
 
     def all(self) -> dict[str, list[Sum]]:
-        """Of each name that is known."""
+        """Returns each known name's sums, one per window."""
         return {name: self.of(name) for name in self._slices}
 
     def age(self, at: int) -> float:
@@ -81,7 +81,7 @@ class SlidingSums(Generic[Sum]):
         return max(0.0, self._clock() - (at + 1) * self.seconds)
 
     def _forget(self, slices: dict[int, Any], now: int) -> None:
-        """What the windows have left behind, when a slice begins."""
+        """Removes the slices that the windows have left behind, when the slice `now` begins."""
         if now not in slices:
             for old in [at for at in slices if at <= now - self.windows[-1]]:
                 del slices[old]

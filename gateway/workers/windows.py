@@ -53,16 +53,17 @@ class Windows:
         return (await self._of(self._hour, name_of(tenant, function)))[0]
 
     async def attainment(self, tenant: str) -> list[Kept]:
-        """For each of gateway.workers.attainment.WINDOWS."""
+        """Returns what was kept of the tenant's promises, for each of gateway.workers.attainment.WINDOWS."""
         return await self._of(self._attainment, tenant)
 
     async def attained(self) -> dict[str, list[Kept]]:
-        """By tenant."""
+        """Returns what was kept of promises in each window, by tenant."""
         found = await self._read(self._attainment, "")
         return self._attainment.all() if found is None else found
 
     async def loads(self) -> tuple[dict[str | None, PoolLoad], int]:
-        """By pool; and of how many workers, this one included."""
+        """Returns the loads by pool, and how many workers' they are, this one included. While Redis is away only this
+        worker's."""
         reported: list[bytes] = []
         if self._link is not None:
             args = [self._link.key("load", ""), self._link.worker]
@@ -73,7 +74,7 @@ class Windows:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """What is counted is told as long as the context lasts, and at its end."""
+        """Reports counts to Redis as long as the context lasts, and at its end; without a link does nothing."""
         if self._link is None:
             yield
             return
@@ -96,7 +97,8 @@ class Windows:
         return sums.of(name) if found is None else found.get(name) or [sums.empty() for _ in sums.windows]
 
     async def _read(self, sums: SlidingSums[Sum], name: str) -> dict[str, list[Sum]] | None:
-        """By name (empty: all names); None while Redis is away."""
+        """Returns the sums of all workers by name (empty `name`: all names); None without a link, while Redis is away,
+        and when it does not answer within READ_SECONDS."""
         if self._link is None:
             return None
         with suppress(*AWAY):

@@ -86,7 +86,8 @@ class AwsDriver:
 
 
 def _owner(group: dict[str, Any], service: str, pool: str) -> tuple[str, str]:
-    """Whose it is by its tags: a-b-c may be the pool b-c of a, or c of a-b. Without tags, whose it is by its name."""
+    """Returns the service and the pool of the group by its tags: a-b-c may be the pool b-c of a, or c of a-b. For a tag
+    that is missing, the `service` or `pool` that was asked for counts."""
     tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", ())}
     return tags.get("garnish:service", service), tags.get("garnish:pool", pool)
 

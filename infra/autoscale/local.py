@@ -24,10 +24,10 @@ class Host(Protocol):
     """What can be seen and done on this host. All of it may raise InfraError."""
 
     directory: Path
-    """Of the sizes and Terraform's state."""
+    """The directory of the sizes and of Terraform's state."""
 
     def stack(self) -> Stack:
-        """As the service file and the sizes say now."""
+        """Returns the stack as the service file and the sizes say now."""
         ...
 
     def running(self) -> Collection[str]:
@@ -35,7 +35,7 @@ class Host(Protocol):
         ...
 
     def open_requests(self) -> Mapping[str, int]:
-        """Of each node that the gateway knows."""
+        """Returns the number of open requests of each node that the gateway knows, by the node's id."""
         ...
 
     def drain(self, node: str, wanted: bool) -> None:

@@ -50,7 +50,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def wanted(load: Load, current: int, targets: Targets) -> Decision:
-    """What this load alone asks for, within the bounds."""
+    """Returns the size that this load alone asks for, within the bounds, and the reason."""
     if load.open_requests == 0 and load.demand == 0:
         return _bounded(Decision(0, "idle"), targets)
     options = [

@@ -44,7 +44,7 @@ class StillRunning(InfraError):
 
 
 def service_directory(state: Path, service: str) -> Path:
-    """What is kept of a service's node pools, unless it is kept elsewhere."""
+    """Returns the directory for what is kept of a service's node pools, unless that is kept elsewhere."""
     return state / "infra" / service
 
 
@@ -66,7 +66,7 @@ def remember(key: NodeKey, pid: int) -> Process | None:
 
 
 def remembered(key: NodeKey) -> Process | None:
-    """What the pid file says, alive or not; None when it is lost or broken."""
+    """Returns the process that the pid file names, alive or not; None when the file is lost or broken."""
     try:
         return msgspec.json.decode(key.pid_file.read_bytes(), type=Process)
     except (OSError, msgspec.DecodeError):
@@ -137,7 +137,7 @@ def key_of(state: str, tag: str) -> NodeKey | None:
 
 
 def _wait(key: NodeKey, seconds: float) -> list[Process]:
-    """Until nothing of the node lives, or for so long; returns what still does."""
+    """Waits until no process of the node lives, `seconds` at most; returns those that still do."""
     deadline = time.monotonic() + seconds
     pause = POLL_SECONDS
     while (left := processes_of(key)) and time.monotonic() < deadline:
