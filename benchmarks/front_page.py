@@ -224,7 +224,6 @@ EARLIER = " `rank_aware` is that of the release before here; [today's against it
 def _simulated(found: Iterable[dict[str, Any]]) -> str:
     cases = [case for report in found for case in simulated_cases(report["rows"])]
     text = f"**Routing, simulated** (60 nodes, two profiles, each rate with all policies): {verdict(cases)}"
-    text += EARLIER
     return _source(text, "docs/guide/simulate.md#policies-compared", "scheduling", "scheduling_measured")
 
 
