@@ -191,7 +191,7 @@ def test_of_many_candidates_the_best_and_the_chosen_one_are_told() -> None:
         assert len({candidate.node for candidate in told}) == MOST_CANDIDATES
         best = sorted(candidate.running for candidate in told)
         assert best[:8] == [0] * 8
-        assert (told[0].total is None) == (policy in ("random", "most_idle", "first_fit"))
+        assert (told[0].total is None) == (policy in ("random", "most_idle", "first_fit", "dlora"))
 
     for name in POLICIES:
         asyncio.run(main(name))
