@@ -4,7 +4,7 @@
 # PyTorch's CPU build, from PyTorch's own index; where that can't be reached it is the one that pip finds, which may
 # bring 4 GB of CUDA libraries. GPU=yes, or GPU=no, makes a new .venv for a host of the other kind; one that is there
 # stays as it is.
-# Four processes share the tests, even on two cores: most of their time is spent in waiting. tests/lanes.py has the order.
+# Three processes share the tests, even on two cores: much of their time is spent in waiting. tests/lanes.py has the order.
 # What needs a core of its own comes behind them. (pytest's 5: PYTEST_ARGS chose none of these.)
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
