@@ -130,8 +130,7 @@ def drive_backlogged(
 
 
 def clear(engine: LocalEngine) -> None:
-    for request in [*engine.engine.queue, *engine.engine.running.values()]:
-        engine.engine.cancel(request.id)
+    engine.engine.cancel_all()
     engine.run()
     engine.outcomes.clear()
 

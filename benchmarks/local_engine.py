@@ -156,6 +156,12 @@ class LocalEngine:
         if any(held.values()):
             raise AssertionError(f"the engine still holds {held}")
 
+    def end(self) -> None:
+        """Cancels all that is in flight; nothing is held then."""
+        self.engine.cancel_all()
+        self.run()
+        self.assert_clean()
+
     def close(self) -> None:
         self.engine.close()
 

@@ -153,8 +153,7 @@ class Loop:
             self.drop_all()
 
     def drop_all(self) -> None:
-        for request in [*self.engine.queue, *self.engine.running.values()]:
-            self.engine.cancel(request.id)
+        self.engine.cancel_all()
         self.engine.take_events()
 
     def _turn(self, channel: Channel, selector: selectors.BaseSelector) -> None:

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from processes import processes, tree
+
 ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/gateway/calls/test_node_watch.py",
@@ -91,23 +93,8 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 
 def running_below(root: int) -> list[int]:
     """Process ids of the tree, without `root`, what is stopped already and what has ended; parents first."""
-    known, found = processes(), [root]
-    for pid in found:
-        found += [child for child, (parent, _) in known.items() if parent == pid]
-    return [pid for pid in found[1:] if known[pid][1] not in "TtZX"]
-
-
-def processes() -> dict[int, tuple[int, str]]:
-    """Parents and states of all processes."""
-    found: dict[int, tuple[int, str]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            found[int(entry.name)] = int(parent), state
-    return found
+    known = processes()
+    return [pid for pid in tree(root, known)[1:] if known[pid][1] not in "TtZX"]
 
 
 def tell(line: str) -> None:

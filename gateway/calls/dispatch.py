@@ -17,7 +17,6 @@ from cluster.errors import ServiceError
 from cluster.limits import LimitState
 from cluster.messages import Done, Failed, GenerateRequest, PromptLogprobs, Started, Token, TokenLogprob
 from cluster.news import RECORD_EXPIRY
-from cluster.node_table import NodeTable
 from cluster.queue_shares import QueueShares
 from cluster.state import ClusterState
 from gateway.calls.explanations import PlacedCall
@@ -26,7 +25,7 @@ from gateway.calls.invocation import Invocation
 from gateway.calls.migration import Migration, Moved
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeFailure
-from gateway.calls.placing import Placer
+from gateway.calls.placing import Placer, too_old
 from gateway.calls.resumption import may_resume, resumption_of
 from gateway.calls.running import Running, interruptible
 from gateway.calls.trace_log import log_call
@@ -332,7 +331,7 @@ class Generation:
     async def _unfit(self, request: GenerateRequest) -> frozenset[str]:
         """Ids of nodes that can't be talked to, or are too old for the request."""
         nodes = await self.shared.state.table()
-        return self.shared.client.breakers.blocked(nodes) | _too_old(nodes, request)
+        return self.shared.client.breakers.blocked(nodes) | too_old(nodes, request)
 
     def _ttft_left(self) -> float | None:
         """Returns the seconds that are left now of the promised time to the first token, at least a millisecond; None
@@ -394,9 +393,3 @@ class Generation:
             counts.first_tokens, counts.ttft_seconds = 1, self.ttft
             shared.metrics.observe_speed(tenant, self.function, self.ttft, self.tpot)
         shared.last_hour.note(tenant, self.function, counts)
-
-
-def _too_old(nodes: NodeTable, request: GenerateRequest) -> frozenset[str]:
-    """Ids of nodes that would refuse the request, because they do not know something that it states."""
-    older = (row for row, version in nodes.older.items() if version < request.v)
-    return frozenset(name for row in older if (name := nodes.ids[row]) is not None)

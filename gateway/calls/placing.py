@@ -9,6 +9,7 @@ import msgspec
 
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest
+from cluster.node_table import NodeTable
 from cluster.state import ClusterState
 from gateway.calls.explanations import Explanations, PlacedCall, Placement
 from gateway.scheduling.decision import Outcome
@@ -99,3 +100,9 @@ class Placer:
             tpot=request.tpot,
             slo_class=request.slo_class,
         )
+
+
+def too_old(nodes: NodeTable, request: GenerateRequest) -> frozenset[str]:
+    """Ids of nodes that would refuse the request, because they do not know something that it states."""
+    older = (row for row, version in nodes.older.items() if version < request.v)
+    return frozenset(name for row in older if (name := nodes.ids[row]) is not None)

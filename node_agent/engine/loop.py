@@ -109,6 +109,10 @@ class Engine:
         if request is not None:
             self._finish(request, "cancelled")
 
+    def cancel_all(self) -> None:
+        for request in [*self.queue, *self.running.values()]:
+            self._finish(request, "cancelled")
+
     def step(self) -> bool:
         """One iteration. False when there was nothing to compute: wait for a message, a load or a deadline."""
         self.prepare()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -64,12 +64,10 @@ class Scheduler:
         requests are admitted. Without one, every pass more would only read the weights once more.
         """
         most, model = limits.chunk_tokens, drift.published if drift else None
-        reserves = self.reserves(limits.max_rows) if self.queue else None
-        flooded = reserves is not None and reserves.crowded
+        light = self._light_beside_flood(limits.max_rows)
         strict = model is not None and tightest_promise(self._running.values(), model) is not None
         overtook = 0
-        if reserves is not None and flooded and not strict:
-            light = (r for r in self._running.values() if not r.first_token and reserves.modest(r.tenant))
+        if light and not strict:
             rows = choose_prompts(light, is_loaded, most, self.queue.turn)
             overtook = sum(row.length for row in rows)
             if rows:
@@ -77,15 +75,24 @@ class Scheduler:
         decoding, prompts = self._parts(is_loaded)
         slower = drift.both.value if drift else 1.0
         decoding, spare = within_promise(model, decoding, prompts, most, most // LEAST_BESIDE_STRICT, slower, used)
-        if flooded and spare == inf:
+        if light is not None and spare == inf:
             spare = beside_flood(model, decoding, most)
         left = max(most - used - overtook, most // LEAST_HOT_SHARE)
         rows, n_decode = choose_hot(decoding, prompts, is_loaded, left, spare, self.queue.turn)
         if rows:
             yield HotRows(rows, n_decode)
 
+    def _light_beside_flood(self, max_rows: int) -> list[Request] | None:
+        """Returns the requests without a first token whose prompts go before the batch; None where no tenant floods."""
+        if not self.queue:
+            return None
+        reserves = self.reserves(max_rows)
+        if not reserves.crowded:
+            return None
+        return [r for r in self._running.values() if not r.first_token and reserves.modest(r.tenant)]
+
     def _parts(self, is_loaded: Callable[[Request], bool]) -> tuple[list[Request], list[Request]]:
         """Returns who decodes, and whose prompt is computed, of those whose whole adapter is there: one whose prompt
         was computed before that waits for the rest."""
-        loaded: Iterable[Request] = [r for r in self._running.values() if is_loaded(r)]
+        loaded = [r for r in self._running.values() if is_loaded(r)]
         return [r for r in loaded if r.decoding], [r for r in loaded if not (r.decoding or r.in_cold_pass)]

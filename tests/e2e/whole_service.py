@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from infra.local.proc import tagged
+from tests.processes import processes, tree
 
 START_SECONDS = 200
 STOP_SECONDS = 60
@@ -201,19 +202,8 @@ def can_listen(port: int) -> bool:
 
 def descendants(root: int) -> dict[int, str]:
     """Living processes (zombies are not) of the tree below `root`, itself included."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                parents[int(entry.name)] = int(parent)
-    found = [root] if root in parents else []
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return {pid: command_line(pid) for pid in found}
+    known = {pid: found for pid, found in processes().items() if found[1] != "Z"}
+    return {pid: command_line(pid) for pid in tree(root, known)}
 
 
 def command_line(pid: int) -> str:

@@ -33,13 +33,6 @@ def flooded(engine: LocalEngine, length: int = 200, **owner: str) -> list[str]:
     return flood
 
 
-def end(engine: LocalEngine) -> None:
-    for request in [*engine.engine.queue, *engine.engine.running.values()]:
-        engine.engine.cancel(request.id)
-    engine.run()
-    engine.assert_clean()
-
-
 def watch(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Row], int]]:
     """Rows of each pass from now on, and how many of them decode."""
     passes, compute = list[tuple[list[Row], int]](), engine.engine.hot.compute
@@ -71,7 +64,7 @@ def test_a_call_has_its_first_token_before_the_batch_goes_on(make_engine: MakeEn
     engine.run(until=lambda: engine.outcomes[call].finished is not None)
     tally = Tally()
     assert not check(engine, reference, Case(None, None, STORY, 9), engine.outcomes[call].tokens, tally)
-    end(engine)
+    engine.end()
 
 
 def test_one_that_ends_with_its_first_token_is_no_row_of_the_batch(
@@ -84,7 +77,7 @@ def test_one_that_ends_with_its_first_token_is_no_row_of_the_batch(
     engine.step()
     assert engine.outcomes[call].finished is not None and len(engine.outcomes[call].tokens) == 1
     assert [call in [row.request.id for row in rows] for rows, _ in passes] == [True, False]
-    end(engine)
+    engine.end()
 
 
 def test_only_who_asks_for_little_goes_first_and_only_past_a_crowd(
@@ -98,7 +91,7 @@ def test_only_who_asks_for_little_goes_first_and_only_past_a_crowd(
     engine.step()
     assert engine.outcomes[call].tokens
     assert len(passes) == 1, "nobody waits for room: it is computed with the others"
-    end(engine)
+    engine.end()
     flood = flooded(engine)
     passes.clear()
     late = engine.submit(STORY, 2, tenant="flood", ignore_eos=True)
@@ -107,7 +100,7 @@ def test_only_who_asks_for_little_goes_first_and_only_past_a_crowd(
     assert [row.request.id for row in passes[0][0]] == two
     assert [bool(engine.outcomes[r].tokens) for r in (late, *two)] == [False, True, True]
     assert len(engine.engine.queue) > len(flood) // 2
-    end(engine)
+    engine.end()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -133,7 +126,7 @@ def test_the_batch_goes_on_whatever_comes(make_engine: MakeEngine, monkeypatch: 
         passes.clear()
         engine.book()
     assert overtook > 40 * chunk // 8
-    end(engine)
+    engine.end()
 
 
 @pytest.mark.parametrize("model", [None, MODEL], ids=["not measured", "measured"])
@@ -171,7 +164,7 @@ def test_chunks_are_cut_beside_a_flood_alone(
         else:
             step = decode_forecast(MODEL.decode, decode_sample(rows[:n_decode], 0.0))
             assert tokens <= max(least, (BESIDE_FLOOD - 1.0) * step / MODEL.prefill.per_token + 1)
-    end(engine)
+    engine.end()
 
 
 def test_answers_are_those_of_peft_wherever_calls_come(

@@ -33,13 +33,6 @@ def flooded(engine: LocalEngine, count: int = 60, length: int = LONG, tenant: st
     return flood
 
 
-def end(engine: LocalEngine) -> None:
-    for request in [*engine.engine.queue, *engine.engine.running.values()]:
-        engine.engine.cancel(request.id)
-    engine.run()
-    engine.assert_clean()
-
-
 @pytest.mark.parametrize("full", ["rows", "blocks"])
 def test_the_first_call_does_not_wait(make_engine: MakeEngine, reference: PeftReference, full: str) -> None:
     rows, blocks = (8, 1000) if full == "rows" else (64, 8 * 76 + 5)
@@ -55,7 +48,7 @@ def test_the_first_call_does_not_wait(make_engine: MakeEngine, reference: PeftRe
     assert sum(ended(engine, r).preemptions for r in flood[:8]) == 1
     case = Case(None, None, STORY, LONG)
     assert not [p for r in flood[:8] for p in check(engine, reference, case, engine.outcomes[r].tokens, Tally())]
-    end(engine)
+    engine.end()
 
 
 def test_its_next_calls_take_what_is_kept_and_no_more(make_engine: MakeEngine) -> None:
@@ -74,7 +67,7 @@ def test_its_next_calls_take_what_is_kept_and_no_more(make_engine: MakeEngine) -
     again = engine.submit(STORY, 2, tenant="idle", ignore_eos=True)
     assert passes_until_first_token(engine, again) <= FEW_PASSES, "a row is kept for it now"
     assert sum(engine.outcomes[r].finished is not None for r in flood) == 0
-    end(engine)
+    engine.end()
 
 
 def test_nobody_falls_below_an_equal_share(make_engine: MakeEngine) -> None:
@@ -89,7 +82,7 @@ def test_nobody_falls_below_an_equal_share(make_engine: MakeEngine) -> None:
     for _ in range(5):
         engine.step()
     assert set(engine.engine.running) == running and not engine.outcomes[late].admitted
-    end(engine)
+    engine.end()
     engine.engine.scheduler.callers = reserves.Callers()
     flooded(engine)
     for request in engine.engine.running.values():
@@ -97,7 +90,7 @@ def test_nobody_falls_below_an_equal_share(make_engine: MakeEngine) -> None:
     later = engine.submit(STORY, 2, tenant="later", ignore_eos=True)
     engine.step()
     assert not engine.outcomes[later].admitted
-    end(engine)
+    engine.end()
 
 
 def test_strict_requests_keep_their_places_and_best_effort_takes_none(make_engine: MakeEngine) -> None:
@@ -106,13 +99,13 @@ def test_strict_requests_keep_their_places_and_best_effort_takes_none(make_engin
     call = engine.submit(STORY, 2, tenant="idle", ignore_eos=True)
     engine.step()
     assert not engine.outcomes[call].admitted
-    end(engine)
+    engine.end()
     engine.engine.scheduler.callers = reserves.Callers()
     flooded(engine)
     cheap = engine.submit(STORY, 2, tenant="cheap", slo_class="best_effort", ignore_eos=True)
     engine.step()
     assert not engine.outcomes[cheap].admitted
-    end(engine)
+    engine.end()
 
 
 def test_a_call_too_large_for_its_share_waits(make_engine: MakeEngine) -> None:

@@ -129,7 +129,7 @@ def test_a_request_that_is_too_much_alone_fails_alone(make_engine: MakeEngine, l
 
 
 def test_a_call_that_goes_before_a_batch_finds_too_little_memory(make_engine: MakeEngine) -> None:
-    from tests.node_agent.test_floods import end, flooded
+    from tests.node_agent.test_floods import flooded
 
     engine = make_engine(max_rows=16)
     flooded(engine)
@@ -137,7 +137,7 @@ def test_a_call_that_goes_before_a_batch_finds_too_little_memory(make_engine: Ma
     call = engine.submit([1, *range(10, 50)], 2, tenant="v0", ignore_eos=True)
     engine.run(until=lambda: engine.outcomes[call].finished is not None)
     assert len(engine.outcomes[call].tokens) == 2
-    end(engine)
+    engine.end()
 
 
 def rows_of(lengths: list[int]) -> list[Row]:
