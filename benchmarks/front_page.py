@@ -217,10 +217,6 @@ def _gateway(report: dict[str, Any]) -> str:
     return _source(text, "docs/results/benchmarks.md#the-gateway", "gateway")
 
 
-EARLIER = " `rank_aware` is that of the release before here; [today's against it](docs/results/routing-ablation.md)."
-"""Of reports that were made before the policy's terms were chosen anew."""
-
-
 def _simulated(found: Iterable[dict[str, Any]]) -> str:
     cases = [case for report in found for case in simulated_cases(report["rows"])]
     text = f"**Routing, simulated** (60 nodes, two profiles, each rate with all policies): {verdict(cases)}"
@@ -229,5 +225,4 @@ def _simulated(found: Iterable[dict[str, Any]]) -> str:
 
 def _routed(report: dict[str, Any], text: str) -> str:
     text = f"**Routing** behind a real gateway and eight nodes timed by two profiles, {host(report)}: {text}"
-    text += EARLIER
     return _source(text, "docs/guide/simulate.md#behind-the-real-gateway", "testbed")
