@@ -11,6 +11,7 @@ import torch
 from adapters.base_model import PROJECTIONS
 from kernels.build import CompileError
 from kernels.compiled import CompiledGroup, Operators, Segments, load_operators
+from kernels.grouped import Part, add_pieces
 from kernels.reference import ROW_ALIGN
 from kernels.view import group_view
 from node_agent.adapter_memory.host_map import HostView
@@ -102,18 +103,18 @@ class Product:
         members: Sequence[int],
         ranks: Sequence[int],
     ) -> None:
-        """One product for the A of all projections, and one for each B."""
         firsts = [self._first[(*where, p)].tolist() for p in members]
         rows = [self._row_offset[a : a + rank] for (a, _), rank in zip(firsts, ranks, strict=True)]
-        xa = x @ self._matrix(np.concatenate(rows), x.shape[1]).t()
+        parts: list[Part] = []
         at = 0
-        for y, p, (_, b), rank in zip(ys, members, firsts, ranks, strict=True):
+        for i, (y, p, (_, b), rank) in enumerate(zip(ys, members, firsts, ranks, strict=True)):
+            y.zero_()
             if rank:
                 rows_b = self._matrix(self._row_offset[b : b + rank], y.shape[1])
-                y.addmm_(xa[:, at : at + rank], rows_b, beta=0, alpha=float(self._scale[(*where, p)]))
-            else:
-                y.zero_()
+                parts.append((i, at, at + rank, rows_b, float(self._scale[(*where, p)])))
             at += rank
+        a = self._matrix(np.concatenate(rows), x.shape[1])
+        add_pieces(ys, x, 0, x.shape[0], [(a.t(), parts)])
 
     def _matrix(self, offsets: np.ndarray, width: int) -> torch.Tensor:
         """[rows, width]: a view where the rows follow each other, else a copy of their stretches, one or two more than
