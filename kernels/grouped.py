@@ -14,12 +14,20 @@ Piece = tuple[torch.Tensor, Sequence[Part]]
 """As in `add_pieces`."""
 
 
-def add_pieces(ys: Sequence[torch.Tensor], x: torch.Tensor, begin: int, end: int, pieces: Sequence[Piece]) -> None:
+def add_pieces(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    begin: int,
+    end: int,
+    pieces: Sequence[Piece],
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """ys[i][begin:end] += scale * (x[begin:end] @ A)[:, low:high] @ B for every output i that is adapted.
 
     A and B may lie in pieces, as rows of adapters do that lie in several pages. They are brought together here, and
-    multiplied in fp32; outputs are rounded once. In bf16 products of these sizes are hardly faster, and oneDNN prepares
-    each anew for every number of tokens and ranks that it has not seen, and rows in many pages make many products.
+    multiplied in `dtype`; outputs are rounded once. In bf16 oneDNN prepares a product anew for every number of tokens
+    and ranks that it has not seen, which takes longer than it wins where these change from pass to pass; on a host
+    without instructions for it, torch multiplies bf16 by a path that takes ten times as long and more.
 
     ys      each [T, d_out], in place; rows outside begin..end are not touched
     x       [T, d_in]
@@ -29,10 +37,12 @@ def add_pieces(ys: Sequence[torch.Tensor], x: torch.Tensor, begin: int, end: int
     """
     if not pieces:
         return
-    xa = x[begin:end].float() @ _together([a.t() for a, _ in pieces]).t()
+    xa = x[begin:end].to(dtype) @ _together([a.t() for a, _ in pieces]).to(dtype).t()
     for i, (low, high, b, scale) in _outputs(pieces).items():
         y = ys[i][begin:end]
-        y.copy_(y.float().addmm_(xa[:, low:high], b, alpha=scale))
+        summed = y.to(dtype).addmm_(xa[:, low:high], b.to(dtype), alpha=scale)
+        if summed is not y:
+            y.copy_(summed)
 
 
 def _outputs(pieces: Sequence[Piece]) -> dict[int, tuple[int, int, torch.Tensor, float]]:
@@ -55,5 +65,5 @@ def _outputs(pieces: Sequence[Piece]) -> dict[int, tuple[int, int, torch.Tensor,
 
 
 def _together(rows: list[torch.Tensor]) -> torch.Tensor:
-    """f32, all rows in one matrix."""
-    return (rows[0] if len(rows) == 1 else torch.cat(rows)).float()
+    """All rows in one matrix."""
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -61,6 +61,12 @@ def used_level() -> str:
     return wanted
 
 
+def multiplies_bf16() -> bool:
+    """Returns whether the level that this process computes with has instructions that multiply bf16. Raises ValueError
+    as `used_level`."""
+    return used_level() in ("avx512_bf16", "amx")
+
+
 def levels_up_to(level: str) -> tuple[str, ...]:
     """Returns all levels from the lowest to this one; none for `other`."""
     return LEVELS[: LEVELS.index(level) + 1] if level in LEVELS else ()

@@ -16,6 +16,7 @@ LANES = {"avx2": 8, "avx512": 16, "avx512_bf16": 16, "amx": 16}
 CHOSEN = (
     "tests/kernels/test_product.py", "tests/kernels/test_compiled.py::test_drawn",
     "tests/kernels/test_decoder.py", "tests/node_agent/test_linear.py",
+    "tests/node_agent/coldstart/test_worker_products.py::test_drawn",
 )  # fmt: skip
 
 
