@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.latency import Sample
 from benchmarks.local_engine import LocalEngine
@@ -49,14 +50,21 @@ class Run:
     """(begin, end) of every time in which requests ran and nothing was computed"""
 
 
-def make_adapters(model_dir: Path, root: Path, ranks: Sequence[int], seed: int) -> list[Path]:
-    """Adapters of these ranks on q, k and v; one set of weights per rank, under a scaling of its own for each."""
+def make_adapters(
+    model_dir: Path,
+    root: Path,
+    ranks: Sequence[int],
+    seed: int,
+    targets: Sequence[str] = TARGETS,
+    dtype: torch.dtype = torch.float32,
+) -> list[Path]:
+    """Adapters of these ranks on `targets`; one set of weights per rank, under a scaling of its own for each."""
     made: dict[int, Path] = {}
     found = []
     for i, rank in enumerate(ranks):
         if rank not in made:
-            config: dict[str, Any] = {"r": rank, "lora_alpha": rank, "target_modules": TARGETS}
-            made[rank] = make_adapter(model_dir, root / f"rank{rank}", seed + rank, **config)
+            config: dict[str, Any] = {"r": rank, "lora_alpha": rank, "target_modules": list(targets)}
+            made[rank] = make_adapter(model_dir, root / f"rank{rank}", seed + rank, dtype, **config)
         copy = root / f"a{i}"
         shutil.copytree(made[rank], copy, copy_function=_link)
         config = json.loads((made[rank] / "adapter_config.json").read_text())

@@ -149,3 +149,29 @@ def streaming_table(document: dict[str, Any]) -> str:
         cells.append((tail, f"{over[0]:.2f}", f"{over[1]:.2f}", gain))
     head = ("fetch : warm prefill", "TTFT over ideal", "over ideal as delivered", "gain over download, then load")
     return "\n".join(table(head, cells))
+
+
+WAY_NAMES = {"auto": "`auto` (the default)", "wait": "`wait`: load, then compute"}
+
+
+def remote_store_table(document: dict[str, Any]) -> str:
+    """Of remote_store.py: what a cold call takes, by way, median and worst."""
+    settings, figures = document["settings"], document["figures"]
+    text = (
+        f"{settings['model']}, {settings['adapters']} adapters of ranks "
+        f"{', '.join(map(str, settings['ranks']))}, {settings['tokens']} prompt and output tokens, one call at a time "
+        f"over HTTP; {settings['rate'] / 1e6:g} MB/s and {1e3 * settings['delay']:g} ms a request to the store. Median "
+        "over the adapters, the worst in brackets."
+    )
+    cells = []
+    for way in settings["ways"]:
+        ratios = [
+            f"{figures[f'{name}_{way}']:.2f} ({figures[f'{name}_{way}_max']:.2f})"
+            for name in ("ttft_over_bound", "cold_over_bound", "cold_over_warm")
+        ]
+        cells.append((WAY_NAMES[way], *ratios, f"{figures[f'cold_over_warm_{way}_count']:.0f}"))
+    head = ("`node.cold_start`", "TTFT over bound", "E2E over bound", "E2E over warm, short fetches", "of these")
+    probes = (
+        f"Contention probe: {settings['probe_before_ms']:.2f} ms before, {settings['probe_after_ms']:.2f} ms after."
+    )
+    return "\n".join([caption(document, text), "", *table(head, cells), "", probes])

@@ -34,9 +34,10 @@ class HttpService:
         node: str = "",
         gateway: str = "",
         options: tuple[str, ...] = (),
+        registry: str = "",
     ) -> None:
         """`node`: what else serverless.yml says of the node, as `, key: value`; `gateway`: what it says of the gateway;
-        `options` of `garnish up`."""
+        `options` of `garnish up`; `registry`: empty for the default, in the state directory."""
         self.root, self.adapters = root, adapters
         self.base = model_dir.name
         root.mkdir(parents=True)
@@ -44,7 +45,8 @@ class HttpService:
         (root / "serverless.yml").write_text(
             f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: cpu{node}}}\n"
             f"gateway: {{{gateway}}}\n"
-            f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
+            + (f"registry: {registry}\n" if registry else "")
+            + f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
         )
         self.threads = threads
         self.options = options

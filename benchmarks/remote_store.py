@@ -1,0 +1,131 @@
+"""A cold call of a service as a user starts it, whose registry is on an S3 server far away: how near it comes to the
+least that is possible.
+
+Adapters of ranks 8 to 64, half of them on q, k, v and half on all seven projections, lie on moto's S3 server behind a
+network of 50 MB/s and 20 ms a request (benchmarks/slow_link.py). Each is called for the first time since the start,
+and then twice more, one call at a time, over HTTP. `bound`: a call's own, max(fetch, warm TTFT) + (warm E2E - warm
+TTFT); the fetch is 20 ms and the artifact's bytes over the rate. `cold_over_bound` is over all adapters,
+`cold_over_warm` over those whose fetch takes at most one warm TTFT. Of the warm calls the faster one counts. `auto` is
+the default; `wait` (`node.cold_start: wait`) loads, then computes: of one call at a time that is what both ONDMD, which
+stands still meanwhile, and OVERLAP, which computes others, do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from adapters.base_model import PROJECTIONS, load_base_model
+from adapters.open_store import open_store
+from adapters.registry import Registry
+from benchmarks.cold_rig import TARGETS, make_adapters
+from benchmarks.cold_stream import s3_server
+from benchmarks.http_service import HttpService
+from benchmarks.latency import Sample
+from benchmarks.load import WORDS, OpenAiServer, Planned, open_session
+from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from benchmarks.slow_link import slow_link
+
+RATE, DELAY = 50e6, 0.02
+RANKS = (8, 16, 32, 64)
+ADAPTERS, TOKENS = 40, 64
+WAYS = ("auto", "wait")
+ALL = [f"{name}_proj" for name in PROJECTIONS]
+
+
+def study(model: Path, root: Path, adapters: int, seed: int) -> list[dict[str, Any]]:
+    """A row per way and adapter."""
+    half = [RANKS[i % len(RANKS)] for i in range(adapters // 2)]
+    paths = make_adapters(model, root / "qkv", half, seed, TARGETS, torch.bfloat16)
+    paths += make_adapters(model, root / "all", half, seed + 1, ALL, torch.bfloat16)
+    with s3_server(max(os.sched_getaffinity(0))) as url:
+        server = urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).port
+        assert server is not None
+        with slow_link(server, RATE, DELAY) as port:
+            os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{port}"
+            return [row for way in WAYS for row in _rows(model, paths, root / way, f"{url}/{way}", way, seed)]
+
+
+def _rows(model: Path, paths: list[Path], root: Path, registry: str, way: str, seed: int) -> list[dict[str, Any]]:
+    node = "" if way == "auto" else f", cold_start: {way}"
+    with HttpService(model, paths, root, "auto", 0, node, registry=registry) as service:
+        found = Registry(open_store(registry), load_base_model(model, model.name))
+        sizes = [found.resolve("bench", f"a{i}").bytes for i in range(len(paths))]
+        return asyncio.run(_calls(service, sizes, way, seed))
+
+
+async def _calls(service: HttpService, sizes: Sequence[int], way: str, seed: int) -> list[dict[str, Any]]:
+    rows = []
+    words, rng = WORDS.split(), random.Random(seed)
+    async with open_session(service.key) as session:
+        call = OpenAiServer(session, service.url, TOKENS)
+        for name in ("a0", service.base, service.base):  # a0 warms what a service's first call does, and has no row
+            await _good(call, Planned(name, " ".join(rng.choices(words, k=TOKENS))))
+        for i, size in list(enumerate(sizes))[1:]:
+            planned = Planned(f"a{i}", " ".join(rng.choices(words, k=TOKENS)))
+            cold, *warm = [await _good(call, planned) for _ in range(3)]
+            rows.append(measured(way, i, size, cold, min(warm, key=lambda sample: sample.e2e)))
+    return rows
+
+
+async def _good(call: OpenAiServer, planned: Planned) -> Sample:
+    sample = await call(planned)
+    if sample.error or sample.output_tokens != TOKENS:
+        raise RuntimeError(f"a call of {planned.model} ended with {sample.error or sample.output_tokens}")
+    return sample
+
+
+def measured(way: str, adapter: int, size: int, cold: Sample, warm: Sample) -> dict[str, Any]:
+    """One adapter's row; seconds."""
+    fetch = DELAY + size / RATE
+    return {
+        "way": way, "adapter": adapter, "bytes": size, "fetch_s": fetch,
+        "cold_ttft_s": cold.ttft, "cold_e2e_s": cold.e2e, "warm_ttft_s": warm.ttft, "warm_e2e_s": warm.e2e,
+        "bound_s": max(fetch, warm.ttft) + warm.e2e - warm.ttft,
+    }  # fmt: skip
+
+
+def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians and worst cases, by way."""
+    found: dict[str, float] = {}
+    for way in dict.fromkeys(row["way"] for row in rows):
+        of = [row for row in rows if row["way"] == way]
+        ratios = {
+            "cold_over_bound": [row["cold_e2e_s"] / row["bound_s"] for row in of],
+            "cold_over_warm": [
+                row["cold_e2e_s"] / row["warm_e2e_s"] for row in of if row["fetch_s"] <= row["warm_ttft_s"]
+            ],
+            "ttft_over_bound": [row["cold_ttft_s"] / max(row["fetch_s"], row["warm_ttft_s"]) for row in of],
+        }
+        for name, values in ratios.items():
+            if values:
+                found |= {f"{name}_{way}": median(values), f"{name}_{way}_max": max(values)}
+                found[f"{name}_{way}_count"] = len(values)
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    options = parser.parse_args()
+    adapters, before = 4 if options.quick else ADAPTERS, contention_probe()
+    with tempfile.TemporaryDirectory() as root:
+        rows = study(options.model.absolute(), Path(root), adapters, options.seed)
+    settings = {
+        "model": options.model.name, "adapters": adapters, "ranks": RANKS, "tokens": TOKENS, "rate": RATE,
+        "delay": DELAY, "ways": WAYS, "probe_before_ms": before, "probe_after_ms": contention_probe(),
+    }  # fmt: skip
+    publish(report("remote_store", settings, options.seed, rows, figures_of(rows)), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A network between a client and a server on this host: so many bytes a second for all, and a delay before each answer.
+
+    python -m benchmarks.slow_link PORT BYTES_PER_SECOND SECONDS
+
+Passes TCP connections on to PORT, prints its own port, and ends when its standard input does. Only what the server
+sends is held back: the delay counts from a request's last bytes, the rate is shared by all connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PIECE = 1 << 16
+
+
+class Link:
+    def __init__(self, port: int, rate: float, delay: float) -> None:
+        self.port, self.rate, self.delay = port, rate, delay
+        self._free = 0.0
+        """when all that was sent has crossed, in the loop's time"""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Passes one connection on, until either side has ended it."""
+        to, out = await asyncio.open_connection("127.0.0.1", self.port)
+        asked = [0.0]
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._requests(reader, out, asked))
+                group.create_task(self._answers(to, writer, asked))
+        except* ConnectionError:
+            pass  # one side went away, as it may
+        finally:
+            out.close()
+            writer.close()
+
+    async def _requests(self, reader: asyncio.StreamReader, out: asyncio.StreamWriter, asked: list[float]) -> None:
+        while piece := await reader.read(PIECE):
+            asked[0] = asyncio.get_running_loop().time()
+            out.write(piece)
+            await out.drain()
+        out.write_eof()
+
+    async def _answers(self, to: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: list[float]) -> None:
+        loop = asyncio.get_running_loop()
+        while piece := await to.read(PIECE):
+            await asyncio.sleep(asked[0] + self.delay - loop.time())
+            self._free = max(loop.time(), self._free) + len(piece) / self.rate
+            await asyncio.sleep(self._free - loop.time())
+            writer.write(piece)
+            await writer.drain()
+        writer.write_eof()
+
+
+@contextmanager
+def slow_link(port: int, rate: float, delay: float) -> Iterator[int]:
+    """The port of such a network in a process of its own, in front of `port` on this host."""
+    command = [sys.executable, "-m", "benchmarks.slow_link", str(port), str(rate), str(delay)]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.stdin.close()
+
+
+async def main(port: int, rate: float, delay: float) -> None:
+    server = await asyncio.start_server(Link(port, rate, delay).serve, "127.0.0.1", 0)
+    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))
