@@ -23,9 +23,16 @@ class Link:
         self.port, self.rate, self.delay = port, rate, delay
         self._free = 0.0
         """when all that was sent has crossed, in the loop's time"""
+        self._open: set[asyncio.Task[None]] = set()
+        """The loop itself holds connections that wait by weak references only."""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes one connection on, until either side has ended it."""
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Begins to pass one connection on, until either side has ended it."""
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to, out = await asyncio.open_connection("127.0.0.1", self.port)
         asked = [0.0]
         try:
@@ -71,7 +78,7 @@ def slow_link(port: int, rate: float, delay: float) -> Iterator[int]:
 
 
 async def main(port: int, rate: float, delay: float) -> None:
-    server = await asyncio.start_server(Link(port, rate, delay).serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(Link(port, rate, delay).accept, "127.0.0.1", 0)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
