@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import front_page
 from benchmarks.ablation_tables import confirmed_table, length_table, screen_table
 from benchmarks.autoscale_report import autoscale_text
-from benchmarks.cold_tables import coldstart_table, planning_table, streaming_table
+from benchmarks.cold_tables import coldstart_table, planning_table, remote_store_table, streaming_table
 from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
 from benchmarks.front_page import ENGINE, SERVE, Reports
 from benchmarks.gateway_tables import (
@@ -118,6 +118,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "coldstart": one("coldstart", coldstart_table),
         "planning": one("coldstart", planning_table),
         "streaming": one("coldstart", streaming_table),
+        "remote-store": one("remote_store", remote_store_table),
         "handoff": one("handoff", handoff_table),
     },
     ROOT / "docs" / "guide" / "simulate.md": {

@@ -87,10 +87,20 @@ def _forget_metrics(_: Arbiter, worker: UvicornWorker) -> None:
         mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
 
 
+class _Arbiter(Arbiter):  # type: ignore[misc]
+    def handle_int(self) -> None:
+        """Stops as TERM does. gunicorn would tell workers to quit, which uvicorn's do not hear, and wait for them until
+        it may kill them."""
+        self.handle_term()
+
+
 class _Server(BaseApplication):  # type: ignore[misc]
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         super().__init__()
+
+    def run(self) -> None:
+        _Arbiter(self).run()
 
     def load_config(self) -> None:
         config = self._config

@@ -90,7 +90,10 @@ def state_directory(state: Path) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield state
     except BlockingIOError:
-        raise StartError(f"another `garnish up` runs with the state directory {state}; name one with --state") from None
+        raise StartError(
+            f"another `garnish up` or `garnish gateway` uses the state directory {state}; stop it, or name another "
+            "directory with --state"
+        ) from None
     finally:
         os.close(lock)
 

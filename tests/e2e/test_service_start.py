@@ -114,5 +114,5 @@ def test_engine_that_cannot_start_ends_the_start(make_service: MakeService, stor
 
 def test_two_ups_share_no_state(make_service: MakeService, stories_dir: Path) -> None:
     service = make_service(stories_dir).start()
-    assert "another `garnish up` runs" in refused(service)
+    assert "another `garnish up` or `garnish gateway` uses" in refused(service)
     assert service.stop() == 0

@@ -90,7 +90,11 @@ def worker_of(pid: int) -> int:
     return int(children[0])
 
 
-def test_serves_and_ends_open_streams_on_term(config: GatewayConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serves_and_ends_open_streams_when_told_to(
+    config: GatewayConfig, tmp_path: Path, number: signal.Signals
+) -> None:
+    """INT comes to the one process, as from a supervisor: a terminal would send it to the workers, too."""
     url = f"http://127.0.0.1:{config.port}"
     with process(config, tmp_path / "log") as child, stub_node(node_of(config, hang_after_first)) as node:
         assert wait_for(url, "/healthz", child).status_code == 200
@@ -103,7 +107,7 @@ def test_serves_and_ends_open_streams_on_term(config: GatewayConfig, tmp_path: P
         ):
             events = source.iter_sse()
             assert next(events).event == "token"
-            child.send_signal(signal.SIGTERM)
+            child.send_signal(number)
             last = next(events)
             assert last.event == "error"
             assert last.json()["error"]["type"] == "unavailable"
