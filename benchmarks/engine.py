@@ -22,7 +22,7 @@ from benchmarks.in_process import RANKS, TARGETS, Measured, PeftGenerate, Worklo
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
 from benchmarks.prompts import measure_prompts, prompt_figures
-from benchmarks.report import ROOT, arguments, contention_probe, hold_to_level, publish, report
+from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.step_profile import breakdown
 from cluster.messages import Adapter
 from node_agent.cores import usable_cores
@@ -135,7 +135,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    hold_to_level(options.level)
     with tempfile.TemporaryDirectory() as root:
         publish(study(options, Path(root)), options.json)
 

@@ -3,7 +3,8 @@
 The engine's side runs on the first core with one thread, the workers on the others. An empty round trip copies x into
 shared memory, signals, and waits for the workers' answers, which compute nothing; over the socket x is sent and as many
 bytes come back. `pinned` computes the q, k, v adapters of one layer on pinned workers; `threads` computes the same
-products in this process with as many torch threads as there are workers, on the workers' cores.
+products in this process with as many torch threads as there are workers, on the workers' cores; `bf16` and `fp32` are
+these by torch in either dtype, whichever workers choose here.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ TOKENS = (16, 64, 256, 512)
 RANK = 64
 DTYPE = torch.bfloat16
 START_LIMIT_S = 120.0
+FEW_PRODUCTS = 20
+"""Calls of each dtype: one may take most of a second."""
 
 
 def percentiles(call: Callable[[], None], calls: int) -> tuple[float, float]:
@@ -92,15 +95,16 @@ while True:
 
 
 def by_threads(
-    case: HostCase, layout: Layout, x: torch.Tensor, calls: int, cores: Sequence[int]
+    case: HostCase, layout: Layout, x: torch.Tensor, calls: int, cores: Sequence[int], dtype: torch.dtype | None = None
 ) -> tuple[float, float]:
-    """The same products with len(cores) torch threads on the cores."""
+    """The same products with len(cores) torch threads on the cores, in `dtype` or as workers choose here."""
     found: list[tuple[float, float]] = []
 
     def work() -> None:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
         product = Product(case.weights, layout, compiled=False)
+        product.multiplied = dtype or product.multiplied
         ys = [torch.zeros(x.shape[0], case.widths[p][1], dtype=DTYPE) for p in GROUPS["qkv"]]
         found.append(percentiles(lambda: product.compute(ys, x, 0, 0, 0), calls))
 
@@ -131,6 +135,9 @@ def run(width: int, cores: Sequence[int], tokens: Sequence[int], calls: int, see
             pool.disarm()
             row["socket_p50_us"], row["socket_p99_us"] = echo_over_socket(x, calls // 10, cores[0])
             row["threads_p50_us"], row["threads_p99_us"] = by_threads(case, layout, x, few, cores)
+            for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+                found = by_threads(case, layout, x, FEW_PRODUCTS, cores, dtype)
+                row[f"{name}_p50_us"], row[f"{name}_p99_us"] = found
             rows.append(row)
     finally:
         pool.close()
@@ -146,6 +153,7 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
         found.setdefault(f"roundtrip_p50_us_{row['workers']}", row["roundtrip_p50_us"])
         found[f"over_socket_{name}"] = row["socket_p50_us"] / row["roundtrip_p50_us"]
         found[f"pinned_over_threads_{name}"] = row["threads_p50_us"] / row["pinned_p50_us"]
+        found[f"bf16_over_fp32_{name}"] = row["bf16_p50_us"] / row["fp32_p50_us"]
     return found
 
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.http_service import HttpService
-from benchmarks.report import ROOT, arguments, contention_probe, hold_to_level, publish, report
+from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from node_agent.cores import SPIN_LIMIT, usable_cores
 
 DEFAULT_SPIN = {"GOMP_SPINCOUNT": "300000"}
@@ -101,7 +101,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    hold_to_level(options.level)
     options.model = options.model.absolute()
     with tempfile.TemporaryDirectory() as root:
         publish(study(options, Path(root)), options.json)

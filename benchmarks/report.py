@@ -33,8 +33,20 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its figures mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--level", choices=LEVELS, help="use no instructions above this level")
+    parser.add_argument("--level", choices=LEVELS, action=_Level, help="use no instructions above this level")
     return parser
+
+
+class _Level(argparse.Action):
+    """Starts the study again, held to the level, unless it is."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        setattr(namespace, self.dest, values)
+        if os.environ.get(SWITCH) == values:
+            return
+        if values not in levels_up_to(host_level()):
+            parser.error(f"--level {values}: this processor has {host_level()} at most")
+        os.execve(sys.executable, sys.orig_argv, os.environ | level_environment(values))
 
 
 def report(
@@ -94,16 +106,6 @@ def machine() -> dict[str, Any]:
         "cores": usable_cores(),
         "gpu": gpu,
     }
-
-
-def hold_to_level(level: str | None) -> None:
-    """Starts this study again, held to a level of instructions, unless it is. Raises ValueError for one that this
-    processor lacks."""
-    if level is None or os.environ.get(SWITCH) == level:
-        return
-    if level not in levels_up_to(host_level()):
-        raise ValueError(f"--level {level}: this processor has {host_level()} at most")
-    os.execve(sys.executable, sys.orig_argv, os.environ | level_environment(level))
 
 
 def contention_probe() -> float:

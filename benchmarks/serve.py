@@ -24,7 +24,7 @@ from benchmarks.in_process import RANKS
 from benchmarks.latency import Sample, summary
 from benchmarks.load import TIMEOUT, OpenAiServer, check_url, closed_loop, open_loop, open_session, plan, poisson
 from benchmarks.random_llama import make_random_llama
-from benchmarks.report import ROOT, arguments, contention_probe, hold_to_level, publish, report
+from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.serve_batches import Batches, Shape, figures_of
 from benchmarks.serve_http import CONCURRENCY, OPEN_SHARE, SHORT, Loads, Server, measure
 from node_agent.cores import usable_cores
@@ -153,7 +153,6 @@ def _count(text: str) -> int:
 
 def main() -> None:
     options = parse()
-    hold_to_level(options.level)
     if options.url:
         publish(load(options), options.json)
         return

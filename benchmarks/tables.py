@@ -67,6 +67,21 @@ def handoff_table(document: dict[str, Any]) -> str:
     return "\n".join([caption(document, text), "", *table(head, cells), "", probe])
 
 
+def worker_products_table(document: dict[str, Any]) -> str:
+    """What a worker's long slices take in torch's two products, at one level."""
+    cells = [
+        (
+            f"{row['width']}, {row['tokens']}",
+            *(f"{row[f'{name}_p50_us']:.0f}" for name in ("bf16", "fp32")),
+            f"{row['bf16_p50_us'] / row['fp32_p50_us']:.2f}",
+        )
+        for row in document["rows"]
+        if row["workers"] == 1
+    ]
+    head = ("width, tokens", "bf16", "fp32", "bf16 over fp32")
+    return "\n".join([caption(document, "One thread, rank 64 on q, k, v, p50 in us."), "", *table(head, cells)])
+
+
 def one(study: str, of: Callable[[dict[str, Any]], str]) -> Callable[[Reports], str]:
     """The block of one report."""
     return each((study,), of)
@@ -120,6 +135,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "streaming": one("coldstart", streaming_table),
         "remote-store": one("remote_store", remote_store_table),
         "handoff": one("handoff", handoff_table),
+        "worker-products": each(("handoff", "handoff_avx2"), worker_products_table),
     },
     ROOT / "docs" / "guide" / "simulate.md": {
         "fidelity": one("fidelity", fidelity_table),

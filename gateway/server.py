@@ -88,10 +88,10 @@ def _forget_metrics(_: Arbiter, worker: UvicornWorker) -> None:
 
 
 class _Arbiter(Arbiter):  # type: ignore[misc]
-    def handle_int(self) -> None:
-        """Stops as TERM does. gunicorn would tell workers to quit, which uvicorn's do not hear, and wait for them until
-        it may kill them."""
-        self.handle_term()
+    def stop(self, graceful: bool = True) -> None:  # noqa: ARG002
+        """Ends the workers by TERM, whatever signal came. For INT and QUIT gunicorn would send them QUIT, which
+        uvicorn's do not hear, and wait for them until it may kill them."""
+        super().stop(graceful=True)
 
 
 class _Server(BaseApplication):  # type: ignore[misc]

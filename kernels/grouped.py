@@ -26,8 +26,7 @@ def add_pieces(
 
     A and B may lie in pieces, as rows of adapters do that lie in several pages. They are brought together here, and
     multiplied in `dtype`; outputs are rounded once. In bf16 oneDNN prepares a product anew for every number of tokens
-    and ranks that it has not seen, which takes longer than it wins where these change from pass to pass; on a host
-    without instructions for it, torch multiplies bf16 by a path that takes ten times as long and more.
+    and ranks that it has not seen, which takes longer than it wins where these change from pass to pass.
 
     ys      each [T, d_out], in place; rows outside begin..end are not touched
     x       [T, d_in]

@@ -42,8 +42,9 @@ class Product:
         self._rank, self._scale = table.rank.numpy(), table.scale.numpy()
         self._first, self._row_offset = table.first.numpy(), table.row_offset.numpy()
         self._operators = _operators() if compiled else None
-        self._multiplied = host.pool.dtype if multiplies_bf16() else torch.float32
-        """by torch: slices of a node have few lengths, so that oneDNN has their products prepared"""
+        self.multiplied = host.pool.dtype if multiplies_bf16() else torch.float32
+        """in what torch's products are computed. Slices of a node have few lengths, so that oneDNN has those in bf16
+        prepared; without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md)."""
         self._groups: dict[tuple[int, int], CompiledGroup] = {}
         self._widest = max(d_in for d_in, _ in layout.widths)
         self._slot = torch.zeros(1, dtype=torch.int32)
@@ -117,7 +118,7 @@ class Product:
                 parts.append((i, at, at + rank, rows_b, float(self._scale[(*where, p)])))
             at += rank
         a = self._matrix(np.concatenate(rows), x.shape[1])
-        add_pieces(ys, x, 0, x.shape[0], [(a.t(), parts)], self._multiplied)
+        add_pieces(ys, x, 0, x.shape[0], [(a.t(), parts)], self.multiplied)
 
     def _matrix(self, offsets: np.ndarray, width: int) -> torch.Tensor:
         """[rows, width]: a view where the rows follow each other, else a copy of their stretches, one or two more than

@@ -21,5 +21,5 @@ def test_quick(tmp_path: Path) -> None:
     document = json.loads(target.read_text())
     assert {row["width"] for row in document["rows"]} == {576, 4096}
     for row in document["rows"]:
-        assert all(row[f"{kind}_p50_us"] > 0 for kind in ("roundtrip", "socket", "pinned", "threads"))
+        assert all(row[f"{kind}_p50_us"] > 0 for kind in ("roundtrip", "socket", "pinned", "threads", "bf16", "fp32"))
     assert {"roundtrip_p50_us_1", "over_socket_1_16x576", "pinned_over_threads_1_16x576"} <= set(document["figures"])

@@ -90,11 +90,11 @@ def worker_of(pid: int) -> int:
     return int(children[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
 def test_serves_and_ends_open_streams_when_told_to(
     config: GatewayConfig, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """INT comes to the one process, as from a supervisor: a terminal would send it to the workers, too."""
+    """The signal comes to the first process alone, as from a supervisor: a terminal sends INT to the workers, too."""
     url = f"http://127.0.0.1:{config.port}"
     with process(config, tmp_path / "log") as child, stub_node(node_of(config, hang_after_first)) as node:
         assert wait_for(url, "/healthz", child).status_code == 200

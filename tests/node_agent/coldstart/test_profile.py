@@ -38,7 +38,7 @@ def test_a_written_profile_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
         ({"layer": ()}, "layer"),
         ({"layer": ((64, 1e-3), (16, 1e-3))}, "ascending"),
         ({"layer": ((16, 0.0),)}, "positive"),
