@@ -139,10 +139,12 @@ def _show_differences(row: Row, screen: Screen) -> None:
         verdict = "a tie" if entry.is_tie else "NO tie"
         screen.line(
             f"{_shortened(row.prompt)}: token {entry.position + 1} is {entry.function_token}, "
-            f"PEFT's {entry.peft_token}; in PEFT's logits {entry.behind:.2g} apart: {verdict} "
+            f"PEFT's best after the same ones {entry.peft_token}; in PEFT's logits {entry.behind:.2g} apart: {verdict} "
             f"(below {entry.tie_below:.2g}), its two best {entry.gap:.2g} apart"
         )
-    if row.differences:
+    if row.differences and row.function_text == row.peft_text:
+        screen.line(f"  both, generating: {row.function_text.strip()}")
+    elif row.differences:
         screen.line(f"  function: {row.function_text.strip()}")
         screen.line(f"  PEFT:     {row.peft_text.strip()}")
 
