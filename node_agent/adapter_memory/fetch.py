@@ -62,8 +62,8 @@ class Fetch:
         self.flow, self.staging, self.cache, self.on_change = flow, staging, cache, on_change
         self.positions = host.layout.positions(host.pages)
         self.over = False
-        self._first, host.first = host.first, bytearray()
-        self._ranges = plan_ranges(host.header.layers, len(self._first))
+        self._first, host.first = host.first, None
+        self._ranges = plan_ranges(host.header.layers, self._first.size if self._first else 0)
         self._running = 0
         self._error = ""
         self._writer: CacheWriter | None = None
@@ -132,9 +132,11 @@ class Fetch:
             self._settle()
 
     def _read(self, wanted: Range, source: CachedFile | None) -> memoryview:
-        if wanted.start + wanted.size <= len(self._first):  # one range is; tried again, it is read
-            first, self._first = self._first, bytearray()
-            return memoryview(first)[wanted.start : wanted.start + wanted.size]
+        if self._first is not None and wanted.start + wanted.size <= self._first.size:  # one range is
+            first, self._first = self._first, None  # tried again, it is read
+            data = first.take()[wanted.start : wanted.start + wanted.size]
+            if len(data) == wanted.size:
+                return data
         data = self.staging.take(wanted.size)
         for low in range(0, wanted.size, LARGEST_RANGE):
             piece = data[low : low + LARGEST_RANGE]

@@ -85,7 +85,7 @@ class HostTier:
             if self._all.get(host.digest) is not host or host.size > self.memory:
                 continue  # forgotten meanwhile, or will never fit: its request is told when it is placed
             if not self._start_fetch(host):
-                host.first = bytearray()  # it may wait for long
+                host.first = None  # it may wait for long
                 waiting.append(host)
         self._unfetched = waiting
         self._fetching = [host for host in self._fetching if not self._fetched(host)]

@@ -19,8 +19,8 @@ from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import FirstBytes, Staging
 
-MEASURE_THREADS = 4
-"""Headers, and the first layers with them, must not wait behind the bytes of large adapters."""
+MEASURE_THREADS = 8
+"""Headers, and the first layers with them (two reads an adapter), must not wait behind the bytes of large adapters."""
 STORE_THREADS = 8
 COPY_THREADS = 4
 
@@ -106,9 +106,9 @@ class Loader:
         try:
             header = self._cached_header(host)
             if header is None:
-                first = FirstBytes(self.store)
+                first = FirstBytes(self.store, self._measuring)
                 header = read_header(first, host.artifact)
-                host.first = first.data
+                host.first = first
             if header.digest != host.digest or header.base != self.base.fingerprint:
                 raise CorruptArtifact(f"{host.artifact} holds another adapter than {host.digest}")
             layout = lay_out(header, self.base, self.dtype.itemsize, self.host.page_units)

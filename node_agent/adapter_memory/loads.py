@@ -13,6 +13,7 @@ from adapters.artifact import ArtifactHeader
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
+from node_agent.adapter_memory.ranges import FirstBytes
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.device import Event
 from node_agent.types import LayerState
@@ -48,7 +49,7 @@ class HostAdapter:
     slot: int = -1
     run: int = -1
     """its place in the host table, while it has pages"""
-    first: bytearray = field(default_factory=bytearray)
+    first: FirstBytes | None = None
     """the artifact's beginning, read with the header, until its layers are placed"""
     here: bytearray = field(default_factory=bytearray)
     """1 for each layer that has arrived and was verified"""

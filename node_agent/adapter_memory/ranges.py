@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from adapters.artifact import LayerBlock
@@ -12,8 +13,8 @@ from adapters.store import ObjectStore
 LARGEST_RANGE = 8 << 20
 """Bytes. Each read has its fixed cost, so few large ones are fastest; a layer that is larger is read in pieces."""
 FIRST_RANGE = 1 << 20
-"""Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large. As
-many are read with the header."""
+"""Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large. The
+artifact's first so many are read before its header is known."""
 
 
 @dataclass
@@ -30,20 +31,37 @@ class Range:
 
 
 class FirstBytes:
-    """Reads an artifact's header, and with the same request its first layers: a round trip less until a prompt can be
-    begun."""
+    """Reads an artifact's header and, at the same time, the bytes behind it, in which its first layers are.
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-        self.data = bytearray()
-        """the artifact's beginning, FIRST_RANGE bytes at most"""
+    What the header says is to be read next is then asked for while these bytes are still on their way: a store that is
+    far away costs one round trip, and not one for the header and one for the layers.
+    """
+
+    def __init__(self, store: ObjectStore, threads: Executor) -> None:
+        self._store, self._threads = store, threads
+        self._head = b""
+        self._behind: Future[bytes] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes from the artifact's start that `take` returns, if it has as many."""
+        return FIRST_RANGE if self._behind is not None else len(self._head)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
+        """As of a store; the first bytes of an artifact begin to be read when its start is asked for."""
         if start:
             return self._store.get_range(key, start, length)
-        found = self._store.get_range(key, 0, max(length, FIRST_RANGE))
-        self.data = bytearray(found[:FIRST_RANGE])
-        return found[:length]
+        behind = None
+        if length < FIRST_RANGE:
+            behind = self._threads.submit(self._store.get_range, key, length, FIRST_RANGE - length)
+        self._head = self._store.get_range(key, 0, length)
+        if len(self._head) == length:  # else it ends there
+            self._behind = behind
+        return self._head
+
+    def take(self) -> memoryview:
+        """Waits for the bytes that were asked for. Raises what reading them raised."""
+        return memoryview(bytearray(self._head + (b"" if self._behind is None else self._behind.result())))
 
 
 def plan_ranges(layers: Sequence[LayerBlock], have: int = 0) -> list[Range]:
