@@ -50,7 +50,7 @@ from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.config import GatewayConfig, share, usage_directory
 from gateway.leader.leader import Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
-from gateway.leader.store_leases import StoreLeases
+from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
 from gateway.leader.turn import Job
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
@@ -219,9 +219,14 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
 
 
 def _leader(config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared: Shared) -> Leader:
-    leases = shared.leases if config.redis is not None else StoreLeases(store, monotonic)
-    jobs = [Job("usage_compaction", UsageCompaction(store, monotonic).run)]
-    return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic)
+    jobs, leader_metrics = (
+        [Job("usage_compaction", UsageCompaction(store, monotonic).run)],
+        LeaderMetrics(metrics.registry),
+    )
+    if config.redis is not None:
+        return Leader(shared.leases, worker_name(), jobs, leader_metrics, monotonic)
+    leases = StoreLeases(store, monotonic)
+    return Leader(leases, worker_name(), jobs, leader_metrics, monotonic, STORE_LEASE_SECONDS)
 
 
 def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:

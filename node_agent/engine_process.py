@@ -147,7 +147,8 @@ class Loop:
             while not self.stopping():
                 self._turn(channel, selector)
         except Disconnected as error:
-            log.warning("api process gone", extra={"reason": str(error)})
+            # No warning: the supervisor warns of an end that nobody asked for.
+            log.info("api process gone", extra={"reason": str(error)})
         finally:
             selector.close()
             self.drop_all()

@@ -96,6 +96,7 @@ class Child:
         self._started = 0.0
         self._backoff = FIRST_BACKOFF
         self._due = 0.0
+        self._told_to_stop = False
 
     @property
     def pid(self) -> int | None:
@@ -121,6 +122,10 @@ class Child:
             self._backoff = FIRST_BACKOFF
         self._due = now + self._backoff
         extra = {"child": self.name, "pid": self._process.pid, "code": code, "after": round(now - self._started, 3)}
+        if self._told_to_stop:
+            log.info("child stopped", extra=extra)
+            self._process = None
+            return True
         log.warning("child ended", extra=extra)
         if self._on_end is not None:
             self._on_end(code)
@@ -138,9 +143,11 @@ class Child:
             process.kill()
         return watch.interval
 
-    def signal(self, number: signal.Signals) -> None:
+    def ask_to_stop(self) -> None:
+        """Send TERM: its end is no failure any more."""
+        self._told_to_stop = True
         if self._process is not None:
-            self._process.send_signal(number)
+            self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill -9 and reap: no zombie is left."""
@@ -222,7 +229,7 @@ def stop(children: list[Child], signals: Signals, grace: float) -> None:
     deadline = time.monotonic() + grace
     asked = signals.stop_requested
     for child in children:
-        child.signal(signal.SIGTERM)
+        child.ask_to_stop()
         for now in _ticks(deadline):
             if child.reap(now) or signals.stop_requested > asked:
                 break

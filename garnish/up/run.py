@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -56,7 +55,6 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
                 for child in children:
                     bound_log(log_of(prepared.state, child.name))
         finally:
-            ends.stopping = True
             opening.cancel()
             screen.progress("stopping")
             _stop(children[:1], GATEWAY_GRACE, signals)
@@ -115,7 +113,7 @@ def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
     deadline = time.monotonic() + grace
     asked = signals.stop_requested
     for child in children:
-        child.signal(signal.SIGTERM)
+        child.ask_to_stop()
     while (now := time.monotonic()) < deadline and signals.stop_requested == asked:
         if all(child.reap(now) for child in children):
             break
@@ -125,10 +123,9 @@ def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
 
 
 class Ends:
-    """Tells the person at the terminal why a process ended, unless the end was asked for."""
+    """Tells the person at the terminal why a process ended by itself."""
 
     def __init__(self, screen: Screen) -> None:
-        self.stopping = False
         self.reasons: dict[str, str] = {}
         """Of each process's last end."""
         self._screen = screen
@@ -139,6 +136,5 @@ class Ends:
         reason = last_problem(log, self._starts.get(name, 0))
         self._starts[name] = log.stat().st_size
         self.reasons[name] = reason or NO_REASON
-        if not self.stopping:
-            why = f" ({reason})" if reason else ""
-            self._screen.note(f"{name} ended with code {code}{why} and starts again; log: {log}")
+        why = f" ({reason})" if reason else ""
+        self._screen.note(f"{name} ended with code {code}{why} and starts again; log: {log}")

@@ -21,9 +21,13 @@ from gateway.leader.turn import Job, Turn, TurnEnded
 
 LEASE = "leader"
 LEASE_SECONDS = 6.0
-BEAT_SECONDS = 2.0
-"""Between two heartbeats, and between two turns of a job. A killed leader is replaced within LEASE_SECONDS and two
-beats: its last write may be seen a beat late, and its end another one."""
+BEATS_A_LEASE = 3
+"""A killed leader is replaced within a lease and two beats: its last write may be seen a beat late, and its end another
+one."""
+ANSWER_SECONDS = 2.0
+"""For the lease to be read and written."""
+PAUSE_SECONDS = 2.0
+"""Between two turns of a job."""
 TURN_SECONDS = 10.0
 """Deadline of a turn."""
 OVERTIME_SECONDS = 30.0
@@ -41,13 +45,20 @@ class Leader:
     """Leads while it holds the lease. `clock` is monotonic seconds; `name` differs from worker to worker."""
 
     def __init__(
-        self, leases: Leases, name: str, jobs: Sequence[Job], metrics: LeaderMetrics, clock: Callable[[], float]
+        self,
+        leases: Leases,
+        name: str,
+        jobs: Sequence[Job],
+        metrics: LeaderMetrics,
+        clock: Callable[[], float],
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self.name = name
         self._leases = leases
         self._jobs = jobs
         self._metrics = metrics
         self._clock = clock
+        self._lease_seconds = lease_seconds
         self._until = -math.inf
         """The lease's end, by the clock."""
         self._led = self._failing = False
@@ -69,8 +80,8 @@ class Leader:
         """Takes or prolongs the lease."""
         asked = self._clock()
         try:
-            async with asyncio.timeout(BEAT_SECONDS):
-                lease = await self._leases.take(LEASE, self.name, LEASE_SECONDS)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                lease = await self._leases.take(LEASE, self.name, self._lease_seconds)
         except (RedisAway, StoreUnavailable, TimeoutError) as error:
             if not self._failing:
                 log.warning("the leader's lease can't be reached", extra={"why": str(error) or "no answer in time"})
@@ -101,18 +112,18 @@ class Leader:
     async def _beats(self) -> None:
         while True:
             await self.beat()
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(self._lease_seconds / BEATS_A_LEASE)
 
     async def _turns(self, job: Job) -> None:
         while True:
             await self.turn(job)
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def _resign(self) -> None:
         if self.leads():
             self._until = -math.inf
             with suppress(RedisAway, StoreUnavailable, TimeoutError):
-                async with asyncio.timeout(BEAT_SECONDS):
+                async with asyncio.timeout(ANSWER_SECONDS):
                     await self._leases.free(LEASE, self.name)
         self._note_change()
 

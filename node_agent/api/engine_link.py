@@ -50,6 +50,7 @@ class EngineLink:
         self._writer: asyncio.StreamWriter | None = None
         self._current: asyncio.Task[None] | None = None
         self._conversations: set[asyncio.Task[None]] = set()
+        self._stopped = False
 
     async def start(self) -> None:
         """Listen, in a directory that only this user may enter. Raises OSError when that can't be."""
@@ -62,6 +63,7 @@ class EngineLink:
 
     async def stop(self) -> None:
         """Stop listening and hang up."""
+        self._stopped = True
         if self._server is not None:
             self._server.close()
         for task in self._conversations:
@@ -100,7 +102,7 @@ class EngineLink:
             self._conversations.discard(task)
         if self._writer is writer:
             self._writer = self._current = None
-            log.warning("engine gone", extra={"reason": reason})
+            log.log(logging.INFO if self._stopped else logging.WARNING, "engine gone", extra={"reason": reason})
             self._listener.engine_gone(reason)
         else:
             log.warning("connection without engine", extra={"reason": reason})

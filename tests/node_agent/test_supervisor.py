@@ -55,6 +55,13 @@ class Supervised:
                 return entry
         raise AssertionError(f"the log ended without {message!r} about {child}")
 
+    async def problems(self) -> list[dict[str, object]]:
+        """The lines of the log until its end that are more than information."""
+        assert self.process.stderr is not None
+        entries = [json.loads(line) async for line in self.process.stderr if line.startswith(b"{")]
+        assert [entry["child"] for entry in entries if entry["message"] == "child stopped"] == ["api", "engine"]
+        return [entry for entry in entries if entry["level"] != "info"]
+
     async def ready(self, not_epoch: str = "") -> NodeRecord:
         return await self.gateway.record_where(lambda r: r.state == "ready" and r.epoch != not_epoch)
 
@@ -138,6 +145,7 @@ def test_killed_processes_come_back(tmp_path: Path, stories_dir: Path) -> None:
                 assert isinstance(await stream.next(), Started)
                 node.process.send_signal(signal.SIGTERM)
                 assert isinstance((await stream.rest())[-1], Done), "an open stream may end"
+            assert await node.problems() == [], "what is told to stop, and does, is no problem"
             assert await node.process.wait() == 0
             for pid in node.pids.values():
                 wait_for_end(pid)

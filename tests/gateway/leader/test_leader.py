@@ -16,7 +16,7 @@ from adapters.store import Object
 from gateway.leader import leader as leader_module
 from gateway.leader.leader import LEASE_SECONDS, TURN_SECONDS, Leader
 from gateway.leader.metrics import LeaderMetrics
-from gateway.leader.store_leases import StoreLeases
+from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
 from gateway.leader.turn import Job, Turn, TurnEnded
 
 
@@ -97,10 +97,9 @@ def test_a_job_that_was_stopped_does_nothing_more(tmp_path: Path) -> None:
 
 
 def test_a_job_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_module, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(leader_module, "PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(leader_module, "TURN_SECONDS", 0.02)
     monkeypatch.setattr(leader_module, "OVERTIME_SECONDS", 0.02)
-    monkeypatch.setattr(leader_module, "LEASE_SECONDS", 60.0)
     turns = 0
 
     async def good(_: Turn) -> None:
@@ -117,7 +116,8 @@ def test_a_job_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monke
         registry = CollectorRegistry()
         jobs = [Job("bad", bad), Job("hung", hung), Job("good", good)]
         store = LocalStore(tmp_path)
-        leader = Leader(StoreLeases(store, monotonic), "one", jobs, LeaderMetrics(registry), monotonic)
+        leases, metrics = StoreLeases(store, monotonic), LeaderMetrics(registry)
+        leader = Leader(leases, "one", jobs, metrics, monotonic, STORE_LEASE_SECONDS)
 
         def failures(job: str) -> float:
             return registry.get_sample_value("garnish_leader_failures_total", {"job": job}) or 0.0
@@ -130,6 +130,30 @@ def test_a_job_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monke
         assert (await other.take("leader", "two", 1.0)).holder == "two", "given back at its end"
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+class Counted(LocalStore):
+    calls = 0
+
+    def get(self, key: str) -> Object:
+        self.calls += 1
+        return super().get(key)
+
+
+@pytest.mark.parametrize(("seconds", "calls", "patience"), [(0.3, 5, 60.0), (60.0, 2, 1.0)])
+def test_the_longer_the_lease_the_fewer_calls_of_the_store(
+    tmp_path: Path, seconds: float, calls: int, patience: float
+) -> None:
+    async def main() -> None:
+        store, metrics = Counted(tmp_path), LeaderMetrics(CollectorRegistry())
+        leader = Leader(StoreLeases(store, monotonic), "one", [], metrics, monotonic, seconds)
+        end = monotonic() + patience
+        async with leader.running():
+            while store.calls < calls and monotonic() < end:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert (store.calls >= calls) == (seconds < 1)
+
+    asyncio.run(main())
 
 
 class Away(LocalStore):
@@ -169,7 +193,7 @@ class Hung(LocalStore):
 
 
 def test_a_store_that_hangs_holds_up_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(leader_module, "ANSWER_SECONDS", 0.05)
 
     async def main() -> None:
         worker = Worker(Hung(tmp_path), "one")
