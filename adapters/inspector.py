@@ -50,7 +50,7 @@ class Inspector:
         if not self._turn.acquire(timeout=WAIT_SECONDS):
             raise InspectionBusy(f"other adapters were looked at for {WAIT_SECONDS:g} s; try again later")
         try:
-            answer = self._ask(Job(config, str(weights.absolute())))
+            answer = self._ask(Job(config, str(weights.absolute()), MATCH_SECONDS))
             if answer.last:
                 self._end()
         except BaseException:

@@ -13,6 +13,7 @@ import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +40,7 @@ class Job(msgspec.Struct, frozen=True):
     config: bytes
     weights: str
     """Path of the weights file."""
+    match_seconds: float = MATCH_SECONDS
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -67,10 +69,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def outcome_of(job: Job, base: BaseModel) -> Outcome:
-    """Ends the process when READ_SECONDS or MATCH_SECONDS are over: by SIGPROF, or by SIGVTALRM while it matches."""
+    """Ends the process when READ_SECONDS are over, by SIGPROF, or, while it matches, the job's `match_seconds`, by
+    SIGVTALRM."""
     try:
         with _limited(signal.ITIMER_PROF, READ_SECONDS):
-            return inspect_files(job.config, Path(job.weights), base, _find)
+            return inspect_files(job.config, Path(job.weights), base, partial(_find, job.match_seconds))
     except InvalidAdapter as error:
         listed = error.problems[:-1] if error.omitted else error.problems
         return Refused(listed, error.omitted)
@@ -83,10 +86,10 @@ def outcome_of(job: Job, base: BaseModel) -> Outcome:
         return Failed(traceback.format_exc()[-4000:])
 
 
-def _find(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
+def _find(seconds: float, settings: LoraSettings, names: Sequence[str]) -> list[Target]:
     """`match`, under the limit for it alone."""
     try:
-        with _limited(signal.ITIMER_PROF, 0.0), _limited(signal.ITIMER_VIRTUAL, MATCH_SECONDS):
+        with _limited(signal.ITIMER_PROF, 0.0), _limited(signal.ITIMER_VIRTUAL, seconds):
             return match(settings, names)
     except MemoryError:
         expected = f"at most {MEMORY_BYTES} bytes"

@@ -157,11 +157,13 @@ def _summary(calls: list[Seen]) -> dict[str, float]:
     return {"calls": len(calls), "unanswered": len(calls) - len(ttft), **found}
 
 
-def give_performance(engine: LocalEngine) -> None:
-    """A performance model, as an idle engine process measures it."""
+def give_performance(engine: LocalEngine, seconds: float) -> None:
+    """A performance model, as an idle engine process measures it; none, if that takes longer than `seconds`, as it may
+    on a host that is busy."""
     if not use_performance(engine.engine, engine.config, engine.base):
         idle = IdleMeasurement(engine.engine, engine.config, engine.base)
-        while not idle.ended:
+        until = time.monotonic() + seconds
+        while not idle.ended and time.monotonic() < until:
             if not idle.work(lambda: False):
                 time.sleep(0.05)
 
@@ -172,11 +174,11 @@ def main() -> None:
     options = parser.parse_args()
     settings: dict[str, Any] = {
         "rounds": 5, "round_seconds": 30.0, "share_seconds": 90.0, "idle_calls": 9, "length_scale": 0.3,
-        "most_tokens": 1024, "max_rows": 16, "queue_limit": 64, "chunk_tokens": 256,
+        "performance_seconds": 600.0, "most_tokens": 1024, "max_rows": 16, "queue_limit": 64, "chunk_tokens": 256,
     }  # fmt: skip
     if options.quick:
-        settings |= {"rounds": 1, "round_seconds": 5.0, "share_seconds": 2.0, "idle_calls": 3, "length_scale": 0.5}
-        settings |= {"most_tokens": 256}
+        settings |= {"rounds": 1, "round_seconds": 2.0, "share_seconds": 1.0, "idle_calls": 3, "length_scale": 0.5}
+        settings |= {"most_tokens": 256, "performance_seconds": 3.0}
     adapters = sorted(
         path.parent for path in (ROOT / "examples" / "adapters" / options.model.name).glob("*/adapter_config.json")
     )
@@ -185,7 +187,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         engine = LocalEngine(options.model, root, **limits)
         try:
-            give_performance(engine)
+            give_performance(engine, settings["performance_seconds"])
             study = Study(engine, adapters, settings, options.seed)
             figures = {"share_error": study.shares()}
             figures["victim_ttft_ratio"], figures["victim_ttft_ratio_max"] = study.flood()

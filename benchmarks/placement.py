@@ -165,7 +165,7 @@ def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     settings: dict[str, Any] = {"nodes": [60, 1000], "requests": 20_000, "adapters": ADAPTERS, "resident": RESIDENT}
     if options.quick:
-        settings |= {"requests": 1_000}
+        settings |= {"requests": 200}
     probe = contention_probe()
     rows = [
         asyncio.run(measure(policy, nodes, settings["requests"], options.seed))

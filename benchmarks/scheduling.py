@@ -48,7 +48,7 @@ FULL = {
     "bed_seconds": 30.0, "bed_functions": 64, "bed_longest": 256,
 }  # fmt: skip
 QUICK = {
-    "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 20.0,
+    "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 8.0,
     "oracle_seconds": 4.0, "functions": 400, "ablate_loads": [1.0],
     "ablate_seeds": 1, "ablate_bed_seconds": 2.0,
     "sim_policies": list(POLICIES), "bed_policies": ["rank_aware", "dlora"], "bed_loads": [0.6],

@@ -65,11 +65,11 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     threads = options.threads or usable_cores()
     torch.set_num_threads(threads)
     prompt_tokens, output_tokens = (16, 4) if options.quick else (128, 64)
-    rounds, layers = (1, 2) if options.quick else (options.rounds, 12)
+    rounds, layers, width = (1, 2, 192) if options.quick else (options.rounds, 12, 768)
     shape = Shape(torch.bfloat16, threads, rounds, prompt_tokens, output_tokens, options.seed)
     loads = Loads(*((1, 8, 4) if options.quick else (3, 24, 80)), prompt_tokens, output_tokens, options.seed)
     real = Path(options.base).absolute()
-    models = {"smollm2": real, "llama12": make_random_llama(root / "llama12", layers, options.seed)}
+    models = {"smollm2": real, "llama12": make_random_llama(root / "llama12", layers, options.seed, width)}
     figures: dict[str, float] = {"probe_before_ms": contention_probe()}
     rows: list[dict[str, Any]] = []
     for name, model_dir in models.items():
@@ -83,7 +83,8 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         served, http = measure(service, real, _peer(options), loads)
     figures |= {**http, "probe_after_ms": contention_probe()}
     settings = {
-        "models": {"smollm2": real.name, "llama12": f"random Llama, {layers} layers, 768 wide"}, "dtype": "bfloat16",
+        "models": {"smollm2": real.name, "llama12": f"random Llama, {layers} layers, {width} wide"},
+        "dtype": "bfloat16",
         "threads": threads, "rounds": rounds, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
         "ranks": RANKS, "targets": "q,k,v", "concurrency": CONCURRENCY, "http_rounds": loads.rounds,
         "http_requests": loads.requests, "pairs": loads.pairs, "short": SHORT, "open_share": OPEN_SHARE,

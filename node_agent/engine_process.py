@@ -7,12 +7,17 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
+from node_agent.collector import end, settle, stop_collecting
+
+if __name__ == "__main__":
+    stop_collecting()  # before the next lines load torch
+
 from transformers.utils.logging import disable_progress_bar
 
 from adapters.base_model import BaseModel
@@ -275,6 +280,7 @@ def main() -> int:
     ready = ready_message(engine, base)
     log.info("engine is warm", extra=msgspec.to_builtins(ready))
     log.info(CAPACITY, extra=msgspec.to_builtins(capacity_of(engine, base)))
+    settle()
     idle = None if has_model else IdleMeasurement(engine, config.engine, base)
     loop = Loop(engine, ready, wake, lambda: stop_requested, idle)
     engine.pulse.tell = Heartbeat(Path(config.socket).with_name(NAME)).beat
@@ -294,4 +300,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -22,6 +22,7 @@ from adapters.peft_format import read_peft
 from adapters.tensor_names import with_plain_names
 from cluster.text import end_token_ids
 from node_agent.child import die_with_parent, read_config
+from node_agent.collector import settle, stop_collecting
 from node_agent.peft_types import Failed, Loaded, PeftAnswer, PeftJob, PeftPrompt, Position
 
 if TYPE_CHECKING:
@@ -143,9 +144,11 @@ def main() -> int:
         report.write(msgspec.json.encode(message) + b"\n")
 
     begun = time.perf_counter()
+    stop_collecting()
     try:
         with tempfile.TemporaryDirectory(prefix="garnish-") as scratch:
             alone = PeftAlone(job, Path(scratch))
+        settle()
         alone.generate(alone.encode(job.prompts[0]), WARM_UP_TOKENS)
         tell(Loaded(str(alone.device), alone.dtype, time.perf_counter() - begun))
         for prompt in job.prompts:

@@ -18,6 +18,7 @@ from cluster.logs import set_up_logging
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.child import read_config
 from node_agent.coldstart.shared import Layout
+from node_agent.collector import settle, stop_collecting
 
 POLL_NS = 100_000_000
 """An armed worker's look at signals."""
@@ -52,6 +53,7 @@ def main() -> None:
     report = os.dup(sys.stdout.fileno())  # and whatever a library prints goes to the log
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.sched_setaffinity(0, {config.core})  # before torch counts the cores
+    stop_collecting()
     import torch
 
     from node_agent.coldstart.worker import Worker, warm_up
@@ -61,6 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     worker = Worker(config)
     warm_up(worker.product, config.layout)
+    settle()
     ready = WorkerReady(worker.product.compiled, torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     os.write(report, msgspec.json.encode(ready) + b"\n")
     while True:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,13 @@ import pytest
 
 from benchmarks.ablation import CASES, pace, paired
 from benchmarks.ablation_tables import BEFORE, KEPT, confirmed_table, length_table, screen_table
+from tests.benchmarks.studies import run_study
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_quick_run(tmp_path: Path) -> None:
+def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks.scheduling", "--quick", "--ablate", "chosen", "--json", str(file)]
-    command += ["--variants", "rank_aware,no rank,toppings,minimal"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    variants = ("--variants", "rank_aware,no rank,toppings,minimal")
+    run_study(monkeypatch, "scheduling", "--quick", "--ablate", "chosen", "--json", str(file), *variants)
     document = json.loads(file.read_text())
     assert {(row["study"], row["case"]) for row in document["rows"]} == {
         (study, case.name) for study in ("sim60", "testbed8") for case in CASES

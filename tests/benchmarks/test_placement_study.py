@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
 
 from benchmarks.gateway_tables import placement_table
 from gateway.scheduling.policy import POLICIES
+from tests.benchmarks.studies import run_study
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_quick_run(tmp_path: Path) -> None:
+def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks.placement", "--quick", "--seed", "3", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_study(monkeypatch, "placement", "--quick", "--seed", "3", "--json", str(file))
     document = json.loads(file.read_text())
     assert (document["study"], document["seed"]) == ("placement", 3)
     names = {

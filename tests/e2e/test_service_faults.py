@@ -30,6 +30,21 @@ def gone(processes: dict[int, str]) -> bool:
     return not any(is_alive(pid, command) for pid, command in processes.items())
 
 
+def stop_amid_a_stream(service: Service, name: str, number: signal.Signals) -> None:
+    """The stream ends, with `done` or with an error event, and no process is left."""
+    processes = service.processes()
+    with service.client("acme") as http, http.stream("POST", f"/invoke/{name}", json=LONG) as reply:
+        lines = reply.iter_lines()
+        assert next(lines) == "event: token"
+        assert service.process is not None
+        service.process.send_signal(number)
+        assert {"event: done", "event: error"} & set(lines)
+    assert service.stop(number) == 0
+    assert (service.folder / "err.txt").read_text().endswith("\nstopping\nstopped\n")
+    assert eventually(lambda: gone(processes)), processes
+    assert can_listen(service.port)
+
+
 def test_killed_engine_mid_stream(service: Service) -> None:
     """The stream ends with a clear error soon, and the engine comes back."""
     with service.client("acme") as http:
@@ -85,7 +100,8 @@ def _answers(http: httpx.Client, path: str) -> bool:
 def test_whole_service_killed_mid_deploy(
     make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]
 ) -> None:
-    """One deploy has sent half its body, and others follow each other, when everything is killed."""
+    """One deploy has sent half its body, and others follow each other, when everything is killed. Started again, it
+    ends by TERM, and no process is left."""
     service = make_service(stories_dir).start()
     half_sent = _send_half_a_deploy(service, "unfinished", stories_adapters["ocean"])
     processes = service.processes()
@@ -113,6 +129,7 @@ def test_whole_service_killed_mid_deploy(
         assert http.post("/invoke/unfinished", json=GREEDY).status_code == 404
     assert deploy(service, "unfinished", stories_adapters["ocean"]) == 201
     assert list((service.state / "uploads").iterdir()) == []
+    stop_amid_a_stream(service, "unfinished", signal.SIGTERM)
 
 
 def _deploy_on(service: Service, directory: Path, acknowledged: list[str], some: threading.Event) -> None:
@@ -145,21 +162,6 @@ def _send_half_a_deploy(service: Service, name: str, directory: Path) -> socket.
     return raw
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stop_leaves_no_process(
-    make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path], number: signal.Signals
-) -> None:
-    """Also while a stream is open: it ends, with `done` or with an error event."""
-    declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
-    service = make_service(stories_dir, declared).start()
-    processes = service.processes()
-    with service.client("acme") as http, http.stream("POST", "/invoke/dragon", json=LONG) as reply:
-        lines = reply.iter_lines()
-        assert next(lines) == "event: token"
-        assert service.process is not None
-        service.process.send_signal(number)
-        assert {"event: done", "event: error"} & set(lines)
-    assert service.stop(number) == 0
-    assert (service.folder / "err.txt").read_text().endswith("\nstopping\nstopped\n")
-    assert eventually(lambda: gone(processes)), processes
-    assert can_listen(service.port)
+def test_stop_leaves_no_process(service: Service) -> None:
+    """By Ctrl-C; the last test of the shared service, of which by now every part was killed and came back."""
+    stop_amid_a_stream(service, "dragon", signal.SIGINT)

@@ -20,7 +20,8 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "seed": 11, "repetition_penalty": 1.05, "frequency_penalty": 0.01},
 ]
-KILLS, MORE_KILLS = 5, 50
+PARTS = ("api", "engine", "node")
+KILLS, MORE_KILLS = 3, 50
 TRIES = 20
 """A call may end before its node is killed."""
 
@@ -124,14 +125,15 @@ def whole(service: Service, way: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 def check_kills(service: Service, count: int, seed: int) -> None:
-    """Until so many calls have gone on elsewhere, whatever part of a node was killed, streamed and not."""
+    """Until so many calls have gone on elsewhere, whatever part of a node was killed, streamed and not: of three, each
+    another."""
     draw = random.Random(seed)
     usual = [streamed(service, way, []) for way in WAYS]
     resumed = tries = 0
     while resumed < count:
         tries += 1
         assert tries < count + TRIES, "calls end before their nodes do"
-        number, part = draw.randrange(len(WAYS)), draw.choice(["api", "engine", "node"])
+        number, part = draw.randrange(len(WAYS)), PARTS[resumed % len(PARTS)]
         if resumed % 2:
             ids, text, last = streamed(service, WAYS[number], [(draw.randrange(1, 60), part)])
         else:

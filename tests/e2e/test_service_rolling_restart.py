@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from whole_service import MakeService, Service, eventually, pin_to_one_core
 
 CALLERS = 2
 TOKENS = 60
+PAUSE = 0.1
+"""Seconds after each stream: the node that starts needs the core more."""
 
 
 @contextmanager
@@ -40,7 +43,7 @@ def ready_nodes(service: Service) -> set[str]:
 
 
 class Callers:
-    """Stream without a pause, and note how each stream ended."""
+    """Stream again and again, and note how each stream ended."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._stop = service, threading.Event()
@@ -66,6 +69,7 @@ class Callers:
                 tokens = lines.count("event: token")
                 whole = reply.status_code == 200 and tokens >= TOKENS and lines[-1:] == ["event: done"]
                 self.ends.append("done" if whole else f"{reply.status_code}: {tokens} tokens, {lines[-1:]}")
+                time.sleep(PAUSE)
 
 
 def test_rolling_restart(make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]) -> None:

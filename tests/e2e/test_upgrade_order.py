@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 BEFORE = "95635b1"
 """Of the release before."""
 BODY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+PAUSE = 0.1
+"""Seconds after each answer: starting nodes need the core more."""
 STATED = ("--state", "state")
 
 
@@ -112,7 +114,7 @@ class Releases:
 
 
 class Caller:
-    """Calls without a pause, as clients do: what is refused for now, or can't be reached, is tried again."""
+    """Calls again and again, as clients do: what is refused for now, or can't be reached, is tried again."""
 
     def __init__(self, service: Service, text: str) -> None:
         self._service, self._text, self._stop = service, text, threading.Event()
@@ -144,6 +146,7 @@ class Caller:
                     self.wrong.append(f"{reply.status_code}: {reply.text[:300]}")
                 else:
                     self.done += 1
+                    time.sleep(PAUSE)
 
     def goes_on(self) -> None:
         before = self.done
