@@ -79,6 +79,7 @@ def handed_over(pool: StreamPool, one: StreamPass, case: HostCase, tokens: int, 
 
 
 def test_a_pass_after_the_other(case: HostCase) -> None:
+    """The last one is dropped half way."""
     with streaming(case, slots=1) as pool:
         for number in range(3):
             poison(pool)
@@ -91,6 +92,13 @@ def test_a_pass_after_the_other(case: HostCase) -> None:
             assert not one.failed
         assert pool.counters().handoffs == 9
         assert not pool.counters().quarantined
+
+        one = begun(pool)
+        assert one.open(draw_x(8, 40, case.host.torch_dtype), 2, 0, "qkv", 4) is not None
+        one.end()  # half way: its last handoff was signalled and not awaited
+        eventually(lambda: pool.begin_pass() is not None)  # its slot is free once the worker has answered
+        assert not one.failed
+        assert all(worker.commands == 0 for worker in pool._keeper.workers)
 
 
 def test_what_the_device_has_not_finished_is_nobody_elses(case: HostCase, held: list[HeldEvent]) -> None:
@@ -113,19 +121,8 @@ def test_what_the_device_has_not_finished_is_nobody_elses(case: HostCase, held: 
         pool.arm()
 
 
-def test_a_pass_that_is_dropped_half_way(case: HostCase) -> None:
-    """Its last handoff was signalled and not awaited: the slot is free once the worker has answered."""
-    with streaming(case, slots=1) as pool:
-        one = begun(pool)
-        assert one.open(draw_x(8, 40, case.host.torch_dtype), 2, 0, "qkv", 4) is not None
-        one.end()
-        eventually(lambda: pool.begin_pass() is not None)
-        assert not one.failed
-        assert all(worker.commands == 0 for worker in pool._keeper.workers)
-
-
-def test_a_worker_that_is_late(case: HostCase) -> None:
-    """Its pass fails, its later steps reach nobody, its slot is quarantined until the worker has answered."""
+def test_a_worker_that_is_late_and_then_dies(case: HostCase) -> None:
+    """Its pass fails, its later steps reach nobody, its slot is quarantined until the worker has answered or ended."""
     with streaming(case, wait_limit=0.05) as pool:
         (pid,) = pool.pids()
         os.kill(pid, signal.SIGSTOP)
@@ -150,12 +147,11 @@ def test_a_worker_that_is_late(case: HostCase) -> None:
         first, second = (parts[0] for parts in one.handoffs)
         assert pool.memory.command_value(first.at, 0) == first.value
         assert pool.memory.command_value(second.at, 0) != second.value
-        assert handed_over(pool, begun(pool), case, 4, "o", 1)
+        again = begun(pool)
+        assert handed_over(pool, again, case, 4, "o", 1)
+        again.end()
+        eventually(lambda: not pool.counters().in_quarantine)
 
-
-def test_a_worker_that_dies(case: HostCase) -> None:
-    with streaming(case, wait_limit=0.05) as pool:
-        (pid,) = pool.pids()
         os.kill(pid, signal.SIGSTOP)
         one = begun(pool)
         handoff = one.open(draw_x(4, 40, case.host.torch_dtype), 2, 0, "qkv", 4)
