@@ -49,7 +49,9 @@ KILLED = ("worker", "engine", "gateway", "api", "redis", "node")
 """Each once, in this order, and then as they are drawn."""
 STORM_PAUSE, QUICK_PAUSE = 4.0, 1.5
 """Seconds between two parts."""
-RATE = 4.0
+CALL_PAUSE, QUICK_CALL_PAUSE = 0.05, 0.3
+"""Seconds between a caller's calls in a storm."""
+RATE, QUICK_RATE = 4.0, 2.0
 """Calls per second, of those that begin whether or not others have ended."""
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -66,8 +68,9 @@ class Seen:
 
 
 class Chaos:
-    def __init__(self, service: HttpService, redis: RedisServer, seed: int) -> None:
+    def __init__(self, service: HttpService, redis: RedisServer, seed: int, quick: bool) -> None:
         self.service, self.redis, self.seed = service, redis, seed
+        self.rate, self.pause = (QUICK_RATE, QUICK_CALL_PAUSE) if quick else (RATE, CALL_PAUSE)
         self.seen = Seen()
         self.expected: dict[tuple[str, str], str] = {}
         self.functions = [f"a{index}" for index in range(len(service.adapters))]
@@ -106,7 +109,7 @@ class Chaos:
                 await asyncio.sleep(0.2)
             else:
                 counts["unanswered"] += 1
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(self.pause)
 
     async def _call_steadily(self, session: aiohttp.ClientSession, until: float, draw: random.Random) -> None:
         """Each call as it comes, once."""
@@ -114,7 +117,7 @@ class Chaos:
             while time.monotonic() < until:
                 function, prompt = draw.choice(self.functions), draw.choice(PROMPTS)
                 group.create_task(self._call_once(session, function, prompt))
-                await asyncio.sleep(draw.expovariate(RATE))
+                await asyncio.sleep(draw.expovariate(self.rate))
 
     async def _call_once(self, session: aiohttp.ClientSession, function: str, prompt: str) -> None:
         counts, begin = self.seen.counts, time.monotonic()
@@ -237,7 +240,7 @@ def main() -> None:
         sizes = ", adapter_memory: 64MiB, host_memory: 64MiB, kv_memory: 64MiB"
         nodes = ("--nodes", "2")
         with HttpService(options.model, adapters, Path(root) / "s", "float32", 1, sizes, shared, nodes) as service:
-            chaos = Chaos(service, redis, options.seed)
+            chaos = Chaos(service, redis, options.seed, options.quick)
             asyncio.run(chaos.run(seconds, every, pause))
             held = at_rest(service, redis, prefix_of(service.secret))
             missing = lost(service, chaos.seen.deployed, len(chaos.expected) + chaos.seen.counts["done"])
@@ -249,7 +252,7 @@ def main() -> None:
     after = {way: dict(reasons) for way, reasons in seen.after.items()}
     row = {"kills": dict(seen.kills), "not_done_after": after, "held": held, "missing": missing}
     settings: dict[str, Any] = {"seconds": seconds, "tokens": TOKENS, "nodes": 2, "workers": 2}
-    settings |= {"pause": pause, "callers": CALLERS} if every is None else {"every": every, "rate": RATE}
+    settings |= {"pause": pause, "callers": CALLERS} if every is None else {"every": every, "rate": chaos.rate}
     settings |= {"model": options.model.name, "took_s": round(time.monotonic() - begin)}
     publish(report("chaos", settings, options.seed, [row], figures), options.json)
 

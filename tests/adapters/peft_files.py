@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from adapters.base_model import BaseModel
+from adapters.errors import InvalidAdapter, Problem
+from adapters.peft_format import read_peft
+from adapters.validate import LoraLayout, validate
 
 LAYERS = 3
 SIZES = {
@@ -22,6 +28,7 @@ SIZES = {
     "vocab_size": 64,
     "max_position_embeddings": 128,
 }
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -77,3 +84,13 @@ def load(model: PreTrainedModel, folder: Path) -> PeftModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PeftModel.from_pretrained(model, str(folder))
+
+
+def read(config: bytes, weights: Path, base: BaseModel) -> LoraLayout:
+    return validate(read_peft(config, weights), base)
+
+
+def problems(config: bytes, weights: Path, base: BaseModel) -> list[Problem]:
+    with pytest.raises(InvalidAdapter) as raised:
+        read(config, weights, base)
+    return raised.value.problems

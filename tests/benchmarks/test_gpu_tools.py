@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +17,7 @@ from benchmarks.peers import _stacked
 from benchmarks.tune_kernels import tune, with_device
 from kernels.launch import OPERATIONS, TABLE, default_launch, read_table
 from kernels.mbgmv import mbgmv
+from tests.benchmarks.studies import run_study
 from tests.kernels.drawn import DEVICE
 
 ROOT = Path(__file__).parents[2]
@@ -91,10 +89,6 @@ def test_weights_for_peers_are_the_same_weights() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ["gpu_suite", "tune_kernels", "coldstart_gpu"])
-def test_without_a_gpu_it_says_so(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, env=os.environ, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.startswith("no GPU is here")
+def test_without_a_gpu_it_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"^no GPU is here"):
+        run_study(monkeypatch, name)

@@ -6,8 +6,6 @@ import asyncio
 import json
 import math
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Coroutine
 from itertools import pairwise
@@ -25,6 +23,7 @@ from benchmarks.load import OpenAiServer, Planned, check_url, closed_loop, open_
 from benchmarks.node_call import NodeServer
 from cluster.messages import ColdStart as Cold
 from cluster.messages import Done, Event, Failed, Timing, Token, encode_event
+from tests.benchmarks.studies import run_study
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 6
@@ -258,7 +257,7 @@ def test_a_node_s_stream(stories_dir: Path, events: list[Event], error: str, tok
     run(scenario())
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """One run each way against a real server; the key is in no output."""
     key, file = tmp_path / "key", tmp_path / "report.json"
     key.write_text("sk-hidden\n")
@@ -266,16 +265,12 @@ def test_the_command(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with scripted_server() as server:
             for loop in (["--rate", "200"], ["--concurrency", "3"]):
-                command = [
-                    sys.executable, "-m", "benchmarks.serve", "--url", f"{server.url}/v1", "--models", "ok,429",
-                    "--key-file", str(key), *loop, "--requests", "10", "--prompt-tokens", "7", "--output-tokens", "3",
-                    "--seed", "2", "--json", str(file),
+                arguments = [
+                    "--url", f"{server.url}/v1", "--models", "ok,429", "--key-file", str(key), *loop,
+                    "--requests", "10", "--prompt-tokens", "7", "--output-tokens", "3", "--seed", "2", "--json", str(file),
                 ]  # fmt: skip
-                done = await asyncio.to_thread(
-                    subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=130
-                )
-                assert done.returncode == 0, done.stderr
-                assert "sk-hidden" not in done.stdout + done.stderr + file.read_text()
+                await asyncio.to_thread(run_study, monkeypatch, "serve", *arguments)
+                assert "sk-hidden" not in "".join(capfd.readouterr()) + file.read_text()
                 document = json.loads(file.read_text())
                 found = document["figures"]
                 assert (found["requests"], found["ok"], found["error_429"]) == (10, 5, 5)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.allocators import BestFit, Shape
 from benchmarks.memory import ALL, ATTENTION, BASES, RANKS, makers
 from benchmarks.trace import draw_calls, minute_counts
+from tests.benchmarks.studies import run_study
 from tests.draws import draws
 
 ROOT = Path(__file__).parents[2]
@@ -64,11 +63,9 @@ def test_calls_follow_the_trace() -> None:
 
 
 @pytest.mark.parametrize("seed", [3])
-def test_quick_run(tmp_path: Path, seed: int) -> None:
+def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks.memory", "--quick", "--seed", str(seed), "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_study(monkeypatch, "memory", "--quick", "--seed", str(seed), "--json", str(file))
     figures = json.loads(file.read_text())["figures"]
     assert figures["utilisation"] > 0.97
     assert figures["fragmentation"] < 0.02

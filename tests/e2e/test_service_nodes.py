@@ -1,8 +1,11 @@
-"""Operators and versions while adapters load: two nodes behind one gateway, each with a slow simulated store."""
+"""Operators and versions while adapters load, and a killed node: two behind one gateway, each with a slow simulated
+store."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -125,3 +128,21 @@ def test_a_call_keeps_its_version_whatever_becomes_of_the_function(
         reply = call.result()
         assert (reply["version"], reply["output"]["text"], reply["digest"]) == (version, *expected[name])
         assert reply["timing"]["cold_start"]["state"] == "absent"
+
+
+def test_a_killed_node_is_not_noticed(pair: Service) -> None:
+    """While one is dead and comes back, every call is answered by the other."""
+    with pair.client() as admin, pair.client("acme") as http:
+
+        def ready() -> set[str]:
+            nodes = admin.get("/nodes").json()["nodes"]
+            return {node["record"]["id"] for node in nodes if node["record"]["state"] == "ready"}
+
+        assert eventually(lambda: ready() == {"node-1", "node-2"}, 60)
+        assert http.post("/invoke/dragon", json=GREEDY).status_code == 200
+        os.kill(pair.pid_of("garnish.run_node"), signal.SIGKILL)
+        replies = [http.post("/invoke/dragon", json=GREEDY) for _ in range(10)]
+        assert [reply.status_code for reply in replies] == [200] * 10
+        assert eventually(lambda: ready() == {"node-1", "node-2"}, 60)
+    assert "ended with code -9" in (pair.folder / "err.txt").read_text()
+    assert pair.stop() == 0

@@ -1,9 +1,8 @@
-"""Several nodes, gateway and node started one by one, and a service without keys."""
+"""Gateway and node started one by one, and a service without keys."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -21,28 +20,6 @@ def answers(http: httpx.Client, path: str) -> bool:
         return http.get(path).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def test_a_killed_node_is_not_noticed(
-    make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]
-) -> None:
-    """Two nodes: while one is dead and comes back, every call is answered by the other."""
-    declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
-    service = make_service(stories_dir, declared).start("--nodes", "2")
-    with service.client() as admin, service.client("acme") as http:
-
-        def ready() -> set[str]:
-            nodes = admin.get("/nodes").json()["nodes"]
-            return {node["record"]["id"] for node in nodes if node["record"]["state"] == "ready"}
-
-        assert eventually(lambda: ready() == {"node-1", "node-2"}, 60)
-        assert http.post("/invoke/dragon", json=GREEDY).status_code == 200
-        os.kill(service.pid_of("garnish.run_node"), signal.SIGKILL)
-        replies = [http.post("/invoke/dragon", json=GREEDY) for _ in range(10)]
-        assert [reply.status_code for reply in replies] == [200] * 10
-        assert eventually(lambda: ready() == {"node-1", "node-2"}, 60)
-    assert "ended with code -9" in (service.folder / "err.txt").read_text()
-    assert service.stop() == 0
 
 
 @contextmanager

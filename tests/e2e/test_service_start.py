@@ -26,15 +26,19 @@ def rewrite(service: Service, model: Path, **functions: dict[str, str]) -> None:
 def test_second_start_keeps_the_keys(
     make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]
 ) -> None:
-    """Text output this time: keys are shown by the first start alone, and both curl lines work when pasted."""
+    """Text output this time: keys are shown by the first start alone, and both curl lines work when pasted. While it
+    runs, no other one can use its state."""
     service = make_service(stories_dir, {"space": {"tenant": "acme", "adapter": str(stories_adapters["space"])}})
     shown, pasted = _up_and_paste(service)
+    assert "another `garnish up` or `garnish gateway` uses" in refused(service)
+    assert service.stop() == 0
     keys = service.credentials
     assert keys["admin_key"] in shown
     assert all(key in shown for key in keys["keys"].values())
     assert json.loads(pasted)["function"] == "space"
 
     again, pasted = _up_and_paste(service)
+    assert service.stop() == 0
     assert service.credentials == keys
     assert "gak_" not in again
     assert "gsk_" not in again
@@ -61,7 +65,6 @@ def _up_and_paste(service: Service) -> tuple[str, str]:
         raise AssertionError((service.folder / "err.txt").read_text())
     command = "".join(lines[lines.index("try:\n") + 1 :])
     pasted = subprocess.run(["bash", "-c", command], cwd=service.folder, capture_output=True, text=True, timeout=60)
-    assert service.stop() == 0
     return "".join(lines), pasted.stdout
 
 
@@ -110,9 +113,3 @@ def test_engine_that_cannot_start_ends_the_start(make_service: MakeService, stor
     told = refused(service).splitlines()[-1]
     assert told.startswith("garnish: node-1 can't start: engine can't start: ")
     assert "kv_memory" in told
-
-
-def test_two_ups_share_no_state(make_service: MakeService, stories_dir: Path) -> None:
-    service = make_service(stories_dir).start()
-    assert "another `garnish up` or `garnish gateway` uses" in refused(service)
-    assert service.stop() == 0

@@ -61,7 +61,7 @@ def test_every_demo_adapter_in_one_batch(
 ) -> None:
     engine, kinds = served
     prompts = [text.encode_chat([{"role": "user", "content": task}]) for task in seed_tasks()[: 2 * len(kinds)]]
-    cases = [Case(k.directory, k.adapter, prompt, 16) for k, prompt in zip(kinds * 2, prompts, strict=True)]
+    cases = [Case(k.directory, k.adapter, prompt, 10) for k, prompt in zip(kinds * 2, prompts, strict=True)]
     run_and_check(engine, smollm_reference, cases)
 
 
@@ -84,7 +84,7 @@ def test_drawn_batches(
     run_and_check(engine, smollm_reference, cases)
 
 
-@pytest.mark.parametrize("tokens", [2000, pytest.param(8000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [1200, pytest.param(8000, marks=pytest.mark.slow)])
 def test_a_long_meeting(
     tokens: int, served: tuple[LocalEngine, list[Case]], text: BaseText, smollm_reference: PeftReference
 ) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,6 +41,17 @@ call = st.tuples(
 )
 calls = st.lists(call, min_size=1, max_size=12)
 Call = tuple[int, str, str, str, int]
+
+
+SOME: list[Call] = [
+    (0, GATEWAYS[0], "f", "1", 1),
+    (0, GATEWAYS[1], "f", "1", 2),
+    (1, GATEWAYS[0], "f", "base", 3),
+    (30, GATEWAYS[0], "g", "1", 4),
+    (50, GATEWAYS[2], "f", "1", 5),
+    (5 * 24 + 23, GATEWAYS[0], "f", "1", 6),
+]
+"""Two months, several days, an hour that is not closed yet at NOW."""
 
 
 class Writer:
@@ -189,3 +204,22 @@ class Stage:
             self._waiting[actor] = event
             self._changed.notify()
         event.wait()
+
+
+def now_of(store: ObjectStore) -> float:
+    """On S3 objects are as old as they are: only a later `now` finds them quiet."""
+    return NOW if isinstance(store, LocalStore) else time.time() + HOUR
+
+
+def local(made: list[Call]) -> tuple[LocalStore, Writer]:
+    store = LocalStore(Path(tempfile.mkdtemp()) / "registry")
+    writer = Writer(store)
+    writer.write(made)
+    age(store)
+    return store, writer
+
+
+def copy_of(store: LocalStore) -> LocalStore:
+    folder = Path(tempfile.mkdtemp()) / "registry"
+    shutil.copytree(store.root, folder)
+    return LocalStore(folder)

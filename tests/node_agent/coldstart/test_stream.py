@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,45 +15,17 @@ import torch
 
 pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
 
-from adapters.base_model import BaseModel
-from benchmarks.exact import Case, Tally, check
-from benchmarks.exactness import run_batch
-from benchmarks.forced import force
 from benchmarks.host_case import HostCase
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from kernels.handoff_triton import TritonKernels
-from node_agent.adapter_memory import device_copy
-from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart import setup, stream
+from node_agent.coldstart import stream
 from node_agent.coldstart.measure import measure_handoff
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.stream import BrokenHandoff, StreamPass, StreamPool
-from node_agent.coldstart.workers import Part, WorkerPool
-from node_agent.config import EngineConfig
-from node_agent.cores import spare_cores
-from node_agent.types import Plan
-from tests.node_agent.coldstart.held_link import HeldLink
+from node_agent.coldstart.workers import Part
+from tests.node_agent.coldstart.held_event import HeldEvent
 from tests.node_agent.coldstart.pools import CORES, LONG, MAX_TOKENS, draw_x, drawn_case, eventually, is_right, poison
 
 CPU = torch.device("cpu")
-needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
-
-
-class HeldEvent:
-    """Work that has not ended until it is let go."""
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def query(self) -> bool:
-        return self.over
-
-    def synchronize(self) -> None:
-        eventually(lambda: self.over)
-
-    def wait(self) -> None:
-        return None
 
 
 @pytest.fixture
@@ -110,6 +79,7 @@ def handed_over(pool: StreamPool, one: StreamPass, case: HostCase, tokens: int, 
 
 
 def test_a_pass_after_the_other(case: HostCase) -> None:
+    """The last one is dropped half way."""
     with streaming(case, slots=1) as pool:
         for number in range(3):
             poison(pool)
@@ -122,6 +92,13 @@ def test_a_pass_after_the_other(case: HostCase) -> None:
             assert not one.failed
         assert pool.counters().handoffs == 9
         assert not pool.counters().quarantined
+
+        one = begun(pool)
+        assert one.open(draw_x(8, 40, case.host.torch_dtype), 2, 0, "qkv", 4) is not None
+        one.end()  # half way: its last handoff was signalled and not awaited
+        eventually(lambda: pool.begin_pass() is not None)  # its slot is free once the worker has answered
+        assert not one.failed
+        assert all(worker.commands == 0 for worker in pool._keeper.workers)
 
 
 def test_what_the_device_has_not_finished_is_nobody_elses(case: HostCase, held: list[HeldEvent]) -> None:
@@ -144,19 +121,8 @@ def test_what_the_device_has_not_finished_is_nobody_elses(case: HostCase, held: 
         pool.arm()
 
 
-def test_a_pass_that_is_dropped_half_way(case: HostCase) -> None:
-    """Its last handoff was signalled and not awaited: the slot is free once the worker has answered."""
-    with streaming(case, slots=1) as pool:
-        one = begun(pool)
-        assert one.open(draw_x(8, 40, case.host.torch_dtype), 2, 0, "qkv", 4) is not None
-        one.end()
-        eventually(lambda: pool.begin_pass() is not None)
-        assert not one.failed
-        assert all(worker.commands == 0 for worker in pool._keeper.workers)
-
-
-def test_a_worker_that_is_late(case: HostCase) -> None:
-    """Its pass fails, its later steps reach nobody, its slot is quarantined until the worker has answered."""
+def test_a_worker_that_is_late_and_then_dies(case: HostCase) -> None:
+    """Its pass fails, its later steps reach nobody, its slot is quarantined until the worker has answered or ended."""
     with streaming(case, wait_limit=0.05) as pool:
         (pid,) = pool.pids()
         os.kill(pid, signal.SIGSTOP)
@@ -181,12 +147,11 @@ def test_a_worker_that_is_late(case: HostCase) -> None:
         first, second = (parts[0] for parts in one.handoffs)
         assert pool.memory.command_value(first.at, 0) == first.value
         assert pool.memory.command_value(second.at, 0) != second.value
-        assert handed_over(pool, begun(pool), case, 4, "o", 1)
+        again = begun(pool)
+        assert handed_over(pool, again, case, 4, "o", 1)
+        again.end()
+        eventually(lambda: not pool.counters().in_quarantine)
 
-
-def test_a_worker_that_dies(case: HostCase) -> None:
-    with streaming(case, wait_limit=0.05) as pool:
-        (pid,) = pool.pids()
         os.kill(pid, signal.SIGSTOP)
         one = begun(pool)
         handoff = one.open(draw_x(4, 40, case.host.torch_dtype), 2, 0, "qkv", 4)
@@ -268,138 +233,3 @@ def test_the_check_before_use(case: HostCase) -> None:
         pool.kernels = Wrong()
         with pytest.raises(BrokenHandoff, match="did not reach the CPU workers as they were"):
             pool.check()
-
-
-# --- in the engine
-
-
-@pytest.fixture
-def stream_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines on the CPU hand over as on a GPU."""
-
-    def make(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int]) -> WorkerPool:
-        layout = setup.stream_layout(config, base, len(cores), DTYPES.index(store.pool.data.dtype))
-        return StreamPool(store.host_map, layout, cores, CPU, TritonKernels(), wait_limit=2.0)
-
-    monkeypatch.setattr(setup, "make_pool", make)
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine, stream_pools: None) -> LocalEngine:
-    """Every layer of a cold prompt is for the worker."""
-    made = make_engine(cpu_workers=1)
-    layers = made.base.num_layers
-    made.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan(
-        "assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers
-    )  # type: ignore[method-assign]
-    return made
-
-
-@needs_core
-@pytest.mark.parametrize("fault", [None, signal.SIGSTOP, signal.SIGKILL])
-def test_answers_are_exact(
-    engine: LocalEngine, reference: PeftReference, stories_dir: Path, tmp_path: Path, fault: signal.Signals | None
-) -> None:
-    """Also where the worker fails in the midst of the pass: the chunk is computed again with the weights."""
-    path = make_adapter(stories_dir, tmp_path / "whole", 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
-    assert engine.engine.assist is not None
-    pool, layers = engine.engine.assist.workers, engine.base.num_layers
-    assert isinstance(pool, StreamPool)
-    (pid,) = pool.pids()
-    written, before = pool.command, pool.counters().handoffs
-
-    def fail(at: int, *given: int) -> object:
-        if fault is not None and at % pool.layout.steps == 4:
-            os.kill(pid, fault)
-        return written(at, *given)
-
-    pool.command = fail  # type: ignore[method-assign, assignment]
-    link = HeldLink(engine)
-    prompt = [1, *range(50, 90)]
-    request = engine.submit(prompt, 6, engine.deploy(path), ignore_eos=True)
-    outcome = engine.outcomes[request]
-    engine.run(until=lambda: bool(outcome.tokens) or engine.engine.cold.replays > 0)
-    pool.command = written  # type: ignore[method-assign]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
-    link.open()
-    engine.run()
-    assert not check(engine, reference, Case(path, None, prompt, 6), outcome.tokens, Tally())
-    assert outcome.finished is not None
-    cold = outcome.finished.cold_start
-    assert cold.replays == (fault is not None)
-    if fault is None:
-        assert (cold.layers_cpu, cold.layers_device) == (layers, 0)
-        assert pool.counters().handoffs == before + 4 * layers
-    eventually(lambda: not pool.counters().in_quarantine)
-    assert pool.wait_ready(LONG) == 1
-    engine.assert_clean()
-    assert not any(host.holds for hosts in engine.engine.store.hosts.owned().values() for host in hosts)
-
-
-@needs_core
-def test_drawn_plans_arrivals_and_faults(
-    make_engine: MakeEngine, stream_pools: None, reference: PeftReference, drawn_adapters: list[Path]
-) -> None:
-    engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
-    forced = force(engine.engine, random.Random(8), faults=0.05)
-    rng, tally, seen = random.Random(7), Tally(), Counter[str]()
-    kinds = [Case(None, None, [], 0), *(Case(path, engine.deploy(path), [], 0) for path in drawn_adapters)]
-    problems: list[str] = []
-    while tally.cases < 16:
-        problems += run_batch(rng, engine, reference, kinds, tally, seen)
-    assert not problems, "\n".join(problems)
-    assert forced.plans["assist"] and seen["layers_cpu"] and seen["layers_device"]
-
-
-def test_layers_are_used_when_their_copies_are_enqueued(
-    make_engine: MakeEngine,
-    reference: PeftReference,
-    stories_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The stream waits for them, the host does not; the adapter is there when its last copy has ended."""
-    awaited: list[int] = []
-    events: list[HeldEvent] = []
-
-    class Awaited(HeldEvent):
-        def wait(self) -> None:
-            awaited.append(events.index(self))
-
-    def record(_: torch.device) -> HeldEvent:
-        events.append(Awaited())
-        return events[-1]
-
-    path = make_adapter(stories_dir, tmp_path / "whole", 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
-    engine = make_engine(cold_start="pipeline", cpu_workers=0)
-    adapter = engine.deploy(path)
-    engine.submit([1], 1, adapter)
-    engine.run()
-    while not engine.engine.store.discard(adapter.digest):  # from here on it lies in host memory, wholly
-        engine.step()
-    monkeypatch.setattr(device_copy, "record_event", record)
-    engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan("pipeline")  # type: ignore[method-assign]
-    request = engine.submit([1, *range(50, 90)], 6, adapter, ignore_eos=True)
-    enqueued = device_copy.AHEAD + 1
-    passes = engine.engine.cold
-    engine.run(until=lambda: bool(passes.open) and passes.open[0].run.layer == enqueued)
-    assert awaited == list(range(enqueued))
-    for _ in range(20):
-        engine.step()
-    assert passes.open[0].run.layer == enqueued, "nothing else is enqueued yet"
-    release_all(events, lambda: engine.outcomes[request].finished is not None, engine)
-    assert not check(
-        engine, reference, Case(path, None, [1, *range(50, 90)], 6), engine.outcomes[request].tokens, Tally()
-    )
-    engine.assert_clean()
-
-
-def release_all(events: list[HeldEvent], done: Callable[[], bool], engine: LocalEngine) -> None:
-    def step() -> bool:
-        for event in events:
-            event.over = True
-        engine.step()
-        return done()
-
-    eventually(step)
