@@ -267,7 +267,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
             for loop in (["--rate", "200"], ["--concurrency", "3"]):
                 arguments = [
                     "--url", f"{server.url}/v1", "--models", "ok,429", "--key-file", str(key), *loop,
-                    "--requests", "10", "--prompt-tokens", "7", "--output-tokens", "3", "--seed", "2", "--json", str(file),
+                    "--requests", "10", "--prompt-tokens", "7", "--output-tokens", "3", "--seed", "2",
+                    "--json", str(file),
                 ]  # fmt: skip
                 await asyncio.to_thread(run_study, monkeypatch, "serve", *arguments)
                 assert "sk-hidden" not in "".join(capfd.readouterr()) + file.read_text()
