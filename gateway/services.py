@@ -48,7 +48,7 @@ from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
 from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.config import GatewayConfig, share, usage_directory
-from gateway.leader.leader import Leader, worker_name
+from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
 from gateway.leader.turn import Job
@@ -219,14 +219,11 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
 
 
 def _leader(config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared: Shared) -> Leader:
-    jobs, leader_metrics = (
-        [Job("usage_compaction", UsageCompaction(store, monotonic).run)],
-        LeaderMetrics(metrics.registry),
-    )
-    if config.redis is not None:
-        return Leader(shared.leases, worker_name(), jobs, leader_metrics, monotonic)
-    leases = StoreLeases(store, monotonic)
-    return Leader(leases, worker_name(), jobs, leader_metrics, monotonic, STORE_LEASE_SECONDS)
+    leases, seconds = shared.leases, LEASE_SECONDS
+    if config.redis is None:
+        leases, seconds = StoreLeases(store, monotonic), STORE_LEASE_SECONDS
+    jobs = [Job("usage_compaction", UsageCompaction(store, monotonic).run)]
+    return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic, seconds)
 
 
 def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:

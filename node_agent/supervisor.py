@@ -123,7 +123,8 @@ class Child:
         self._due = now + self._backoff
         extra = {"child": self.name, "pid": self._process.pid, "code": code, "after": round(now - self._started, 3)}
         if self._told_to_stop:
-            log.info("child stopped", extra=extra)
+            as_asked = code in (0, -signal.SIGTERM)
+            log.log(logging.INFO if as_asked else logging.WARNING, "child stopped", extra=extra)
             self._process = None
             return True
         log.warning("child ended", extra=extra)

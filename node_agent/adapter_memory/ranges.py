@@ -61,7 +61,10 @@ class FirstBytes:
 
     def take(self) -> memoryview:
         """Waits for the bytes that were asked for. Raises what reading them raised."""
-        return memoryview(bytearray(self._head + (b"" if self._behind is None else self._behind.result())))
+        data = bytearray(self._head)
+        if self._behind is not None:
+            data += self._behind.result()
+        return memoryview(data)
 
 
 def plan_ranges(layers: Sequence[LayerBlock], have: int = 0) -> list[Range]:
