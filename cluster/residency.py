@@ -3,6 +3,7 @@
     GET  /adapters            the reply is AdapterStates
     POST /adapters/prefetch   body PrefetchOrder; the reply is Moved, with status 202 while the load still goes on
     POST /adapters/evict      body EvictOrder; the reply is Moved
+    POST /adapters/wanted     body WantedResidency; 204
 
 An error is JSON, `{"error": {"type", "message"}}`, with the status that cluster.errors gives the type.
 """
@@ -47,6 +48,31 @@ class AdapterStates(msgspec.Struct, frozen=True):
 class PrefetchOrder(msgspec.Struct, frozen=True):
     adapter: Adapter
     v: int = PROTOCOL_VERSION
+
+
+class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An adapter that a node is to have ready before it is called."""
+
+    adapter: Adapter
+    tier: Literal["device", "host"]
+    chance: float
+    """Probability of a call within 30 seconds, 0 to 1."""
+    pinned: bool = False
+    """An operator's policy wants it there; it does not count as a forecast, and waste does not hold it back."""
+
+
+class WantedResidency(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that a node is to bring in while its link and store are idle, most wanted first. It replaces what an earlier
+    message wanted."""
+
+    adapters: list[WantedAdapter]
+    seconds: float
+    """For so long it holds, from receipt; behind it nothing is wanted."""
+    v: int = PROTOCOL_VERSION
+
+
+MAX_WANTED = 64
+"""Adapters in one WantedResidency."""
 
 
 class EvictOrder(msgspec.Struct, frozen=True):
