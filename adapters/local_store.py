@@ -17,7 +17,7 @@ from stat import S_ISREG
 from typing import BinaryIO
 
 from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
-from adapters.store import MAX_LIST, Object, ObjectInfo, check_key
+from adapters.store import MAX_LIST, Arrived, Object, ObjectInfo, check_key
 
 LOCK_SECONDS = 10.0
 """Longest wait for a lock; its holders only compare, rename and fsync."""
@@ -77,10 +77,13 @@ class LocalStore:
             stream.seek(start)
             return stream.read(length)
 
-    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+    def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
         with _translated(), self._open(key) as stream:
             stream.seek(start)
-            return stream.readinto(buffer)
+            count = stream.readinto(buffer)
+        if arrived is not None:
+            arrived(count)
+        return count
 
     def put(self, key: str, data: bytes | Path) -> str:
         path = self._path(key)

@@ -23,6 +23,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from adapters.errors import StoreUnavailable
+from adapters.store import Arrived
 
 T = TypeVar("T")
 
@@ -192,10 +193,11 @@ def describe(error: Exception) -> str:
     return str(error) if isinstance(error, Interrupted) else type(error).__name__
 
 
-def read_body(reply: Any, target: memoryview, deadline: float) -> None:
+def read_body(reply: Any, target: memoryview, deadline: float, arrived: Arrived | None = None) -> None:
     """Fill `target` with the body, all of it. Raises Interrupted when the body has another length or is too slow.
 
     Takes what one receive brings at a time: a body that drips can't pass the deadline by more than one silence.
+    `arrived` is called after each, with how many bytes of `target` are there.
     """
     filled = 0
     with reply["Body"] as raw:  # a connection whose body was read to its end is in the pool already when this ends
@@ -207,5 +209,7 @@ def read_body(reply: Any, target: memoryview, deadline: float) -> None:
                 raise Interrupted(f"the body ended after {filled} of {len(target)} bytes")
             target[filled : filled + len(data)] = data
             filled += len(data)
+            if arrived is not None:
+                arrived(filled)
             if filled < len(target) and time.monotonic() > deadline:
                 raise Interrupted(f"{filled} of {len(target)} bytes came in time")

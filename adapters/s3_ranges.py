@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from adapters.errors import StoreUnavailable
 from adapters.s3_calls import ANSWERS, Interrupted, Refused, S3Calls, read_body
 from adapters.s3_upload import gather
+from adapters.store import Arrived
 
 REREADS = 4
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)", re.ASCII)
@@ -24,15 +25,23 @@ class Piece(NamedTuple):
     etag: str
 
 
-def read_range(calls: S3Calls, pool: Executor, target: dict[str, str], start: int, buffer: memoryview) -> int:
+def read_range(
+    calls: S3Calls,
+    pool: Executor,
+    target: dict[str, str],
+    start: int,
+    buffer: memoryview,
+    arrived: Arrived | None = None,
+) -> int:
     """Fill `buffer` (bytes) from byte `start`, as far as the object goes; returns how many bytes were read.
 
-    Raises Refused (404) and StoreUnavailable; nothing writes to `buffer` any more by then.
+    `arrived` is called as bytes of the first piece come, and when all pieces are there. Raises Refused (404) and
+    StoreUnavailable; nothing writes to `buffer` any more by then.
     """
     size = calls.limits.part
     for _ in range(REREADS):
         try:
-            first = read_piece(calls, target, start, buffer[:size])
+            first = read_piece(calls, target, start, buffer[:size], arrived=arrived)
         except Refused as refused:
             if refused.status == 416:  # it ends before `start`
                 return 0
@@ -46,6 +55,8 @@ def read_range(calls: S3Calls, pool: Executor, target: dict[str, str], start: in
             gather(pool, rest)
         except Refused:
             continue  # written anew, or deleted, between the first piece and another one
+        if rest and arrived is not None:
+            arrived(wanted)
         return wanted
     raise StoreUnavailable("an object is written anew too often to be read")
 
@@ -57,6 +68,7 @@ def read_piece(
     buffer: memoryview,
     etag: str = "",
     answers: Collection[int] = ANSWERS,
+    arrived: Arrived | None = None,
 ) -> Piece:
     """One ranged get, of the content that has this ETag if one is given. Raises Refused for a status in `answers`."""
     deadline = calls.deadline(len(buffer))
@@ -66,7 +78,7 @@ def read_piece(
         reply = client.get_object(**target, **condition, Range=f"bytes={start}-{start + len(buffer) - 1}")
         with reply["Body"]:
             piece = _checked(reply, start, len(buffer))
-            read_body(reply, buffer[: piece.length], deadline)
+            read_body(reply, buffer[: piece.length], deadline, arrived)
         return piece
 
     return calls.run(read, deadline, answers)

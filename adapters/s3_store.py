@@ -21,7 +21,7 @@ from adapters.s3_ranges import read_range
 from adapters.s3_removal import await_removals, remove_older
 from adapters.s3_upload import read_slice, size_of, upload
 from adapters.s3_url import S3Place
-from adapters.store import MAX_KEY, MAX_LIST, Object, ObjectInfo, check_key
+from adapters.store import MAX_KEY, MAX_LIST, Arrived, Object, ObjectInfo, check_key
 
 TRANSFERS = 8
 """Parts and pieces in flight at once, over all callers of a store: at most so many times `S3Limits.part` of memory."""
@@ -80,7 +80,7 @@ class S3Store:
         count = self.get_range_into(key, start, memoryview(data))
         return bytes(memoryview(data)[:count])
 
-    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+    def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
         """Ranges over `S3Limits.part` are read in pieces at once; all are of one and the same content."""
         target = self.target(key)
         if not buffer.nbytes:
@@ -88,7 +88,7 @@ class S3Store:
                 raise NotFound(f"there is no object {key}")
             return 0
         try:
-            return read_range(self.calls, self.pool, target, start, buffer.cast("B"))
+            return read_range(self.calls, self.pool, target, start, buffer.cast("B"), arrived)
         except Refused as refused:
             raise _absent(key, refused) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +39,9 @@ class RangeReader(Protocol):
         """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
 
 
+Arrived = Callable[[int], None]
+
+
 class ObjectStore(Protocol):
     """Keys are `/`-separated segments of letters, digits, `.`, `_`, `-` (no leading `.`); none is a folder of another.
 
@@ -63,10 +66,12 @@ class ObjectStore(Protocol):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
 
-    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+    def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
         """Fill `buffer` (contiguous, writable) from byte `start`; returns how many bytes there were before the end.
 
-        Raises NotFound. Nothing writes to `buffer` any more when this ends, in whichever way.
+        `arrived` is called by the calling thread as bytes come, with how many from the buffer's start are there; fewer
+        than before when they are read anew. What it raises ends the read, and is raised here. Raises NotFound. Nothing
+        writes to `buffer` any more when this ends, in whichever way.
         """
 
     def put(self, key: str, data: bytes | Path) -> str:

@@ -37,6 +37,14 @@ DAMAGE = (CorruptArtifact, NotFound)
 """Errors that say that the store's artifact is to be made again."""
 
 
+Land = Callable[[memoryview, int], None]
+"""Takes a range's memory, and how many bytes of it are here."""
+
+
+class _GivenUp(Exception):
+    """The load has failed elsewhere, or nobody wants it any more."""
+
+
 class Fetch:
     """A Job of the fetching threads. Sets `complete` or `failed` of `host` when none touches its pages any more."""
 
@@ -109,46 +117,55 @@ class Fetch:
             self.host.failed = self._error or "nobody waits for it any more"
         self.on_change()
 
-    # --- in a loader thread
+    # --- in a loader thread; layers land as soon as their last byte is here, while those behind them come
 
     def _bring(self, wanted: Range, source: CachedFile | None, transfers: list[Transfer]) -> None:
         at = wanted.first
-        try:
-            data = self._read(wanted, source)
-            for at in range(wanted.first, wanted.end):
+
+        def land(data: memoryview, count: int) -> None:
+            """The first `count` bytes of the range are in `data`."""
+            nonlocal at
+            while at < wanted.end:
                 block = self.header.layers[at]
+                end = block.offset + block.size - wanted.start if block.size else 0
+                if end > count:
+                    return
                 if source is None:
                     self.flow.wait(transfers[at - wanted.first])
                 if self._error or self.host.given_up:
-                    self._put_back(wanted, at)
-                    break
+                    raise _GivenUp
                 if block.size:
-                    offset = block.offset - wanted.start
-                    self._land(at, data[offset : offset + block.size], keep=source is None)
+                    self._land(at, data[end - block.size : end], keep=source is None)
+                at += 1
+
+        try:
+            self._read(wanted, source, land)
+        except _GivenUp:
+            self._put_back(wanted, at)
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
             self._note(error, wanted, at, source)
         with self.threads.changed:
             self._running -= 1
             self._settle()
 
-    def _read(self, wanted: Range, source: CachedFile | None) -> memoryview:
+    def _read(self, wanted: Range, source: CachedFile | None, land: Land) -> None:
         if self._first is not None and wanted.start + wanted.size <= self._first.size:  # one range is
             first, self._first = self._first, None  # tried again, it is read
-            data = first.take()[wanted.start : wanted.start + wanted.size]
-            if len(data) == wanted.size:
-                return data
+            data = first.data[wanted.start : wanted.start + wanted.size]
+            if first.read(lambda count: land(data, count - wanted.start)) - wanted.start >= wanted.size:
+                return
         data = self.staging.take(wanted.size)
         for low in range(0, wanted.size, LARGEST_RANGE):
             piece = data[low : low + LARGEST_RANGE]
             start = wanted.start + low
-            found = (
-                self.store.get_range_into(self.host.artifact, start, piece)
-                if source is None
-                else source.read_into(start, piece)
-            )
+            if source is None:
+                landing = partial(_land_behind, land, data, low)
+                found = self.store.get_range_into(self.host.artifact, start, piece, landing)
+            else:
+                found = source.read_into(start, piece)
             if found != len(piece):
                 raise CorruptArtifact(f"{self.header.digest} ends at byte {start + found}")
-        return data
+            land(data, low + found)
 
     def _land(self, layer: int, block: memoryview, keep: bool) -> None:
         """Verify a layer, place its rows, and say that it is there."""
@@ -206,3 +223,7 @@ class Fetch:
         start = self.header.layers[at].offset
         tries = wanted.tries + 1 if at == wanted.first else 1
         return Range(at, wanted.end, start, wanted.start + wanted.size - start, tries)
+
+
+def _land_behind(land: Land, data: memoryview, before: int, count: int) -> None:
+    land(data, before + count)

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from adapters.artifact import LayerBlock
-from adapters.store import ObjectStore
+from adapters.store import Arrived, ObjectStore
 
 LARGEST_RANGE = 8 << 20
 """Bytes. Each read has its fixed cost, so few large ones are fastest; a layer that is larger is read in pieces."""
@@ -39,13 +39,17 @@ class FirstBytes:
 
     def __init__(self, store: ObjectStore, threads: Executor) -> None:
         self._store, self._threads = store, threads
-        self._head = b""
-        self._behind: Future[bytes] | None = None
+        self.data = memoryview(bytearray(FIRST_RANGE))
+        """The artifact's first bytes, as far as `read` has said that they are here."""
+        self._changed = threading.Condition()
+        self._head = self._count = 0
+        """Bytes of the header's read, and of `data` that are here. None of these is written again."""
+        self._behind: Future[int] | None = None
 
     @property
     def size(self) -> int:
-        """Bytes from the artifact's start that `take` returns, if it has as many."""
-        return FIRST_RANGE if self._behind is not None else len(self._head)
+        """Bytes from the artifact's start that `read` brings, if it has as many."""
+        return self._head if self._behind is None else FIRST_RANGE
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """As of a store; the first bytes of an artifact begin to be read when its start is asked for."""
@@ -53,18 +57,52 @@ class FirstBytes:
             return self._store.get_range(key, start, length)
         behind = None
         if length < FIRST_RANGE:
-            behind = self._threads.submit(self._store.get_range, key, length, FIRST_RANGE - length)
-        self._head = self._store.get_range(key, 0, length)
-        if len(self._head) == length:  # else it ends there
+            behind = self._threads.submit(self._read_behind, key, length)
+        head = self._store.get_range(key, 0, length)
+        with self._changed:
+            self._head = min(len(head), FIRST_RANGE)
+            self.data[: self._head] = head[: self._head]
+            self._count = max(self._count, self._head)
+        if behind is not None and len(head) == length:  # else it ends there
             self._behind = behind
-        return self._head
+            behind.add_done_callback(self._wake)
+        return head
 
-    def take(self) -> memoryview:
-        """Waits for the bytes that were asked for. Raises what reading them raised."""
-        data = bytearray(self._head)
+    def read(self, arrived: Arrived) -> int:
+        """Calls `arrived` with how many of the artifact's first bytes are here, ever more, until all are. Returns how
+        many that is. Raises what reading them raised, and what `arrived` does."""
+        count = -1
+        while True:
+            with self._changed:
+                ended = self._behind is None or self._behind.done()
+                if count == self._count and not ended:
+                    self._changed.wait()
+                more, count = self._count > count, self._count
+            if more:
+                arrived(count)
+            elif ended:
+                break
         if self._behind is not None:
-            data += self._behind.result()
-        return memoryview(data)
+            self._behind.result()
+        return count
+
+    def _read_behind(self, key: str, start: int) -> int:
+        """Bytes are copied to `data` once they are there: the read may begin anew while they are looked at."""
+        buffer = memoryview(bytearray(FIRST_RANGE - start))
+
+        def note(count: int) -> None:
+            with self._changed:
+                if count and start + count > self._count:
+                    low = max(0, self._count - start)
+                    self.data[start + low : start + count] = buffer[low:count]
+                    self._count = start + count
+                    self._changed.notify_all()
+
+        return self._store.get_range_into(key, start, buffer, note)
+
+    def _wake(self, _: Future[int]) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 def plan_ranges(layers: Sequence[LayerBlock], have: int = 0) -> list[Range]:

@@ -109,6 +109,35 @@ def test_large_objects(store: ObjectStore, tmp_path: Path) -> None:
     assert memory.tobytes() == data[2:] + bytes(5)
 
 
+@pytest.mark.parametrize("length", [0, 1, 300_000, (8 << 20) + 5])
+def test_what_has_come_is_told_as_it_comes(store: ObjectStore, length: int) -> None:
+    data, seen = os.urandom(length + 4), list[int]()
+    store.put("a/b", data)
+    memory = bytearray(length + 9)
+
+    def arrived(count: int) -> None:
+        seen.append(count)
+        assert memory[:count] == data[3 : 3 + count]
+
+    assert store.get_range_into("a/b", 3, memoryview(memory), arrived) == length + 1 == seen[-1]
+    assert seen == sorted(seen)
+
+
+def test_a_reader_ends_its_read(store: ObjectStore) -> None:
+    class Enough(Exception):
+        pass
+
+    def arrived(count: int) -> None:
+        raise Enough
+
+    data = os.urandom(1 << 20)
+    store.put("a/b", data)
+    for _ in range(40):  # more than a client has connections
+        with pytest.raises(Enough):
+            store.get_range_into("a/b", 0, memoryview(bytearray(1 << 20)), arrived)
+    assert store.get("a/b").data == data
+
+
 def test_more_keys_than_one_page_holds(store: ObjectStore) -> None:
     keys = [f"f/{number:04}/{part}" for number in range(520) for part in "ab"]
     with ThreadPoolExecutor(4) as pool:

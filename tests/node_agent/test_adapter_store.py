@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from adapters.store import ObjectStore
+from adapters.store import Arrived, ObjectStore
 from cluster.messages import Adapter
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.loads import HostHold
@@ -25,6 +25,7 @@ from tests.node_agent.adapter_world import (
     World,
     assert_contents,
     assert_layer,
+    comes_with_header,
     header_only,
     lease,
     loaded_lease,
@@ -237,7 +238,9 @@ class FaultyStore:
         found = self._inner.get_range(key, start, length)
         return found if start else header_only(found)
 
-    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+    def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
+        if comes_with_header(start):
+            return self._inner.get_range_into(key, start, buffer, arrived)
         data = self._inner.get_range(key, start, len(buffer))
         data = self._fault(data) if self.armed else data
         buffer[: len(data)] = data

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.artifact import LayerBlock
+from adapters.store import Arrived
 from cluster.messages import Adapter
 from node_agent.adapter_memory import ranges
 from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT
@@ -87,7 +88,7 @@ class Permits:
         self.asked = 0
         self._turnstile = Turnstile(self)  # type: ignore[arg-type]
 
-    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+    def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
         return 0
 
     def carry(self, size: int) -> None:
