@@ -4,7 +4,8 @@ Every answer of the engine is held against PEFT run alone with that adapter. A t
 logits lie closer than 1e-4 (a tie); after it the comparison goes on from PEFT's token. Adapter memory is far smaller
 than the adapters together (both are in the settings), so that loads and evictions go on all the time. Each cold chunk's
 plan is drawn (wait, pipeline, assist), and so are the order and the times in which its layers arrive; CPU workers are
-killed and stopped at drawn moments (forced.py).
+killed and stopped at drawn moments (forced.py). Rows of adapters that are on their way join decode steps at drawn
+times.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
 
 def _forced(forced: ForcedStarts) -> dict[str, int]:
     plans = {f"chunks_{name}": count for name, count in forced.plans.items()}
-    return plans | {"workers_killed": forced.kills, "workers_stopped": forced.stops}
+    return plans | {"rows_joined": forced.joined, "workers_killed": forced.kills, "workers_stopped": forced.stops}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from node_agent.coldstart.cold_starts import ColdStarts
@@ -23,28 +24,26 @@ SHORT_STOP, LONG_STOP = 0.02, 1.5
 
 
 class DrawnLink:
-    """Instead of a link: each layer takes a drawn time, from none to some prefills."""
+    """Instead of a link: each layer takes a drawn time, none or of one of the mean `rates` per second."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng, self._lock = rng, threading.Lock()
+    def __init__(self, rng: random.Random, rates: Sequence[float] = (500, 200, 50)) -> None:
+        self._rng, self._rates, self._lock = rng, rates, threading.Lock()
 
     def carry(self, size: int) -> None:  # noqa: ARG002 - a Link's signature
         with self._lock:
-            delay = self._rng.choice(
-                (0.0, self._rng.expovariate(500), self._rng.expovariate(200), self._rng.expovariate(50))
-            )
+            delay = self._rng.choice((0.0, *map(self._rng.expovariate, self._rates)))
         time.sleep(delay)
 
 
 class ForcedStarts(ColdStarts):
     """Every plan, order and size of the assisted group is as likely as any other; `faults` is the chance that a chunk's
-    beginning meets a worker that is killed or stopped."""
+    beginning, or a step that is joined, meets a worker that is killed or stopped."""
 
     def __init__(self, inner: ColdStarts, workers: WorkerPool | None, rng: random.Random, faults: float) -> None:
         super().__init__(inner.store, inner.base, inner.way, inner.profile, inner.workers)
         self.pool, self.rng, self.faults = workers, rng, faults
         self.plans = dict.fromkeys(PLANS, 0)
-        self.kills = self.stops = 0
+        self.kills = self.stops = self.joined = 0
 
     def plan(self, lease: Lease, n_tokens: int, ahead: float) -> Plan:  # noqa: ARG002 - a ColdStart's signature
         layers = self.base.num_layers
@@ -55,6 +54,14 @@ class ForcedStarts(ColdStarts):
             self._fail()
         slow = self.rng.choice((0.0, 1.0))  # whether a layer that comes late is worth waiting for
         return Plan(name, self.rng.randint(0, layers), 0.0, (slow,) * layers, (0.1,) * layers)
+
+    def joins(self, lease: Lease, rows: int) -> bool:
+        if not self.can_step(lease) or self.rng.random() < 0.3:
+            return False
+        self.joined += rows
+        if self.rng.random() < self.faults:
+            self._fail()
+        return True
 
     def _fail(self) -> None:
         pids = self.pool.pids() if self.pool is not None else []

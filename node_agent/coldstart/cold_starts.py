@@ -11,7 +11,7 @@ from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.cold_lora import ON_DEVICE
+from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora
 from node_agent.coldstart.costs import group_elements, group_shares, group_widths
 from node_agent.coldstart.learning import Correction, Outcome
 from node_agent.coldstart.planner import ChunkCosts, choose, wait_seconds
@@ -22,6 +22,8 @@ from node_agent.types import LayerState, Lease, Plan
 MOST_OUTCOMES = 256
 LEAST_LOAD_S = 1e-3
 """Shorter loads tell of threads waking up, and nothing of the link."""
+JOINS_AT_MOST = 0.25
+"""Of a step's time: by so much rows whose adapters are on their way may lengthen the others' next step."""
 NO_WAIT = 0.02
 """Workers count as on time if the chunk waited less than this share of the base's products, beside which they
 compute."""
@@ -29,20 +31,22 @@ compute."""
 
 @dataclass(frozen=True)
 class Way:
-    """Which plans may be chosen. The last two fields make the baselines that benchmarks compare with."""
+    """Which plans may be chosen. `blocks` and `whole` make the baselines that benchmarks compare with."""
 
     plans: tuple[str, ...]
     blocks: bool = False
     """Nothing else is computed while an adapter loads (our code path, as S-LoRA does it)."""
     whole: bool = False
     """The device computes nothing of an adapter that is not wholly there: the CPU without the pipeline."""
+    decodes: bool = False
+    """Decode steps are computed while the adapter is on its way."""
 
 
 WAYS = {
-    "auto": Way(("wait", "pipeline", "assist")),
+    "auto": Way(("wait", "pipeline", "assist"), decodes=True),
     "wait": Way(("wait",)),
     "pipeline": Way(("wait", "pipeline")),
-    "assist": Way(("assist", "pipeline", "wait")),
+    "assist": Way(("assist", "pipeline", "wait"), decodes=True),
 }
 """`node.cold_start` in serverless.yml: the plans that may be chosen. Where `assist` is impossible the others do."""
 
@@ -103,18 +107,48 @@ class ColdStarts:
         profile."""
         return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
+    def joins(self, lease: Lease, rows: int) -> bool:
+        """Returns whether so many decode rows of an adapter that is on its way go along with the others' next step:
+        they need not wait for a layer, and lengthen the step little, and by less than the load has still to go."""
+        if self.profile is None or not (self.way.decodes and self.can_step(lease)):
+            return False
+        costs = self.costs(lease, rows, self.profile)
+        states = np.array([self.state(lease, layer) for layer in range(self.base.num_layers)])
+        step, left = costs.device * self.base.num_layers, float(costs.load.sum())
+        arriving = float(costs.load[states == LayerState.ENQUEUED].sum())
+        longer = float((costs.cpu - costs.device)[states == LayerState.HOST].sum()) + max(0.0, arriving - step)
+        return longer <= min(JOINS_AT_MOST * step, left)
+
+    def can_step(self, lease: Lease) -> bool:
+        """Returns whether a pass could be computed to its end now: each layer is on the device or can be computed by
+        the workers."""
+        layers = self.base.num_layers
+        return self.ready_until(lease, Plan("assist", layers), 0) == layers
+
+    def on_device(self, lease: Lease) -> bool:
+        """Returns whether each layer is on the device, or its copy enqueued there."""
+        return all(self.state(lease, layer) in ON_DEVICE for layer in range(self.base.num_layers))
+
+    def observe_joined(self, lease: Lease, rows: int, lora: ColdLora) -> None:
+        """Learn from decode rows of the leased adapter that joined a pass."""
+        self._observe_workers(lease, rows, lora.layers_on_cpu, lora.waited)
+
     def observe(self, lease: Lease, outcome: Outcome) -> None:
         """Learn from a chunk of the leased adapter that was computed."""
         self.outcomes.append(outcome)
-        if not outcome.layers_cpu or self.profile is None or not self.assists:
+        self._observe_workers(lease, outcome.tokens, outcome.layers_cpu, outcome.waited)
+
+    def _observe_workers(self, lease: Lease, tokens: int, layers_cpu: int, waited: float) -> None:
+        """`waited`: seconds for workers, which computed `layers_cpu` layers of so many tokens."""
+        if not layers_cpu or self.profile is None or not self.assists:
             return
         if self.store.pool.data.device.type != "cpu":  # there the stream waits, and the engine knows nothing of it
             return
-        layers, device = self.base.num_layers, self.profile.layer_seconds(outcome.tokens)
-        work = [self._beside(self.profile, self.store.layout(lease), i, outcome.tokens, device) for i in range(layers)]
-        share = outcome.layers_cpu / layers
+        layers, device = self.base.num_layers, self.profile.layer_seconds(tokens)
+        work = [self._beside(self.profile, self.store.layout(lease), i, tokens, device) for i in range(layers)]
+        share = layers_cpu / layers
         cpu, beside = (share * sum(pair[part] for pairs in work for pair in pairs) for part in (0, 1))
-        self.cpu.learn(cpu, beside + outcome.waited, at_most=outcome.waited < NO_WAIT * beside)
+        self.cpu.learn(cpu, beside + waited, at_most=waited < NO_WAIT * beside)
 
     def observe_load(self, forecast: float, seconds: float) -> None:
         """Learn from the rest of a load whose adapter lay in host memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -99,13 +100,16 @@ def _sampling(requests: list[Request]) -> SamplingBatch:
     )
 
 
-def build_lora(rows: list[Row], device: torch.device) -> LoraBatch:
-    """Neighbouring rows of one adapter become one segment: order rows by adapter to have few."""
+def build_lora(rows: list[Row], device: torch.device, without: Container[str] = ()) -> LoraBatch:
+    """Neighbouring rows of one adapter become one segment: order rows by adapter to have few. Rows of adapters with
+    digests in `without` are as the base's."""
     bounds: list[tuple[int, int]] = []
     leases: list[Lease | None] = []
     at = 0
     for row in rows:
         lease = row.request.lease
+        if lease is not None and lease.digest in without:
+            lease = None
         slot = -1 if lease is None else lease.slot
         if bounds and slot == (-1 if leases[-1] is None else leases[-1].slot):
             bounds[-1] = (bounds[-1][0], at + row.length)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from node_agent.device import unless_out_of_memory
 from node_agent.engine.batch import Row
+from node_agent.engine.joining import Joined
 from node_agent.engine.pass_size import PassSize
 from node_agent.engine.pulse import Pulse
 from node_agent.types import ModelRunner, PassLora, StepBatch, StepOutput
 
-Tensors = Callable[[list[Row], int], tuple[StepBatch, PassLora | None]]
+Tensors = Callable[[list[Row], int, Joined | None], tuple[StepBatch, PassLora | None]]
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,29 @@ class HotPasses:
         self._layers_at_once = 1 if runner.device.type == "cpu" else runner.num_layers
         """elsewhere a pass is enqueued as a whole"""
 
-    def compute(self, rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
-        """Computes as many of the rows as lately fitted in memory; the first `n_decode` are decode steps. Returns
-        OutOfMemory, and makes the next passes smaller, when even these did not fit."""
+    def compute(self, rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
+        """Computes as many of the rows as lately fitted in memory; the first `n_decode` are decode steps. `joined` has
+        what those of adapters that are on their way need. Returns OutOfMemory, and makes the next passes smaller, when
+        even these did not fit."""
         rows, n_decode = self._size.cut(rows, n_decode)
         begun = time.perf_counter()
-        output = unless_out_of_memory(lambda: self.forward(rows, n_decode))
+        output = unless_out_of_memory(lambda: self.forward(rows, n_decode, joined=joined))
         if output is None:
             self._size.shrink(sum(row.length for row in rows))
             return OutOfMemory(rows)
         self._size.grow()
         return Computed(rows, n_decode, output, time.perf_counter() - begun)
 
-    def forward(self, rows: list[Row], n_decode: int, gives_way: Callable[[], bool] | None = None) -> StepOutput | None:
+    def forward(
+        self,
+        rows: list[Row],
+        n_decode: int,
+        gives_way: Callable[[], bool] | None = None,
+        joined: Joined | None = None,
+    ) -> StepOutput | None:
         """A whole pass of which nothing is booked. Returns when its tokens are there; or None when `gives_way`, asked
         before it and, on a CPU, before each layer, has ended it."""
-        run, layers = self._runner.start(*self._tensors(rows, n_decode)), self._runner.num_layers
+        run, layers = self._runner.start(*self._tensors(rows, n_decode, joined)), self._runner.num_layers
         tokens, step = sum(row.length for row in rows), self._layers_at_once
         try:
             for layer in range(step, layers + 1, step):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from cluster.messages import GenerateRequest
 from node_agent.adapter_memory.store import AdapterStore
@@ -16,8 +16,9 @@ from node_agent.device import EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.endings import finished
-from node_agent.engine.hot import HotPasses, OutOfMemory
+from node_agent.engine.hot import Computed, HotPasses, OutOfMemory
 from node_agent.engine.intake import problem_of, request_of
+from node_agent.engine.joining import Joined, Joining
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
@@ -59,6 +60,7 @@ class Engine:
         self.cold = ColdPasses(
             cold_start, self._start_cold, self._book, runner, self.pulse, self._device_events, limits.max_cold
         )
+        self.joining = Joining(self.cold, runner, self.start_lora)
         self.hot = HotPasses(runner, self._tensors, self.pulse)
         self.orders = Orders(store)
         self.drift: Drift | None = None
@@ -142,16 +144,25 @@ class Engine:
         """The hot passes, after cold ones that have `used` so many of the iteration's prompt tokens. Yields after each:
         its events can be sent before the next one."""
         if not self._blocked():
-            for rows in self.scheduler.compose(self.limits, used, self._is_loaded, self.drift):
+            joining = self.joining.choose(self.running.values(), self._is_loaded)
+            for rows in self.scheduler.compose(self.limits, used, self._is_loaded, self.drift, joining):
                 self._compute_hot(rows)
                 yield
 
     def _compute_hot(self, chosen: HotRows) -> None:
-        computed = self.hot.compute(chosen.rows, chosen.n_decode)
+        joined = self.joining.open(chosen.rows)
+        rows = [row for row in chosen.rows if row not in joined.left_out]
+        if not rows:
+            return
+        computed: Computed | OutOfMemory | None = None
+        try:
+            computed = self.hot.compute(rows, chosen.n_decode - len(joined.left_out), joined)
+        finally:
+            failed = joined.close(isinstance(computed, Computed))
         if not isinstance(computed, OutOfMemory):
-            if self.drift is not None:
+            if self.drift is not None and not joined:
                 self.drift.observe(computed.rows, computed.n_decode, computed.seconds)
-            self._book(computed.rows, computed.output)
+            self._book(computed.rows, computed.output, failed)
         elif computed.is_hopeless:
             text = "this node has too little memory to compute the request"
             self._finish(computed.rows[0].request, "error", "unavailable", text)
@@ -304,14 +315,18 @@ class Engine:
             lora.close()
             raise
 
-    def _tensors(self, rows: list[Row], n_decode: int) -> tuple[StepBatch, PassLora | None]:
+    def _tensors(
+        self, rows: list[Row], n_decode: int, joined: Joined | None = None
+    ) -> tuple[StepBatch, PassLora | None]:
         batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
+        if joined:
+            return batch, joined.lora(rows, n_decode == batch.n_tokens)
         lora = build_lora(rows, self.runner.device)
         return batch, None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
 
-    def _book(self, rows: list[Row], output: StepOutput) -> None:
-        """Books what a finished pass computed: prompt scores, computed tokens, new tokens. A request that ended before,
-        or ends by its prompt scores, gets no new token."""
+    def _book(self, rows: list[Row], output: StepOutput, failed: Collection[Row] = ()) -> None:
+        """Books what a finished pass computed: prompt scores, computed tokens, new tokens; nothing of rows that
+        `failed`. A request that ended before, or ends by its prompt scores, gets no new token."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
         wanted = [row for row in rows if row.wants_logits]
@@ -324,9 +339,10 @@ class Engine:
             else:
                 self._fail_numbers(request)
         for row in rows:
-            row.request.computed += row.length
+            if row not in failed:
+                row.request.computed += row.length
         for i, (row, token) in enumerate(zip(wanted, tokens, strict=True)):
-            if self.running.get(row.request.id) is not row.request:
+            if row in failed or self.running.get(row.request.id) is not row.request:
                 continue
             if i in output.non_finite:
                 self._fail_numbers(row.request)

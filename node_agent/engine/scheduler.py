@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -53,10 +53,16 @@ class Scheduler:
         return admission
 
     def compose(
-        self, limits: Limits, used: int, is_loaded: Callable[[Request], bool], drift: Drift | None
+        self,
+        limits: Limits,
+        used: int,
+        is_loaded: Callable[[Request], bool],
+        drift: Drift | None,
+        joining: Collection[str] = (),
     ) -> Iterator[HotRows]:
         """Yields the rows of an iteration's hot passes, each chosen when the one before has been computed. `used`: so
-        many of the iteration's prompt tokens went to cold passes.
+        many of the iteration's prompt tokens went to cold passes; `joining`: ids of requests that decode though their
+        adapter is still on its way.
 
         Beside a flood, which is a tenant that asks for more than the node has, prompts of the others get a pass of
         their own before the batch's, and the batch's chunk is cut so that no call waits for it long. In the batch's
@@ -72,7 +78,7 @@ class Scheduler:
             overtook = sum(row.length for row in rows)
             if rows:
                 yield HotRows(rows, 0)
-        decoding, prompts = self._parts(is_loaded)
+        decoding, prompts = self._parts(is_loaded, joining)
         slower = drift.both.value if drift else 1.0
         decoding, spare = within_promise(model, decoding, prompts, most, most // LEAST_BESIDE_STRICT, slower, used)
         if light is not None and spare == inf:
@@ -91,8 +97,10 @@ class Scheduler:
             return None
         return [r for r in self._running.values() if not r.first_token and reserves.modest(r.tenant)]
 
-    def _parts(self, is_loaded: Callable[[Request], bool]) -> tuple[list[Request], list[Request]]:
-        """Returns who decodes, and whose prompt is computed, of those whose whole adapter is there: one whose prompt
-        was computed before that waits for the rest."""
-        loaded = [r for r in self._running.values() if is_loaded(r)]
-        return [r for r in loaded if r.decoding], [r for r in loaded if not (r.decoding or r.in_cold_pass)]
+    def _parts(
+        self, is_loaded: Callable[[Request], bool], joining: Collection[str]
+    ) -> tuple[list[Request], list[Request]]:
+        """Returns who decodes, and whose prompt is computed, of those whose whole adapter is there or who join without
+        it."""
+        ready = [r for r in self._running.values() if r.id in joining or is_loaded(r)]
+        return [r for r in ready if r.decoding], [r for r in ready if not (r.decoding or r.in_cold_pass)]

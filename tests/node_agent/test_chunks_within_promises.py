@@ -17,6 +17,7 @@ from cluster.node_load import MARGIN
 from cluster.performance_model import DecodeModel, PrefillModel
 from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
+from node_agent.engine.joining import Joined
 from node_agent.engine.promises import MOST_PAUSES, within_promise
 from node_agent.engine.request import Request
 from node_agent.engine.stats import stats_of
@@ -159,9 +160,9 @@ def test_best_effort_goes_on_in_every_fourth_pass(make_engine: MakeEngine, monke
     monkeypatch.setattr(engine.engine.drift, "observe", lambda *_: None)
     compute = engine.engine.hot.compute
 
-    def counted(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
+    def counted(rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
         taking_part.append(any(row.request.slo_class == "best_effort" for row in rows[:n_decode]))
-        return compute(rows, n_decode)
+        return compute(rows, n_decode, joined)
 
     call = engine.submit(STORY, 8, slo_class="best_effort", ignore_eos=True)
     engine.run(until=lambda: bool(engine.outcomes[call].tokens))
@@ -192,9 +193,9 @@ def test_nobody_pauses_for_a_prompt_that_waits_for_its_adapter(
     calls.append(engine.submit([1] * 100, 2, slow, slo_class="strict", tpot=0.5, ignore_eos=True))
     compute = engine.engine.hot.compute
 
-    def counted(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
+    def counted(rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
         taking_part.append(sum(row.request.slo_class == "best_effort" for row in rows[:n_decode]))
-        return compute(rows, n_decode)
+        return compute(rows, n_decode, joined)
 
     monkeypatch.setattr(engine.engine.hot, "compute", counted)
     for _ in range(20):
@@ -219,10 +220,10 @@ def test_chunks_follow_a_strict_promise(
     monkeypatch.setattr(engine.engine.drift, "observe", lambda *_: None)
     compute = engine.engine.hot.compute
 
-    def counted(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
+    def counted(rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
         strict = any(row.request.slo_class == "strict" for row in rows[:n_decode])
         chunks.append((strict, sum(row.length for row in rows[n_decode:])))
-        return compute(rows, n_decode)
+        return compute(rows, n_decode, joined)
 
     monkeypatch.setattr(engine.engine.hot, "compute", counted)
     first = engine.submit([1] * 60, 2)

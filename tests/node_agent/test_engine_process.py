@@ -15,6 +15,7 @@ from cluster.frames import Frames
 from cluster.messages import GenerateRequest, Sampling
 from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
+from node_agent.engine.joining import Joined
 from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
 from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Submit, encode, event_decoder
 from tests.node_agent.test_floods import STORY, flooded
@@ -53,9 +54,9 @@ def test_a_call_is_told_its_first_token_before_the_batch_goes_on(
         peer, _ = server.accept()
         compute, told = engine.engine.hot.compute, list[list[str]]()
 
-        def computing(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
+        def computing(rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
             told.append([event.id for event in received(peer) if isinstance(event, Generated | Finished)])
-            return compute(rows, n_decode)
+            return compute(rows, n_decode, joined)
 
         monkeypatch.setattr(engine.engine.hot, "compute", computing)
         late = GenerateRequest("late", "", "v0", STORY, 2, Sampling(temperature=0), timeout=60.0, ignore_eos=True)
@@ -83,9 +84,9 @@ def test_an_api_process_that_goes_amid_a_pass_leaves_nothing(
         peer, _ = server.accept()
         compute = engine.engine.hot.compute
 
-        def computing(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
+        def computing(rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
             peer.close()
-            return compute(rows, n_decode)
+            return compute(rows, n_decode, joined)
 
         monkeypatch.setattr(engine.engine.hot, "compute", computing)
         Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: False).serve(channel)

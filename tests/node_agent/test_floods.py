@@ -14,6 +14,7 @@ from benchmarks.peft_reference import PeftReference
 from cluster.performance_fit import decode_forecast
 from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
+from node_agent.engine.joining import Joined
 from node_agent.engine.promises import BESIDE_FLOOD, LEAST_BESIDE_FLOOD, UNKNOWN_SHARE
 from node_agent.performance.drift import Drift
 from node_agent.performance.terms import decode_sample
@@ -37,9 +38,9 @@ def watch(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[li
     """Rows of each pass from now on, and how many of them decode."""
     passes, compute = list[tuple[list[Row], int]](), engine.engine.hot.compute
 
-    def watched(rows: list[Row], n_decode: int) -> Computed | OutOfMemory:
+    def watched(rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
         passes.append((rows, n_decode))
-        return compute(rows, n_decode)
+        return compute(rows, n_decode, joined)
 
     monkeypatch.setattr(engine.engine.hot, "compute", watched)
     return passes

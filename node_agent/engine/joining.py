@@ -1,0 +1,138 @@
+"""Requests that decode while their adapter is still on its way: their rows join the hot pass.
+
+Layers that are on the device are computed there, the others by CPU workers out of host memory. A row joins a pass that
+it can get through without waiting for a byte, and that it makes little longer; it sits out any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
+
+from node_agent.coldstart.cold_lora import ColdLora, PassWorkers
+from node_agent.coldstart.mixed_lora import LoadingPart, MixedLora
+from node_agent.engine.batch import Row, build_lora
+from node_agent.engine.cold import ColdPasses
+from node_agent.engine.request import Request
+from node_agent.runner.lora_choice import StartLora
+from node_agent.types import Lease, ModelRunner, PassLora
+
+log = logging.getLogger("garnish.engine")
+
+MOST_ADAPTERS = 4
+"""That join one pass while they are on their way. Each has a handoff open at a time, of which there are eight."""
+
+IsLoaded = Callable[[Request], bool]
+
+
+class Joining:
+    """Chooses who joins, and opens what they need of the workers. Called by the engine's thread alone."""
+
+    def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
+        self.cold, self._runner, self._start_lora = cold, runner, start_lora
+
+    def choose(self, running: Iterable[Request], is_loaded: IsLoaded) -> Collection[str]:
+        """Returns the ids of requests whose next token can be computed now, though their adapter is not loaded."""
+        waiting = [r for r in running if r.decoding and not r.wants_whole and not is_loaded(r)]
+        if not waiting:
+            return ()
+        rows = Counter(request.lease.digest for request in waiting if request.lease is not None)
+        leases = {request.lease.digest: request.lease for request in waiting if request.lease is not None}
+        starts, chosen = self.cold.cold_start, set[str]()
+        for digest, count in rows.items():
+            if len(chosen) < MOST_ADAPTERS and starts.joins(leases[digest], count):
+                chosen.add(digest)
+        return {request.id for request in waiting if request.lease is not None and request.lease.digest in chosen}
+
+    def open(self, rows: Sequence[Row]) -> Joined:
+        """Opens what the rows of a pass need whose adapters are on their way. Rows for which no worker can be had now
+        are `left_out` of it."""
+        joined = Joined(self.cold, self._runner, self._start_lora)
+        for row in rows:
+            lease = row.request.lease
+            if lease is not None and not self.cold.cold_start.store.loaded(lease):
+                joined.add(row, lease)
+        return joined
+
+
+class Joined:
+    """The rows of one hot pass that joined it. Closed when the pass has ended, one way or the other."""
+
+    def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
+        self._cold, self._runner, self._start_lora = cold, runner, start_lora
+        self._workers: dict[str, PassWorkers | None] = {}
+        self._parts: list[tuple[list[Row], Lease, LoadingPart]] = []
+        self.left_out: list[Row] = []
+
+    def __bool__(self) -> bool:
+        """Whether any row joined."""
+        return bool(self._workers)
+
+    def add(self, row: Row, lease: Lease) -> None:
+        starts = self._cold.cold_start
+        if lease.digest not in self._workers:
+            workers = starts.assist.begin(lease, starts.store.layout(lease)) if starts.assist is not None else None
+            if workers is None and not starts.on_device(lease):
+                self.left_out.append(row)
+                return
+            self._workers[lease.digest] = workers
+        cold = row.request.cold
+        if cold is not None and cold.waits_since:
+            cold.exposed += time.monotonic() - cold.waits_since
+            cold.waits_since = 0.0
+
+    def lora(self, rows: list[Row], decodes: bool) -> PassLora | None:
+        """Returns the LoRA of a pass of these rows; None where none of them has an adapter. `decodes`: all rows do."""
+        batch = build_lora(rows, self._runner.device, without=self._workers)
+        on_device = None if batch.empty else self._start_lora(batch, decodes)
+        at = 0
+        for lease, same in groupby(rows, lambda row: row.request.lease):
+            of_one = list(same)
+            end = at + sum(row.length for row in of_one)
+            if lease is not None and lease.digest in self._workers:
+                self._parts.append((of_one, lease, LoadingPart(at, end, self._loading_lora(of_one, lease))))
+            at = end
+        return MixedLora(on_device, [part for _, _, part in self._parts]) if self._parts else on_device
+
+    def _loading_lora(self, rows: list[Row], lease: Lease) -> ColdLora:
+        starts = self._cold.cold_start
+        store = starts.store
+        return ColdLora(
+            self._start_lora(build_lora(rows, self._runner.device), True),
+            lambda layer: starts.state(lease, layer),
+            store.layout(lease).adapts,
+            self._workers[lease.digest],
+            lambda layer: store.await_copy(lease, layer),
+        )
+
+    def close(self, computed: bool) -> Collection[Row]:
+        """Ends what was opened; of a pass that was `computed`, books who computed its layers. Returns the rows whose
+        numbers count for nothing, because a worker failed: their steps wait for the weights."""
+        failed: list[Row] = []
+        for rows, lease, part in self._parts:
+            part.lora.close()
+            if not computed:
+                continue
+            for row in rows:
+                self._note(row.request, part.lora)
+            if part.lora.poisoned:
+                failed += rows
+            else:
+                self._cold.cold_start.observe_joined(lease, len(rows), part.lora)
+        for workers in self._workers.values():  # also those of rows for which the pass was too large
+            if workers is not None:
+                workers.end()
+        return failed
+
+    def _note(self, request: Request, lora: ColdLora) -> None:
+        assert request.cold is not None  # its adapter was not there at its admission
+        request.cold.layers_cpu += lora.layers_on_cpu
+        request.cold.layers_device += lora.layers_on_device
+        if lora.poisoned:
+            log.warning("request %s: a CPU worker failed it; the step is computed again", request.id)
+            request.wants_whole = True
+            request.cold.replays += 1
+            self._cold.replays += 1

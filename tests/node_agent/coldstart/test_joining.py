@@ -1,0 +1,214 @@
+"""Rows that decode while their adapter is on its way: exact, whoever computes their layers, and at nobody's cost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.exact import Case, Tally, check
+from benchmarks.exactness import run_batch
+from benchmarks.forced import DrawnLink, force
+from benchmarks.local_engine import LocalEngine, MakeEngine
+from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from node_agent.adapter_memory.integrity import check_memory
+from node_agent.adapter_memory.residency import InUse, evict
+from node_agent.coldstart.workers import WorkerPool
+from node_agent.cores import spare_cores
+from node_agent.ipc import Finished
+from node_agent.types import Lease, Plan
+from tests.node_agent.coldstart.held_link import HeldLink
+
+STORY = [1, *range(50, 90)]
+pytestmark = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
+
+
+@pytest.fixture(scope="module")
+def directories(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Adapters of everything in every layer."""
+    root = tmp_path_factory.mktemp("joining")
+    return [
+        make_adapter(stories_dir, root / f"r{r}", r, r=r, lora_alpha=r, target_modules=ALL_TARGETS) for r in (7, 24)
+    ]
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> LocalEngine:
+    """With one CPU worker, which computes all layers of prompts, and of decode steps wherever these can be."""
+    engine = make_engine(cpu_workers=1, max_rows=16)
+    layers, starts = engine.base.num_layers, engine.engine.cold_start
+    starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
+    starts.joins = lambda lease, rows: starts.can_step(lease)  # type: ignore[method-assign]
+    return engine
+
+
+def workers_of(engine: LocalEngine) -> WorkerPool:
+    assert engine.engine.assist is not None
+    return engine.engine.assist.workers
+
+
+def ended(engine: LocalEngine, request: str) -> Finished:
+    finished = engine.outcomes[request].finished
+    assert finished is not None
+    return finished
+
+
+def is_exact(engine: LocalEngine, reference: PeftReference, directory: Path | None, request: str, count: int) -> bool:
+    case = Case(directory, None, STORY, count)
+    return not check(engine, reference, case, engine.outcomes[request].tokens, Tally())
+
+
+def test_whole_answers_without_one_byte_on_the_device(
+    engine: LocalEngine, reference: PeftReference, directories: list[Path]
+) -> None:
+    """Two rows of one adapter and one of another, beside a row of a third that is loaded, and one of the base."""
+    there = engine.deploy(directories[0], "there")
+    engine.submit(STORY, 1, there)
+    engine.run()
+    HeldLink(engine)
+    first, second = engine.deploy(directories[1]), engine.deploy(directories[0], "again")
+    assert second.digest == there.digest  # loaded, by another name
+    requests = [engine.submit(STORY, 9, adapter, ignore_eos=True) for adapter in (first, first, second, None)]
+    engine.run()
+    for request, directory in zip(requests, [directories[1], directories[1], directories[0], None], strict=True):
+        assert is_exact(engine, reference, directory, request, 9)
+    cold = ended(engine, requests[0]).cold_start
+    assert cold.layers_cpu == 9 * engine.base.num_layers
+    assert cold.layers_device == cold.replays == 0
+    assert not engine.engine.joining.cold.open
+
+
+def test_rows_of_one_adapter_share_a_handoff(engine: LocalEngine, directories: list[Path]) -> None:
+    link, adapter = HeldLink(engine), engine.deploy(directories[0])
+    requests = [engine.submit(STORY, 40, adapter, ignore_eos=True) for _ in range(3)]
+    engine.run(until=lambda: all(len(engine.outcomes[request].tokens) > 1 for request in requests))
+    before, tokens = workers_of(engine).counters().handoffs, len(engine.outcomes[requests[0]].tokens)
+    engine.run(until=lambda: len(engine.outcomes[requests[0]].tokens) == tokens + 2)
+    assert workers_of(engine).counters().handoffs - before == 2 * 4 * engine.base.num_layers  # a layer has four groups
+    link.open()
+    engine.run()
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_fails_a_step_costs_its_rows_time_and_others_nothing(
+    engine: LocalEngine, reference: PeftReference, directories: list[Path], number: signal.Signals
+) -> None:
+    link, pool = HeldLink(engine), workers_of(engine)
+    other = engine.submit(STORY, 30, ignore_eos=True)
+    request = engine.submit(STORY, 9, engine.deploy(directories[0]), ignore_eos=True)
+    engine.run(until=lambda: len(engine.outcomes[request].tokens) == 3)
+    pid, real = pool.pids()[0], pool.open
+
+    def open_and_fail(*arguments: object) -> object:
+        os.kill(pid, signal.SIGSTOP)  # so that it can't answer
+        pool.open = real  # type: ignore[method-assign]
+        handoff = real(*arguments)  # type: ignore[arg-type]
+        os.kill(pid, number)
+        return handoff
+
+    pool.open = open_and_fail  # type: ignore[method-assign, assignment]
+    before = len(engine.outcomes[other].tokens)
+    engine.run(until=lambda: engine.engine.cold.replays == 1)
+    assert len(engine.outcomes[other].tokens) == before + 1
+    if number == signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+    for _ in range(5):
+        engine.step()
+    assert len(engine.outcomes[request].tokens) == 3  # it waits for the weights
+    link.open()
+    engine.run()
+    assert ended(engine, request).cold_start.replays == 1
+    assert is_exact(engine, reference, directories[0], request, 9)
+    assert is_exact(engine, reference, None, other, 30)
+    engine.assert_clean()
+
+
+def test_workers_that_are_gone_leave_rows_out_of_a_pass(
+    engine: LocalEngine, reference: PeftReference, directories: list[Path]
+) -> None:
+    """They go between the choice and the pass: it is computed for the others."""
+    link = HeldLink(engine)
+    other = engine.submit(STORY, 12, ignore_eos=True)
+    request = engine.submit(STORY, 6, engine.deploy(directories[0]), ignore_eos=True)
+    engine.run(until=lambda: len(engine.outcomes[request].tokens) == 2)
+    assist = engine.engine.assist
+    assert assist is not None
+    assist.begin = lambda lease, layout: None  # type: ignore[method-assign]
+    engine.run(until=lambda: engine.outcomes[other].finished is not None)
+    assert len(engine.outcomes[request].tokens) == 2
+    link.open()
+    engine.run()
+    assert is_exact(engine, reference, directories[0], request, 6)
+    assert ended(engine, request).cold_start.replays == 0
+    engine.assert_clean()
+
+
+def test_an_adapter_that_decodes_on_its_way_can_t_be_evicted_and_a_client_can_leave(
+    engine: LocalEngine, directories: list[Path]
+) -> None:
+    link, adapter = HeldLink(engine), engine.deploy(directories[0])
+    request = engine.submit(STORY, 100, adapter, ignore_eos=True)
+    engine.run(until=lambda: len(engine.outcomes[request].tokens) == 5)
+    with pytest.raises(InUse):
+        evict(engine.engine.store, adapter.digest)
+    engine.engine.cancel(request)
+    link.open()
+    engine.run()
+    for _ in range(100):
+        engine.step()
+    engine.assert_clean()
+    assert check_memory(engine.engine.store) == []
+    assert not any(host.holds for hosts in engine.engine.store.hosts.owned().values() for host in hosts)
+
+
+def test_drawn_steps_arrivals_and_faults(
+    make_engine: MakeEngine, reference: PeftReference, drawn_adapters: list[Path]
+) -> None:
+    engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
+    rng, tally, seen = random.Random(17), Tally(), Counter[str]()
+    forced = force(engine.engine, random.Random(18), faults=0.02)
+    engine.engine.store.loader.device_link = DrawnLink(random.Random(19), rates=(50, 20, 5))  # type: ignore[assignment]
+    kinds = [Case(path, engine.deploy(path), [], 0) for path in drawn_adapters]
+    problems: list[str] = []
+    while tally.cases < 60:
+        problems += run_batch(rng, engine, reference, kinds, tally, seen)
+    assert not problems, "\n".join(problems)
+    assert forced.joined
+
+
+def test_rows_join_where_that_costs_little(make_engine: MakeEngine, directories: list[Path]) -> None:
+    """By the profile: workers that take long, and a load that is about to end, are not worth it."""
+    engine = make_engine(cpu_workers=1)
+    link, starts = HeldLink(engine), engine.engine.cold_start
+    request = engine.submit(STORY, 2, engine.deploy(directories[0]), ignore_eos=True)
+    engine.run(until=lambda: bool(engine.engine.running) and starts.can_step(_lease(engine, request)))
+    lease, profile = _lease(engine, request), starts.profile
+    assert profile is not None and profile.cpu is not None
+
+    def joins(worker_s: float, load_s: float, layer_s: float = 1e-3) -> bool:
+        whole = sum(starts.costs(lease, 1, profile).load)
+        starts.profile = type(profile)(
+            profile.key,
+            ((1, layer_s),),
+            type(profile.cpu)(worker_s, 0.0, 0.0),
+            type(profile.link)(0.0, profile.link.bandwidth * whole / load_s),
+        )
+        return starts.joins(lease, 1)
+
+    assert joins(worker_s=1e-6, load_s=1.0)
+    assert not joins(worker_s=1e-6 + 1e-3, load_s=1.0)  # four groups a layer: the step would take some times as long
+    assert not joins(worker_s=4e-4, load_s=1e-6)
+    starts.profile = profile
+    link.open()
+    engine.run()
+
+
+def _lease(engine: LocalEngine, request: str) -> Lease:
+    lease = engine.engine.running[request].lease
+    assert lease is not None
+    return lease
