@@ -120,6 +120,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The node pool that it belongs to; empty: none."""
     accepts: int = PROTOCOL_VERSION
     """The newest version of GenerateRequest that it serves."""
+    cpu_workers: int | None = None
+    """CPU LoRA workers that help cold calls; None: not reported."""
+    cpu_workers_reason: str = ""
+    """Why so many."""
 
 
 class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
@@ -141,6 +145,8 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     error: str = ""
     pool: str = ""
     accepts: int = PROTOCOL_VERSION
+    cpu_workers: int | None = None
+    cpu_workers_reason: str = ""
 
 
 def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:

@@ -251,6 +251,8 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
         max_rows=engine.limits.max_rows,
         largest_adapter=engine.store.largest,
         adapter_itemsize=engine.runner.dtype.itemsize,
+        cpu_workers=engine.cold_start.decision.count,
+        cpu_workers_reason=engine.cold_start.decision.reason,
     )
 
 

@@ -64,7 +64,7 @@ def main() -> int:
         tell(Failed(str(error)))
         return 1
     workers = engine.assist.workers if engine.assist is not None else None
-    key = profile_key(engine, config, base, workers)
+    key = profile_key(engine, config, base, 0 if workers is None else workers.layout.workers)
     cold = measure(
         key, engine.runner, engine.blocks, engine.store, workers, LONG, lambda text: tell(Step(f"measuring {text}"))
     )

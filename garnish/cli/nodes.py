@@ -47,7 +47,7 @@ def list_unless_told(
 def list_nodes(
     url: Url = None, state: State = DEFAULT_STATE, no_header: NoHeader = False, as_json: AsJson = False
 ) -> None:
-    """List the nodes as the scheduler sees them."""
+    """List the nodes as the scheduler sees them; --json says more, such as why a node has no CPU workers."""
     from garnish.operate import nodes_call
     from garnish.screen import Screen
     from garnish.table import Column
@@ -60,6 +60,7 @@ def list_nodes(
     rows = [[str(node.record.get(field, "")) for field in shown] for node in found.nodes]
     for row, node in zip(rows, found.nodes, strict=True):
         row.insert(5, observed_over_forecast(node.record))
+        row.insert(6, str(node.record.get("cpu_workers", "-")))
     screen.table(
         [
             Column("ID", least=16),
@@ -68,6 +69,7 @@ def list_nodes(
             Column("QUEUED", number=True),
             Column("KV FREE", number=True),
             Column("OBSERVED/FORECAST", spare=1),
+            Column("CPU WORKERS", number=True, spare=1),
             Column("URL", spare=2),
             Column("ERROR", least=20),
         ],

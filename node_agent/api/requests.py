@@ -331,6 +331,8 @@ class RequestRegistry:
             error=self.error,
             pool=self._config.pool,
             accepts=NEWEST_VERSION,
+            cpu_workers=ready.cpu_workers if ready else None,
+            cpu_workers_reason=ready.cpu_workers_reason if ready else "",
         )
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:

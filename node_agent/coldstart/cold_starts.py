@@ -51,6 +51,15 @@ WAYS = {
 """`node.cold_start` in serverless.yml: the plans that may be chosen. Where `assist` is impossible the others do."""
 
 
+@dataclass(frozen=True)
+class WorkersDecision:
+    """How many CPU workers a node has."""
+
+    count: int
+    reason: str
+    """For operators."""
+
+
 class ColdStarts:
     """Plans cold chunks (docs/design/seams.md). Called by the engine's thread alone."""
 
@@ -66,6 +75,7 @@ class ColdStarts:
         self.store, self.base, self.way = store, base, way
         self._shares = group_shares(base)
         self.use(profile, workers)
+        self.decision = WorkersDecision(0, "")
         self.cpu, self.link = Correction(), Correction()
         """of the profile's costs of workers and link, as they are lately"""
         self.outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
@@ -195,11 +205,11 @@ class ColdStarts:
         layout = self.store.layout(lease)
         device = profile.layer_seconds(n_tokens)
         per_byte = max(1, self.store.loads_in_flight) * self.link.value / profile.link.bandwidth
-        slower, assists = self.cpu.value, self.assists
+        assists = self.assists
         load = np.zeros(self.base.num_layers)
         in_host = np.zeros(self.base.num_layers)
         cpu = np.full(self.base.num_layers, np.inf)
-        extras: dict[tuple[int, ...], float] = {}
+        seconds: dict[tuple[int, ...], float] = {}
         for layer in range(self.base.num_layers):
             state = self.store.state(lease, layer)
             if state != LayerState.DEVICE:
@@ -208,12 +218,18 @@ class ColdStarts:
                 in_host[layer] = self.store.host_seconds(lease, layer)
             if assists:
                 ranks = tuple(layout.rank[layer].tolist())  # layers of equal ranks cost the same
-                if ranks not in extras:
-                    pairs = self._beside(profile, layout, layer, n_tokens, device)
-                    extras[ranks] = self._crossing(profile, layout, layer, n_tokens)
-                    extras[ranks] += sum(max(0.0, slower * worker - base) for worker, base in pairs)
-                cpu[layer] = device + extras[ranks]
+                if ranks not in seconds:
+                    seconds[ranks] = self.worker_layer_seconds(profile, layout, layer, n_tokens)
+                cpu[layer] = seconds[ranks]
         return ChunkCosts(device, cpu, load, in_host, profile.link.latency if load.any() else 0.0)
+
+    def worker_layer_seconds(self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int) -> float:
+        """Returns the seconds of a layer whose adapter part the workers compute, as they are lately; there must be
+        some."""
+        device, slower = profile.layer_seconds(n_tokens), self.cpu.value
+        pairs = self._beside(profile, layout, layer, n_tokens, device)
+        longer = sum(max(0.0, slower * worker - base) for worker, base in pairs)
+        return device + self._crossing(profile, layout, layer, n_tokens) + longer
 
     def _beside(
         self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int, device: float

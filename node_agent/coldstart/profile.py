@@ -105,7 +105,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_profile(file: Path, key: ProfileKey) -> Profile:
-    """Raises ProfileError when the file is damaged or was made for something else, OSError when it can't be read."""
+    """Raises ProfileError when the file is damaged or was made for something else, OSError when it can't be read. How
+    many workers there were does not matter: theirs are the costs of one."""
     with file.open("rb") as stream:
         text = stream.read(MAX_PROFILE_BYTES + 1)
     if len(text) > MAX_PROFILE_BYTES:
@@ -114,7 +115,7 @@ def read_profile(file: Path, key: ProfileKey) -> Profile:
         profile = msgspec.json.decode(text, type=Profile)
     except msgspec.DecodeError as error:
         raise ProfileError(f"{file}: {error}") from None
-    if profile.version != PROFILE_VERSION or profile.key != key:
+    if profile.version != PROFILE_VERSION or msgspec.structs.replace(profile.key, workers=key.workers) != key:
         raise ProfileError(f"{file}: made for {profile.key} (version {profile.version}), here is {key}")
     check(profile)
     return profile

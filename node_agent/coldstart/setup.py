@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from adapters.base_model import BaseModel
 from kernels.build import CompileError
 from kernels.handoff_device import stream_kernels
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_starts import WAYS
-from node_agent.coldstart.measure import SHORT, measure
+from node_agent.coldstart.auto_workers import decide_workers, workers_gain
+from node_agent.coldstart.cold_starts import WAYS, WorkersDecision
+from node_agent.coldstart.measure import SHORT, measure, measure_cpu, measure_handoff
 from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, check, read_profile, write_profile
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.stream import BrokenHandoff, StreamPool
@@ -29,52 +31,68 @@ log = logging.getLogger("garnish.engine")
 
 START_LIMIT_S = 60.0
 """For the workers to be warm."""
-MOST_WORKERS = 16
-"""That `auto` starts: a prompt's slices fill no more."""
 HANDOFF_SLOTS = 8
 """Handoffs that may be open or in quarantine at once."""
 SPARE_SLOTS = 2
 """With a GPU: passes that may be ending or in quarantine beside those that are open."""
 
 
-def cores_to_leave(config: EngineConfig) -> int:
-    """That the engine does not compute on, where its threads are not given."""
-    if config.cpu_workers is not None:
-        return config.cpu_workers
-    if config.host_nodes > 1:
-        return 0
-    return 1 if config.load_link is not None and "assist" in WAYS[config.cold_start].plans else 0
+def set_up_cold_starts(engine: Engine, config: EngineConfig, base: BaseModel, threads: int) -> None:
+    """Starts the CPU workers that the node is to have, and lets the engine plan its cold starts by what they cost here:
+    as the profile's file says, or measured now and written. The engine is warm, and computes with `threads`.
 
-
-def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, threads: int) -> WorkerPool | None:
-    """The workers, warm; None where there are to be none. Raises ValueError when there can't be as many as asked for.
-
-    `auto` starts none on a CPU whose adapters have no slow link to cross: there a load ends before a worker could help;
-    none with a GPU, as long as no GPU has run the handoff; and none where other nodes compute on the same cores.
+    Raises ValueError when there can't be as many workers as asked for.
     """
-    dtype = store.pool.data.dtype
-    if "assist" not in WAYS[config.cold_start].plans or config.cpu_workers == 0:
-        return None
-    if config.cpu_workers is None and (config.load_link is None or config.host_nodes > 1):
-        return None
+    starts, store = engine.cold_start, engine.store
+    _check_wanted(config, store, threads)
+    if starts.way.plans == ("wait",):
+        starts.decision = WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
+        return
+    key = profile_key(engine, config, base)
+    file = Path(config.profile) if config.profile else None
+    kept = _from_file(file, key)
+    profile = kept or measure(key, engine.runner, engine.blocks, store, None, SHORT)
+    cores = spare_cores(threads) if config.host_nodes == 1 else []
+    if config.cpu_workers is None:
+        starts.decision = decide_workers(config, store, base, profile, len(cores))
+    else:
+        starts.decision = WorkersDecision(config.cpu_workers, "as set")
+    workers = None
+    if starts.decision.count and "assist" in starts.way.plans:
+        workers = _start_workers(config, store, base, threads, cores[-starts.decision.count :])
+        profile = _with_workers(profile, store, workers)
+        workers = _worth_keeping(engine, config, profile, workers)
+    if profile is not kept:
+        _keep(profile, file)
+    starts.use(profile, workers)
+    log.info("CPU workers", extra={"workers": starts.decision.count, "reason": starts.decision.reason})
+
+
+def _check_wanted(config: EngineConfig, store: AdapterStore, threads: int) -> None:
+    """Raises ValueError when as many workers as are set can't be had."""
+    if not config.cpu_workers or "assist" not in WAYS[config.cold_start].plans:
+        return
     if config.host_nodes > 1:
         raise ValueError(
             f"cpu_workers: each needs a core of its own, and {config.host_nodes} nodes share this host's; set 0 or auto"
         )
-    if dtype not in DTYPES:
-        if config.cpu_workers:
-            raise ValueError(f"cpu_workers: they compute in {' or '.join(map(str, DTYPES))}, not {dtype}; set 0")
-        return None
-    cores = spare_cores(threads)
-    count = min(len(cores), MOST_WORKERS) if config.cpu_workers is None else config.cpu_workers
-    if count > len(cores):
+    if store.pool.data.dtype not in DTYPES:
         raise ValueError(
-            f"cpu_workers: {count} need a core each, and the engine's {threads} threads leave {len(cores)}; "
-            "set cpu_workers lower"
+            f"cpu_workers: they compute in {' or '.join(map(str, DTYPES))}, not {store.pool.data.dtype}; set 0"
         )
-    if not count:
-        return None
-    workers = make_pool(config, store, base, cores[-count:])
+    cores = spare_cores(threads)
+    if config.cpu_workers > len(cores):
+        raise ValueError(
+            f"cpu_workers: {config.cpu_workers} need a core each, and the engine's {threads} threads leave "
+            f"{len(cores)}; set cpu_workers lower"
+        )
+
+
+def _start_workers(
+    config: EngineConfig, store: AdapterStore, base: BaseModel, threads: int, cores: Sequence[int]
+) -> WorkerPool:
+    """Returns the workers, warm, one on each of the cores. Raises ValueError when the handoff does not work."""
+    workers = make_pool(config, store, base, cores)
     workers.memory.repeats = config.worker_repeats
     if config.worker_repeats > 1:
         log.warning("CPU workers are slowed: each repeats its work", extra={"repeats": config.worker_repeats})
@@ -83,11 +101,38 @@ def start_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, th
     if threads > 1:  # a team, which has come into being with the model
         move_threads(workers.all_cores, workers.other_cores)
     ready = workers.wait_ready(START_LIMIT_S)
-    if ready < count:
-        log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": count})
+    if ready < len(cores):
+        log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": len(cores)})
     if ready and isinstance(workers, StreamPool):
         _check_handoff(workers)
     return workers
+
+
+def _with_workers(profile: Profile, store: AdapterStore, workers: WorkerPool) -> Profile:
+    """Returns the profile with what these workers cost; as it is, where it has that already."""
+    count = workers.layout.workers
+    if profile.cpu is not None and profile.key.workers == count:
+        return profile
+    cpu = measure_cpu(store, workers, SHORT)
+    handoff = measure_handoff(workers, SHORT.rounds) if cpu is not None and isinstance(workers, StreamPool) else None
+    return replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
+
+
+def _worth_keeping(engine: Engine, config: EngineConfig, profile: Profile, workers: WorkerPool) -> WorkerPool | None:
+    """Returns the workers; None, and they have ended, where none answers, or where `auto` sees no use for such slow
+    ones."""
+    starts = engine.cold_start
+    if profile.cpu is None:
+        log.warning("cold starts go without CPU workers: none answered while they were measured")
+        starts.decision = WorkersDecision(0, "none answered while they were measured")
+    else:
+        starts.use(profile, workers)
+        if config.cpu_workers is not None or workers_gain(starts, config, profile):
+            return workers
+        starts.decision = WorkersDecision(0, "they are slower than the load is: prompts are pipelined")
+    workers.close()
+    move_threads(workers.other_cores, workers.all_cores)
+    return None
 
 
 def make_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: Sequence[int]) -> WorkerPool:
@@ -119,36 +164,18 @@ def _check_handoff(workers: StreamPool) -> None:
         raise ValueError(f"cpu_workers: {error}; set cpu_workers to 0") from error
 
 
-def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: WorkerPool | None) -> ProfileKey:
+def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: int = 0) -> ProfileKey:
     link, device = config.load_link, engine.runner.device
     return ProfileKey(
         base=base.fingerprint,
         dtype=str(engine.runner.dtype).removeprefix("torch."),
         device=device_name(device),
         threads=torch.get_num_threads(),
-        workers=0 if workers is None else workers.layout.workers,
+        workers=workers,
         simulated_bandwidth=0.0 if link is None else link.bandwidth,
         simulated_latency=0.0 if link is None else link.latency,
         simulated_repeats=config.worker_repeats,
     )
-
-
-def use_profile(engine: Engine, config: EngineConfig, base: BaseModel, workers: WorkerPool | None) -> None:
-    """Let the engine plan its cold starts by what they cost here: as the file says, or measured now and written."""
-    if engine.cold_start.way.plans == ("wait",):
-        return
-    key = profile_key(engine, config, base, workers)
-    file = Path(config.profile) if config.profile else None
-    profile = _from_file(file, key)
-    if profile is None:
-        profile = measure(key, engine.runner, engine.blocks, engine.store, workers, SHORT)
-        _keep(profile, file)
-    if workers is not None and profile.cpu is None:
-        log.warning("cold starts go without CPU workers: none answered while they were measured")
-        workers.close()
-        move_threads(workers.other_cores, workers.all_cores)
-        workers = None
-    engine.cold_start.use(profile, workers)
 
 
 def _keep(profile: Profile, file: Path | None) -> None:

@@ -16,7 +16,7 @@ from cluster.messages import GenerateRequest, Sampling
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
-from node_agent.coldstart.setup import cores_to_leave, start_workers, use_profile
+from node_agent.coldstart.setup import set_up_cold_starts
 from node_agent.config import RUNNERS, EngineConfig
 from node_agent.cores import core_share
 from node_agent.device import DTYPES, free_memory, pick_device
@@ -49,7 +49,7 @@ def build_engine(
     device = pick_device(config.device)
     if device.type == "cuda" and (config.load_link or config.store_link):
         raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
-    threads = config.threads or default_threads(Path(config.model_dir), cores_to_leave(config), config.host_nodes)
+    threads = config.threads or default_threads(Path(config.model_dir), config.cpu_workers or 0, config.host_nodes)
     torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
@@ -72,11 +72,10 @@ def build_engine(
         chunk_tokens=config.chunk_tokens,
         queue_limit=config.queue_limit,
     )
-    workers = start_workers(config, store, base, threads)
     starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))
     engine = Engine(limits, runner, store, starts, eos_ids, on_change)
     warm_up(engine)
-    use_profile(engine, config, base, workers)
+    set_up_cold_starts(engine, config, base, threads)
     return engine, base
 
 

@@ -122,7 +122,7 @@ def affinities() -> list[set[int]]:
 def test_a_profile_is_of_this_processor(make_engine: MakeEngine) -> None:
     engine = make_engine(cpu_workers=0)
     config = EngineConfig(model_dir="", base_id="", registry="")
-    key = profile_key(engine.engine, config, engine.base, None)
+    key = profile_key(engine.engine, config, engine.base)
     assert key.device == device_name(engine.engine.runner.device)
     assert key.device in Path("/proc/cpuinfo").read_text()
 

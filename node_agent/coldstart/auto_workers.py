@@ -1,0 +1,82 @@
+"""How many CPU LoRA workers a node starts by itself: by what a load costs here, which cores are left, and how fast the
+workers are. Whether the link is a simulated one plays no part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from adapters.base_model import BaseModel
+from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, lay_out_uniform
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.cold_starts import WAYS, ColdStarts, WorkersDecision
+from node_agent.coldstart.planner import ChunkCosts, choose
+from node_agent.coldstart.profile import Profile
+from node_agent.coldstart.shared import DTYPES
+from node_agent.config import EngineConfig
+from node_agent.types import GROUPS
+
+RANK, TARGETS, PROMPT_TOKENS = 64, GROUPS["qkv"], 64
+"""Of the call that is judged: a large adapter, behind a short prompt, which hides little."""
+LEAST_GAIN = 0.1
+"""Of a warm prefill, that such a call's adapter must keep it waiting without workers."""
+MOST_WORKERS = 16
+"""A prompt's slices fill no more."""
+
+
+def decide_workers(
+    config: EngineConfig, store: AdapterStore, base: BaseModel, profile: Profile, cores_left: int
+) -> WorkersDecision:
+    """Returns how many workers `cpu_workers: auto` starts. `profile`: of this node, its link and its layers."""
+    if "assist" not in WAYS[config.cold_start].plans:
+        return WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
+    if config.host_nodes > 1:
+        return WorkersDecision(0, f"{config.host_nodes} nodes share this host's cores")
+    if store.pool.data.dtype not in DTYPES:
+        return WorkersDecision(0, f"they compute in {' or '.join(map(str, DTYPES))}, not {store.pool.data.dtype}")
+    if store.pool.data.device.type != "cpu":
+        return WorkersDecision(0, "no GPU has run the handoff yet; cpu_workers: N starts them")
+    warm, alone = exposed_seconds(store, base, profile, loads=1)
+    _, together = exposed_seconds(store, base, profile, loads=config.max_cold)
+    what = f"rank {RANK} on q, k, v keeps a prompt of {PROMPT_TOKENS} tokens waiting for {alone * 1e3:.1f} ms"
+    what += f" ({together * 1e3:.1f} ms beside {config.max_cold - 1} more loads) of {warm * 1e3:.0f} ms"
+    if together < LEAST_GAIN * warm:
+        return WorkersDecision(0, f"little to gain: {what}")
+    if not cores_left:
+        return WorkersDecision(0, f"{what}, but the engine computes on all cores; threads: N leaves the others")
+    return WorkersDecision(min(cores_left, MOST_WORKERS), what)
+
+
+def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> tuple[float, float]:
+    """Returns a warm prefill's seconds, and what the call waits beyond them while its adapter's layers are pipelined
+    over a link that `loads` loads share."""
+    costs = _costs(store, base, profile, loads)
+    return costs.device * base.num_layers, choose(costs, ("wait", "pipeline")).exposed
+
+
+def workers_gain(starts: ColdStarts, config: EngineConfig, profile: Profile) -> bool:
+    """Returns whether workers of the speed that the profile says would compute such a call sooner than the pipeline."""
+    layout, base = _layout(starts.store, starts.base), starts.base
+    pipelined = _costs(starts.store, base, profile, config.max_cold)
+    cpu = np.array([starts.worker_layer_seconds(profile, layout, i, PROMPT_TOKENS) for i in range(base.num_layers)])
+    return choose(replace(pipelined, cpu=cpu)).name == "assist"
+
+
+def _costs(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> ChunkCosts:
+    spans = _layout(store, base).spans
+    sizes = np.array([sum(span.end - span.begin for span in layer) * ROW_ALIGN for layer in spans], float)
+    layers, link = base.num_layers, profile.link
+    return ChunkCosts(
+        device=profile.layer_seconds(PROMPT_TOKENS),
+        cpu=np.full(layers, inf),
+        load=loads * sizes / link.bandwidth,
+        in_host=np.zeros(layers),
+        latency=link.latency,
+    )
+
+
+def _layout(store: AdapterStore, base: BaseModel) -> AdapterLayout:
+    return lay_out_uniform(base, RANK, TARGETS, store.pool.data.element_size(), store.pool.page_units)
