@@ -23,6 +23,7 @@ from node_agent.coldstart.measure import measure_link
 from node_agent.coldstart.profile import LinkCost, Profile, ProfileKey
 from node_agent.config import EngineConfig, LinkConfig
 from node_agent.engine.batch import Row
+from node_agent.engine.joining import Joined
 from node_agent.engine.stats import stats_of
 from node_agent.performance import setup, sweep
 from node_agent.performance.idle import IdleMeasurement
@@ -64,14 +65,19 @@ def take_known_times(monkeypatch: pytest.MonkeyPatch, engine: LocalEngine) -> No
     """From now on its passes take what DECODE and PREFILL say, by the sweep's clock."""
     clock, real = [0.0], engine.engine.hot.forward
 
-    def forward(rows: list[Row], n_decode: int, gives_way: Callable[[], bool] | None = None) -> StepOutput | None:
+    def forward(
+        rows: list[Row],
+        n_decode: int,
+        gives_way: Callable[[], bool] | None = None,
+        joined: Joined | None = None,
+    ) -> StepOutput | None:
         if n_decode:
             sample = decode_sample(rows, 0.0)
             clock[0] += DECODE.seconds(sample.rows, sample.contexts, sample.adapter_ranks)
         else:
             prompts = prefill_sample(rows, 0.0)
             clock[0] += PREFILL.seconds(prompts.tokens, prompts.squares, prompts.token_ranks)
-        return real(rows, n_decode, gives_way)
+        return real(rows, n_decode, gives_way, joined)
 
     monkeypatch.setattr(engine.engine.hot, "forward", forward)
     monkeypatch.setattr(sweep, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: 0.0))
