@@ -7,7 +7,7 @@ handed to them. Which adapters have room on the device, and lose it, is up to `d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from cluster.messages import Adapter
 from cluster.news import Resident
 from node_agent.adapter_memory.device_room import DeviceRoom
 from node_agent.adapter_memory.disk_cache import open_cache
+from node_agent.adapter_memory.eviction import Demand
 from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.host_map import HostMap, SharedTable, export
 from node_agent.adapter_memory.host_memory import HostMemory
@@ -63,6 +64,7 @@ class AdapterStore:
         self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change, self.cache)
         self.hosts = HostTier(self.loader, self.host_memory.pool, self.host_table.table, config.host_memory)
         self.adapter_memory = config.adapter_memory
+        self.demand = Demand()
         self.room = DeviceRoom(self.pool, self.table)
         self.device = self.room.adapters
         self._loading: list[DeviceAdapter] = []
@@ -242,6 +244,11 @@ class AdapterStore:
         return slot
 
     # --- residency
+
+    def expect(self, chances: Mapping[str, float]) -> None:
+        """Replaces what is forecast: by digest, the probability of a call within 30 s. Of an adapter that is absent
+        nothing is forecast; it is evicted by its own calls alone."""
+        self.demand.expect(chances)
 
     def pin(self, digest: str) -> None:
         """Once on the device, the adapter stays there until it is unpinned."""
