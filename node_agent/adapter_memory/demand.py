@@ -13,8 +13,8 @@ LONG_S = 3600.0
 benchmarks/eviction.py on half of its traces."""
 FORECAST_S = 30.0
 """The horizon of the probabilities that `expect` is told."""
-FORECAST_WEIGHT = 0.5
-"""Of a forecast against the adapter's own calls, where there is one."""
+FORECAST_WEIGHT = 1 / 3
+"""Of a forecast, where there is one; recency and frequency share the rest."""
 RARELY, SURELY = 0.001, 0.99
 """Probabilities beyond which a forecast says no more than `at most` and `at least` this."""
 MOST_REMEMBERED = 8192
