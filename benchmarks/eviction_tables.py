@@ -19,8 +19,8 @@ def eviction_table(document: dict[str, Any]) -> str:
     held = [row for row in document["rows"] if row["held_out"]]
     calls = sum({row["trace"]: row["calls"] for row in held}.values())
     text = (
-        f"Simulated: {calls:,} calls in {len({row['trace'] for row in held})} traces that nothing was tuned on, "
-        "on InVitro's 500-function, 8-hour sample of the Azure 2019 trace and on ServeGen's clients; adapters of a 7B "
+        "Simulated on InVitro's 500-function, 8-hour sample of the Azure 2019 trace and on ServeGen's clients: "
+        f"{calls:,} calls in {len({row['trace'] for row in held})} traces that nothing was tuned on; adapters of a 7B "
         f"Llama on {settings['projections']}, ranks {settings['ranks']}; pools of {_pools(settings)} of their bytes. "
         "Median over traces and pools (worst)."
     )

@@ -49,16 +49,19 @@ class Trace:
 
 def traces(half: int, seed: int) -> list[Trace]:
     """All of one half."""
-    found = [_azure(f"azure-{window}", half, window, TOP, seed) for window in AZURE_WINDOWS[half]]
-    found += [_azure(f"azure-whole-{window}", half, window, 0, seed) for window in AZURE_WHOLE_WINDOWS[half]]
+    found = [_azure(f"azure-{window}", half, window, seed) for window in AZURE_WINDOWS[half]]
+    found += [_azure(f"azure-whole-{window}", half, window, seed, whole=True) for window in AZURE_WHOLE_WINDOWS[half]]
     return found + [_servegen(day, half, seed) for day in SERVEGEN_DAYS[half]]
 
 
-def _azure(name: str, half: int, window: int, without_top: int, seed: int) -> Trace:
-    """Calls are uniform within their minute."""
-    counts = minute_counts(without_top)
-    mine = np.random.default_rng(SPLIT_SEED).permutation(len(counts))[half::2]
-    counts = counts[mine, window * WINDOW_MINUTES : (window + 1) * WINDOW_MINUTES]
+def _azure(name: str, half: int, window: int, seed: int, *, whole: bool = False) -> Trace:
+    """Calls are uniform within their minute. `whole`: with the half's share of the busiest functions."""
+    counts = minute_counts()
+    mine = TOP + np.random.default_rng(SPLIT_SEED).permutation(len(counts) - TOP)[half::2]
+    counts = counts[
+        np.concatenate([np.arange(half, TOP, 2), mine]) if whole else mine,
+        window * WINDOW_MINUTES : (window + 1) * WINDOW_MINUTES,
+    ]
     counts = counts[counts.sum(axis=1) > 0]
     function, minute = np.nonzero(counts)
     return _trace(name, half, function, minute * 60, counts[function, minute], 60, seed + window)

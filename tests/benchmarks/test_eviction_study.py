@@ -68,16 +68,18 @@ def test_bounds(calls: list[int], pages: list[int], share: float, equal: bool) -
 
 
 def test_halves_share_no_function_or_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All counts are told apart by what they are of: the traces of both halves together have each one once at most."""
-    monkeypatch.setattr(eviction_traces, "minute_counts", lambda _: np.diag(np.arange(1, 481)))
-    tuned, held = (
-        {len(trace.at) for trace in traces(half, 0) if "azure-0" in trace.name} for half in (TUNED, HELD_OUT)
-    )
-    assert tuned and held
-    rng = np.random.default_rng(eviction_traces.SPLIT_SEED)
-    order = rng.permutation(480)
-    for half, sums in ((order[TUNED::2], tuned), (order[HELD_OUT::2], held)):
-        assert sums == {int((half[half < eviction_traces.WINDOW_MINUTES] + 1).sum())}
+    """Function i is called in minute i alone, so that a call's time tells the function; the first ten are busiest."""
+    monkeypatch.setattr(eviction_traces, "minute_counts", lambda: np.eye(480, dtype=np.int64))
+    monkeypatch.setattr(eviction_traces, "AZURE_WHOLE_WINDOWS", {TUNED: range(5), HELD_OUT: range(5)})
+    functions: dict[tuple[int, bool], set[int]] = {}
+    for half in (TUNED, HELD_OUT):
+        for trace in (trace for trace in traces(half, 0) if trace.name.startswith("azure")):
+            first = int(trace.name[-1]) * eviction_traces.WINDOW_MINUTES
+            functions.setdefault((half, "whole" in trace.name), set()).update((trace.at // 60).astype(int) + first)
+    assert functions[TUNED, True] | functions[HELD_OUT, True] == set(range(480))
+    assert not functions[TUNED, True] & functions[HELD_OUT, True]
+    for half in (TUNED, HELD_OUT):
+        assert functions[half, False] == {name for name in functions[half, True] if name >= eviction_traces.TOP}
     with gzip.open(eviction_traces.SERVEGEN_FILE, "rt", newline="") as stream:
         rows = list(csv.reader(stream))[1:]
     clients = [
