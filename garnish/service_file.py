@@ -49,6 +49,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_memory: int | None = None
     cpu_workers: Count | Literal["auto"] = "auto"
     cold_start: Literal["auto", "wait", "pipeline", "assist"] = "auto"
+    eviction: Literal["cost", "lru", "lfu", "gdsf"] = "cost"
     predictor: Text = "auto"
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     disk_cache: DiskCache | Literal["off"] | None = None

@@ -12,6 +12,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Container, Iterable
 
 from cluster.messages import Adapter
+from cluster.residency import HeldTier
+from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
+from node_agent.adapter_memory.load_rates import LoadRates
 from node_agent.adapter_memory.loader import Loader
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
@@ -20,21 +23,24 @@ from node_agent.adapter_memory.table import AdapterTable
 FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
 
-
-FIRST_RATE = 200e6
-"""Bytes per second that a load from the store is taken to bring, before one has been seen."""
+REPEATED_SHARE = 0.2
+"""Of its score that an adapter keeps in host memory while it is on the device too: it is read there only if it leaves
+the device before its next call. Tuned on one half of the traces of benchmarks/eviction.py."""
 
 
 class HostTier:
-    """`memory` bytes at most; least recently used first out. What somebody waits for or copies from stays."""
+    """`memory` bytes at most; what leaves first is up to `eviction`. What somebody waits for or copies from stays."""
 
-    def __init__(self, loader: Loader, pool: Pool, table: AdapterTable, memory: int) -> None:
+    def __init__(
+        self, loader: Loader, pool: Pool, table: AdapterTable, *, memory: int, eviction: LeastRecentlyUsed
+    ) -> None:
         """`table` names the adapters' rows in `pool`, for CPU workers."""
         self.loader, self.pool, self.table, self.memory = loader, pool, table, memory
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
         self.failure_memory = FAILURE_MEMORY
-        self.rate = FIRST_RATE
-        """bytes per second that loads have lately brought from the store"""
+        self.eviction, self.rates = eviction, LoadRates()
+        self.on_device: Container[str] = ()
+        """digests of adapters that have a place on the device"""
         self._waiters: Counter[str] = Counter()
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
         self._measuring: list[HostAdapter] = []
@@ -53,7 +59,7 @@ class HostTier:
 
     def waiting(self, digest: str) -> int:
         """How many wait for it."""
-        return self._waiters[digest]
+        return self._waiters.get(digest, 0)
 
     def announce(self, digest: str) -> None:
         """Count one more who waits; each call is answered by one `retract`."""
@@ -126,6 +132,12 @@ class HostTier:
             host.layout.live for host in hosts if host is not None and host.layout is not None and not host.failed
         )
 
+    def reload_seconds(self, digest: str, size: int) -> float:
+        """How long an adapter that left the device would take to come back."""
+        host = self._all.get(digest)
+        here = host is not None and host.complete and not host.failed
+        return self.rates.seconds("host", size) + (0.0 if here else self.rates.seconds(self._below(digest), size))
+
     @property
     def used(self) -> int:
         """Bytes."""
@@ -150,12 +162,15 @@ class HostTier:
 
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
         host = HostAdapter(digest, artifact, waiters=self._waiters[digest])
-        if self.loader.cache is not None and self.loader.cache.has(digest):
-            host.origin = "disk"
+        host.origin = self._below(digest)
         self._all[digest] = host
         self._measuring.append(host)
         self.loader.measure(host)
         return host
+
+    def _below(self, digest: str) -> HeldTier:
+        """Where an adapter would be read from that is not in host memory."""
+        return "disk" if self.loader.cache is not None and self.loader.cache.has(digest) else "absent"
 
     def _measured(self, host: HostAdapter) -> bool:
         if host.failed:
@@ -184,23 +199,38 @@ class HostTier:
 
     def _reserve(self, rows: int) -> int | None:
         """A run of the table; idle adapters go where its free entries lie too scattered."""
-        while (run := self.table.reserve(rows)) is None:
-            idle = next((host for host in self._all.values() if self._is_idle(host)), None)
-            if idle is None:
-                return None
-            self.forget(idle)
-        return run
+        if (run := self.table.reserve(rows)) is not None:
+            return run
+        for host in self._in_order(self._idle()):
+            self._evict(host)
+            if (run := self.table.reserve(rows)) is not None:
+                return run
+        return None
 
-    @staticmethod
-    def _is_idle(host: HostAdapter) -> bool:
-        return host.complete and host.unwanted and host.pages is not None
+    def _idle(self) -> list[HostAdapter]:
+        return [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
+
+    def _in_order(self, idle: list[HostAdapter]) -> list[HostAdapter]:
+        """The first to leave first."""
+        return [self._all[digest] for digest in self.eviction.order([*map(self._candidate, idle)], time.monotonic())]
+
+    def _candidate(self, host: HostAdapter) -> Candidate:
+        assert host.pages is not None  # it is idle
+        reload_s = self.rates.seconds(self._below(host.digest), host.size)
+        if host.digest in self.on_device:
+            reload_s *= REPEATED_SHARE
+        return Candidate(host.digest, len(host.pages), reload_s, host.arrived)
+
+    def _evict(self, host: HostAdapter) -> None:
+        self.eviction.note_eviction(host.digest)
+        self.forget(host)
 
     def _fetched(self, host: HostAdapter) -> bool:
         if host.failed:
             self._note_failure(host)
             return True
-        if host.complete and host.arrived > host.began:
-            self.rate += (host.size / (host.arrived - host.began) - self.rate) / 4
+        if host.complete:
+            self.rates.note(host.origin, host.size, host.arrived - host.began)
         return host.complete
 
     def _free(self, host: HostAdapter) -> None:
@@ -228,12 +258,14 @@ class HostTier:
     def _make_room(self, size: int) -> bool:
         """Evict only if that is enough."""
         used = self.used
-        idle = [host for host in self._all.values() if self._is_idle(host)]
+        if used + size <= self.memory and self._free_slots:
+            return True
+        idle = self._idle()
         if used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
             return False
-        for host in idle:
-            if used + size <= self.memory and self._free_slots:
-                break
+        for host in self._in_order(idle):
             used -= host.size
-            self.forget(host)
-        return True
+            self._evict(host)
+            if used + size <= self.memory and self._free_slots:
+                return True
+        return False
