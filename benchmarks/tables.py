@@ -43,7 +43,12 @@ def exactness_table(document: dict[str, Any]) -> str:
         f"{figures['chunks_pipeline']} were pipelined, {figures['chunks_assist']} assisted; {figures['layers_cpu']} "
         f"layers were computed by CPU workers, {figures['layers_device']} on the device before the adapter was whole. "
         f"{figures['workers_killed']} times a worker was killed and {figures['workers_stopped']} times stopped; "
-        f"{figures['replays']} chunks were computed again."
+        f"{figures['replays']} chunks and steps were computed again."
+        + (
+            f" {figures['rows_joined']} rows decoded before their adapter was there."
+            if "rows_joined" in figures
+            else ""
+        )
     )
     head = ("cases", "tokens compared", "mismatches", "excused ties")
     return "\n".join([caption(document, text), "", *table(head, [cells]), "", wrapped(rest)])
