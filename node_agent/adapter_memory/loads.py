@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from adapters.artifact import ArtifactHeader
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
+from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.ranges import FirstBytes
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.device import Event
@@ -26,16 +27,26 @@ NEARLY_DONE = 0.25
 class HostAdapter:
     """One adapter in host memory, in the pool's dtype and row order.
 
-    The engine's thread writes `waiters`, `placed`, `holds` and what it took (`pages`, which loader threads fill,
-    `slot` and `run`); loader threads write the rest.
+    The engine's thread writes `waiters`, `placed`, `leased`, `holds`, what follows from them (`priority`, `reclaimed`)
+    and what it took (`pages`, which loader threads fill, `slot` and `run`); loader threads write the rest.
     """
 
     digest: str
     artifact: str
     waiters: int = 0
-    """queued requests that want it"""
+    """queued requests, and prefetches, that want it"""
+    priority: Priority = Priority.REQUEST
+    """of the most urgent of them and of the requests that lease it on the device; once nobody does, as it was"""
+    prefetched: bool = False
+    """no request wanted it when its load began: how long that took says nothing of the store"""
+    spared: Container[str] = ()
+    """digests of adapters that its load may not evict while it is a predicted prefetch"""
     placed: bool = False
     """the device is to copy from it"""
+    leased: bool = False
+    """a request has a lease on it on the device"""
+    reclaimed: bool = False
+    """a more urgent load needs its room"""
     holds: int = 0
     """CPU workers may read it"""
     origin: HeldTier = "absent"
@@ -80,7 +91,7 @@ class HostAdapter:
     @property
     def given_up(self) -> bool:
         """Nobody wants it, and what is here is not worth the rest."""
-        return self.unwanted and not self.nearly_done
+        return self.unwanted and (self.reclaimed or not self.nearly_done)
 
     @property
     def nearly_done(self) -> bool:
