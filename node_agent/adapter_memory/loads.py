@@ -85,6 +85,13 @@ class HostAdapter:
         )
 
     @property
+    def fetched(self) -> float:
+        """Returns the share of its bytes, 0 to 1, that has arrived; 0 while the header is not read."""
+        if self.header is None or not self.here:
+            return 0.0
+        return 1 - self.bytes_left(len(self.here)) / max(1, sum(block.size for block in self.header.layers))
+
+    @property
     def unwanted(self) -> bool:
         return not (self.waiters or self.placed or self.holds)
 
@@ -97,9 +104,7 @@ class HostAdapter:
     def nearly_done(self) -> bool:
         """Returns whether no more than NEARLY_DONE of the bytes are still to come; False while the header is not
         read."""
-        if self.header is None or not self.here:
-            return False
-        return self.bytes_left(len(self.here)) <= NEARLY_DONE * sum(block.size for block in self.header.layers)
+        return self.fetched >= 1 - NEARLY_DONE
 
     @property
     def in_use(self) -> bool:

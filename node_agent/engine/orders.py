@@ -10,6 +10,7 @@ from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.residency import InUse, adapter_states, evict, tier_of
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.prefetch_load import PrefetchLoad
+from node_agent.engine.prefetcher import Prefetcher
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 from node_agent.types import LoadFailed, TooLarge
 
@@ -33,8 +34,8 @@ class _Underway:
 class Orders:
     """Called by the engine's thread alone. Each question is answered once."""
 
-    def __init__(self, store: AdapterStore) -> None:
-        self._store = store
+    def __init__(self, store: AdapterStore, prefetcher: Prefetcher) -> None:
+        self._store, self._prefetcher = store, prefetcher
         self._underway: list[_Underway] = []
         self._answers: list[Answer] = []
 
@@ -92,6 +93,7 @@ class Orders:
         return True
 
     def _evict(self, id: str, digest: str) -> Answer:
+        self._prefetcher.cancel(digest)
         try:
             if not evict(self._store, digest):
                 return Answer(id, error_type="not_found", error=f"adapter {digest[:12]} is not on this node")

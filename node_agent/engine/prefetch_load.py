@@ -28,8 +28,12 @@ class PrefetchLoad:
         """`spared`: digests of adapters that are not to be evicted for a predicted one."""
         self._store, self.adapter, self._priority = store, adapter, priority
         self._to_device, self._spared = to_device, spared
-        self._waits = False
+        self.waits = False
+        """not while it steps back for requests' loads"""
         self._copying: DeviceAdapter | None = None
+        host = store.hosts.get(adapter.digest)
+        self.was_staged = host is not None and host.complete
+        """all of it lay in host memory when it began"""
         self._wait()
 
     def advance(self, may_place: bool) -> HeldTier | TooLarge | LoadFailed | None:
@@ -42,21 +46,19 @@ class PrefetchLoad:
 
     def end(self) -> None:
         """Nobody wants it any more. It may be called again."""
-        if self._waits:
-            self._waits = False
+        if self.waits:
+            self.waits = False
             self._store.retract(self.adapter.digest, self._priority)
 
     @property
-    def missing(self) -> float:
-        """Returns the share of the adapter's bytes, 0 to 1, that has still to come from the store; once that is 0, to
-        cross to the device."""
+    def progress(self) -> float:
+        """Returns the share, 0 to 1, of the adapter's bytes that have come: from the store, or to the device where they
+        lay in host memory from the start."""
+        if self.was_staged:
+            entry = self._store.device.get(self.adapter.digest)
+            return 1 - entry.bytes_left / max(1, entry.layout.live) if entry is not None else 0.0
         host = self._store.hosts.get(self.adapter.digest)
-        if host is None or host.header is None:
-            return 1.0
-        if not host.complete:
-            return host.bytes_left(len(host.here)) / max(1, sum(block.size for block in host.header.layers))
-        entry = self._store.device.get(self.adapter.digest)
-        return entry.bytes_left / max(1, entry.layout.live) if entry is not None else 0.0
+        return host.fetched if host is not None else 0.0
 
     def _advance(self, may_place: bool) -> HeldTier | TooLarge | LoadFailed | None:
         store, digest = self._store, self.adapter.digest
@@ -100,6 +102,6 @@ class PrefetchLoad:
         return found if isinstance(found, (TooLarge, LoadFailed)) else None
 
     def _wait(self) -> None:
-        if not self._waits:
-            self._waits = True
+        if not self.waits:
+            self.waits = True
             self._store.announce(self.adapter, self._priority)
