@@ -88,8 +88,8 @@ def _check_wanted(residency: WantedResidency) -> WantedResidency:
         raise ServiceError("validation_failed", "seconds must be a finite number, 0 or more", param="seconds")
     for want in residency.adapters:
         _checked(want.adapter.digest)
-        if not 0 <= want.chance <= 1:
-            raise ServiceError("validation_failed", "chance must be in [0, 1]", param="chance")
+        if not 0 <= want.chance <= 1 or want.adapter.bytes < 0:
+            raise ServiceError("validation_failed", "chance must be in [0, 1], and bytes at least 0", param="chance")
     return residency
 
 

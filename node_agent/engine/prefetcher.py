@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from cluster.messages import Adapter
 from cluster.residency import WantedAdapter, WantedResidency
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.store import AdapterStore
@@ -104,7 +103,7 @@ class Prefetcher:
         self._touch(digest, now)
         each, brought = self._underway.pop(digest, None), self._brought.pop(digest, None)
         if each is not None:
-            size, progress, waits = self._size(each.want.adapter), each.load.progress, each.load.waits
+            size, progress, waits = each.want.adapter.bytes, each.load.progress, each.load.waits
             each.load.end()
             if not each.want.pinned:
                 self.record.note(now, useful=size * progress, late=size * (1 - progress) if waits else 0)
@@ -157,13 +156,13 @@ class Prefetcher:
 
     def _waste(self, each: _Underway, share: float) -> None:
         if not each.want.pinned:
-            self.record.note(time.monotonic(), wasted=self._size(each.want.adapter) * share)
+            self.record.note(time.monotonic(), wasted=each.want.adapter.bytes * share)
 
     def _note_brought(self, each: _Underway) -> None:
         digest, now = each.want.adapter.digest, time.monotonic()
         self._touch(digest, now)
         if not each.want.pinned:
-            self._brought[digest] = _Brought(self._size(each.want.adapter), now)
+            self._brought[digest] = _Brought(each.want.adapter.bytes, now)
 
     def _advance(self, each: _Underway, now: float) -> None:
         adapter, progress = each.want.adapter, each.load.progress
@@ -224,11 +223,6 @@ class Prefetcher:
             return True
         host = self._store.hosts.get(want.adapter.digest)
         return want.tier == "host" and host is not None and host.complete
-
-    def _size(self, adapter: Adapter) -> int:
-        """Bytes that it takes in memory; of one whose header was not read, those of its artifact."""
-        host = self._store.hosts.get(adapter.digest)
-        return host.size if host is not None and host.size else adapter.bytes
 
     def _touch(self, digest: str, now: float) -> None:
         self._touched[digest] = now
