@@ -40,6 +40,7 @@ class HostTier:
         self.short: Priority | None = None
         """of the most urgent load that found no room at the last `poll`; None: all found some"""
         self._waiters: dict[str, Counter[Priority]] = {}
+        self._spared: dict[str, Container[str]] = {}
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
         self._measuring: list[HostAdapter] = []
         self._unfetched: list[HostAdapter] = []
@@ -59,9 +60,12 @@ class HostTier:
         """How many wait for it."""
         return self._waiters[digest].total() if digest in self._waiters else 0
 
-    def announce(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
-        """Count one more who waits; each call is answered by one `retract`."""
+    def announce(self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> None:
+        """Count one more who waits; each call is answered by one `retract`. `spared`: digests of adapters that are not
+        to be evicted for a predicted prefetch, until it is retracted."""
         self._waiters.setdefault(digest, Counter())[priority] += 1
+        if priority == Priority.PREDICTED:
+            self._spared[digest] = spared
         self._count(digest)
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
@@ -70,6 +74,8 @@ class HostTier:
         counts[priority] -= 1
         if not counts[priority]:
             del counts[priority]
+            if priority == Priority.PREDICTED:
+                del self._spared[digest]
         if not counts:
             del self._waiters[digest]
         host = self._count(digest)
@@ -217,7 +223,7 @@ class HostTier:
 
     def _start_fetch(self, host: HostAdapter) -> bool:
         """False when there is no room yet."""
-        spared = host.spared if host.priority == Priority.PREDICTED else ()
+        spared = self._spared.get(host.digest, ()) if host.priority == Priority.PREDICTED else ()
         if not self._make_room(host.size, spared):
             return False
         assert host.layout is not None  # measured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,8 +39,6 @@ class HostAdapter:
     """of the most urgent of them and of the requests that lease it on the device; once nobody does, as it was"""
     prefetched: bool = False
     """no request wanted it when its load began: how long that took says nothing of the store"""
-    spared: Container[str] = ()
-    """digests of adapters that its load may not evict while it is a predicted prefetch"""
     placed: bool = False
     """the device is to copy from it"""
     leased: bool = False

@@ -73,13 +73,13 @@ class AdapterStore:
 
     # --- what the engine calls for a request
 
-    def announce(self, adapter: Adapter, priority: Priority = Priority.REQUEST) -> str:
+    def announce(self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> str:
         """A request (or a prefetch) waits for the adapter: start its load. Returns where it is: none (device), host,
-        disk or absent.
+        disk or absent. `spared`: as in HostTier.announce.
 
         Each call is answered by one `retract`, when the request leaves the queue.
         """
-        self.hosts.announce(adapter.digest, priority)
+        self.hosts.announce(adapter.digest, priority, spared)
         if self.ready(adapter.digest):
             return "none"
         host = self.hosts.load(adapter)

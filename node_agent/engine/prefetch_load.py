@@ -72,7 +72,6 @@ class PrefetchLoad:
             return None
         if not self._is_staged():
             host = store.hosts.load(self.adapter)
-            host.spared = self._spared
             if host.failed:
                 return LoadFailed(host.failed, host.damaged)
             if host.size > store.largest:
@@ -104,4 +103,4 @@ class PrefetchLoad:
     def _wait(self) -> None:
         if not self.waits:
             self.waits = True
-            self._store.announce(self.adapter, self._priority)
+            self._store.announce(self.adapter, self._priority, self._spared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,15 +11,19 @@ import pytest
 
 from adapters.artifact import read_header
 from cluster.messages import Adapter
+from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.config import LinkConfig
 from node_agent.engine import prefetcher as module
+from node_agent.engine.prefetch_record import MOST_AT_ONCE
 from node_agent.engine.prefetcher import Prefetcher
-from node_agent.types import Lease, NoRoom, Pending
-from tests.node_agent.adapter_world import LAYERS, World, assert_contents, lease, loaded_lease, until
+from node_agent.types import LayerState, Lease, NoRoom, Pending
+from tests.node_agent.adapter_world import LAYERS, World, assert_contents, assert_layer, lease, loaded_lease, until
 from tests.node_agent.prefetch_world import Stile, full_adapters, here, poll_until, sums, want, wanted
+from tests.node_agent.test_loader_threads import Flaky
 
 MakePrefetcher = Callable[..., tuple[AdapterStore, Prefetcher, Stile]]
 
@@ -306,7 +311,11 @@ def test_host_memory_of_likelier_adapters_is_spared(world: World, make_prefetche
     store.discard(there.digest)
     store.hosts.memory = max(store.hosts.used, world_size(store, wished))
     prefetcher.want(wanted(want(there, 0.6, tier="host"), want(wished, 0.9, tier="host")))
-    poll_until(store, prefetcher, lambda: prefetcher.underway == 1 and bool(store.hosts._unfetched))
+    prefetcher.poll()
+    host = store.hosts.get(wished.digest)
+    assert host is not None
+    while host.layout is None:  # it is known before the next poll
+        time.sleep(0.001)
     for _ in range(20):
         store.poll()
         prefetcher.poll()
@@ -420,3 +429,114 @@ def test_a_prefetched_adapter_is_judged_once(
         prefetcher.poll()
     expected = {"called": (size, 0, 0), "evicted": (0, 0, size), "unused": (0, 0, size), "wanted still": (0, 0, 0)}
     assert sums(prefetcher) == ((0, 0, 0) if pinned else expected[fate])
+
+
+def test_waste_holds_back_unlikely_adapters_and_none_that_are_pinned(
+    world: World, make_prefetcher: MakePrefetcher
+) -> None:
+    """A forced history: half of the bytes wasted. Then likelier ones go on, one at a time; it recovers with time."""
+    store, prefetcher, stile = make_prefetcher()
+    unlikely, likely, second, pinned = world.adapters[:4]
+    leeway = store.adapter_memory // module.LEEWAY
+    prefetcher.record.note(time.monotonic(), wasted=leeway)
+    least = prefetcher.record.bounds(time.monotonic()).least_chance
+    assert 0.5 < least < 0.9
+    prefetcher.want(wanted(want(unlikely, 0.5), want(likely, 0.9), want(second, 0.9), want(pinned, 0.0, pinned=True)))
+    poll_until(store, prefetcher, lambda: prefetcher.underway == 2)
+    assert set(prefetcher._underway) == {likely.digest, pinned.digest}
+    stile.open_all()
+    poll_until(store, prefetcher, lambda: store.ready(second.digest) and not prefetcher.underway)
+    assert store.hosts.get(unlikely.digest) is None
+    prefetcher.record._fade(time.monotonic() + 1000.0)
+    poll_until(store, prefetcher, lambda: prefetcher.underway == 0 and here(store, unlikely) > 0)
+
+
+class Caller:
+    """Draws what requests, the gateway, operators and time may do to the prefetches of one store."""
+
+    def __init__(self, world: World, store: AdapterStore, prefetcher: Prefetcher, seed: int) -> None:
+        self.world, self.store, self.prefetcher, self.rng = world, store, prefetcher, random.Random(seed)
+        self.waiting: list[Adapter] = []
+        self.held: list[Lease] = []
+
+    def step(self) -> None:
+        rng, store, prefetcher = self.rng, self.store, self.prefetcher
+        adapter = rng.choice(self.world.adapters)
+        match rng.choice(
+            ["call", "leave", "leave", "lease", "lease", "release", "want", "want", "end", "wait", "wait"]
+        ):
+            case "call" if len(self.waiting) < 2:
+                call(store, prefetcher, adapter)
+                self.waiting.append(adapter)
+            case "leave" if self.waiting:
+                store.retract(self.waiting.pop(rng.randrange(len(self.waiting))).digest)
+            case "lease" if self.waiting and len(self.held) < 2:
+                found = store.acquire(self.waiting[0])
+                if isinstance(found, Lease):
+                    self.held.append(found)
+                    store.retract(self.waiting.pop(0).digest)
+            case "release" if self.held:
+                store.release(self.held.pop(rng.randrange(len(self.held))), [])
+            case "want":
+                chosen = rng.sample(self.world.adapters, rng.randint(0, 4))
+                wants = [want(a, rng.random(), tier=rng.choice(["device", "host"])) for a in chosen]
+                prefetcher.want(wanted(*wants, seconds=rng.choice([0.0, 0.005, 60.0])))
+            case "end":
+                rng.choice([prefetcher.clear, lambda: prefetcher.cancel(adapter.digest)])()
+                prefetcher._rests.clear()
+            case "wait":
+                time.sleep(0.002)
+        store.poll()
+        prefetcher.poll()
+        self.check()
+
+    def check(self) -> None:
+        store = self.store
+        assert self.prefetcher.underway <= MOST_AT_ONCE
+        assert check_memory(store) == []
+        for held in self.held:
+            for layer in range(LAYERS):
+                if store.state(held, layer) == LayerState.DEVICE:
+                    assert_layer(self.world, held.digest, store.table, store.pool.data, held.slot, layer)
+
+    def leave(self) -> None:
+        for adapter in self.waiting:
+            self.store.retract(adapter.digest)
+        for held in self.held:
+            self.store.release(held, [])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_calls_wants_and_faults_leave_nothing_behind(
+    world: World, make_prefetcher: MakePrefetcher, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """No layer is wrong and no page has two owners; at the end all is free."""
+    monkeypatch.setattr(fetch, "BACK_OFF", 0.001)
+    monkeypatch.setattr(module, "RECENT_S", 0.01)
+    if seed % 2:
+        monkeypatch.setattr(ranges, "FIRST_RANGE", 1)
+        monkeypatch.setattr(ranges, "LARGEST_RANGE", 1)
+    links = {"load_link": LinkConfig(5e7), "store_link": LinkConfig(2e7, 1e-4)}
+    store, prefetcher, stile = make_prefetcher(1.0, host_memory=1 << 20, **links)
+    store.hosts.failure_memory = 0.0
+    flaky, read = Flaky(seed), stile.get_range_into
+
+    def spoilt(key: str, start: int, buffer: memoryview) -> int:
+        found = read(key, start, buffer)
+        other = flaky(start, buffer)
+        return found if other is None else other
+
+    monkeypatch.setattr(stile, "get_range_into", spoilt)
+    stile.open_all()
+    caller = Caller(world, store, prefetcher, seed)
+    for _ in range(150):
+        caller.step()
+    caller.leave()
+    prefetcher._rests.clear()
+    for adapter in world.adapters:
+        store.discard(adapter.digest)
+    prefetcher.want(wanted(*map(want, world.adapters)))
+    poll_until(store, prefetcher, lambda: prefetcher.underway > 0)
+    prefetcher.clear()
+    assert_nothing_held(store, prefetcher)
+    assert not store.table.rank.any() and not store.hosts.table.rank.any()
