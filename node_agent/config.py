@@ -70,6 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Simulated link between host memory and the device."""
     store_link: LinkConfig | None = None
     """Simulated link between the object store and this host."""
+    eviction: str = "cost"
+    """cost, lru, lfu or gdsf: which adapters leave device and host memory first"""
     disk_cache: DiskCacheConfig | None = None
     """None: adapters are read from the store whenever they are not in host memory."""
 

@@ -34,6 +34,7 @@ class DeviceLoads:
         if order is not None:
             self._loader.set_order(copy, order)
         entry = DeviceAdapter(host, host.layout, *place, began, copy)
+        entry.prefetched = host.priority > Priority.REQUEST
         self._room.move_in(entry)
         self._entries.append(entry)
         self._loader.copy(host, entry.pages, copy)
@@ -71,6 +72,8 @@ class DeviceLoads:
             return False
         host.placed, entry.settled = False, True
         if not copy.failed:
+            if entry.began > host.began and not entry.prefetched:  # from host memory alone
+                self._hosts.rates.note("host", entry.size, copy.arrived - entry.began)
             entry.weights = [views for views in copy.views if views is not None]
             entry.load_seconds = copy.arrived - entry.began
             return True

@@ -13,6 +13,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator
 
 from cluster.messages import Adapter
+from cluster.residency import HeldTier
+from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
+from node_agent.adapter_memory.load_rates import LoadRates
 from node_agent.adapter_memory.loader import Loader
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import HostAdapter
@@ -22,21 +25,24 @@ from node_agent.adapter_memory.table import AdapterTable
 FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
 
-
-FIRST_RATE = 200e6
-"""Bytes per second that a load from the store is taken to bring, before one has been seen."""
+REPEATED_SHARE = 0.2
+"""Of its score that an adapter keeps in host memory while it is on the device too: it is read there only if it leaves
+the device before its next call. Tuned by benchmarks/eviction.py on half of its traces."""
 
 
 class HostTier:
-    """`memory` bytes at most; least recently used first out. What somebody waits for or copies from stays."""
+    """`memory` bytes at most; what leaves first is up to `eviction`. What somebody waits for or copies from stays."""
 
-    def __init__(self, loader: Loader, pool: Pool, table: AdapterTable, memory: int) -> None:
+    def __init__(
+        self, loader: Loader, pool: Pool, table: AdapterTable, *, memory: int, eviction: LeastRecentlyUsed
+    ) -> None:
         """`table` names the adapters' rows in `pool`, for CPU workers."""
         self.loader, self.pool, self.table, self.memory = loader, pool, table, memory
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
         self.failure_memory = FAILURE_MEMORY
-        self.rate = FIRST_RATE
-        """bytes per second that loads have lately brought from the store"""
+        self.eviction, self.rates = eviction, LoadRates()
+        self.on_device: Container[str] = ()
+        """digests of adapters that have a place on the device"""
         self.short: Priority | None = None
         """of the most urgent load that found no room at the last `poll`; None: all found some"""
         self._waiters: dict[str, Counter[Priority]] = {}
@@ -141,6 +147,12 @@ class HostTier:
             host.layout.live for host in hosts if host is not None and host.layout is not None and not host.failed
         )
 
+    def reload_seconds(self, digest: str, size: int) -> float:
+        """How long an adapter that left the device would take to come back."""
+        host = self._all.get(digest)
+        here = host is not None and host.complete and not host.failed
+        return self.rates.seconds("host", size) + (0.0 if here else self.rates.seconds(self._below(digest), size))
+
     @property
     def used(self) -> int:
         """Bytes."""
@@ -181,12 +193,15 @@ class HostTier:
         host = HostAdapter(digest, artifact, waiters=self.waiting(digest))
         host.priority = min(counts) if counts else Priority.REQUEST
         host.prefetched = host.priority > Priority.REQUEST
-        if self.loader.cache is not None and self.loader.cache.has(digest):
-            host.origin = "disk"
+        host.origin = self._below(digest)
         self._all[digest] = host
         self._measuring.append(host)
         self.loader.measure(host)
         return host
+
+    def _below(self, digest: str) -> HeldTier:
+        """Where an adapter would be read from that is not in host memory."""
+        return "disk" if self.loader.cache is not None and self.loader.cache.has(digest) else "absent"
 
     def _measured(self, host: HostAdapter) -> bool:
         if host.failed:
@@ -240,23 +255,39 @@ class HostTier:
 
     def _reserve(self, rows: int, spared: Container[str]) -> int | None:
         """A run of the table; idle adapters go where its free entries lie too scattered."""
-        while (run := self.table.reserve(rows)) is None:
-            idle = next((h for h in self._all.values() if self._is_idle(h) and h.digest not in spared), None)
-            if idle is None:
-                return None
-            self.forget(idle)
-        return run
+        if (run := self.table.reserve(rows)) is not None:
+            return run
+        for host in self._in_order(self._idle(spared)):
+            self._evict(host)
+            if (run := self.table.reserve(rows)) is not None:
+                return run
+        return None
 
-    @staticmethod
-    def _is_idle(host: HostAdapter) -> bool:
-        return host.complete and host.unwanted and host.pages is not None
+    def _idle(self, spared: Container[str]) -> list[HostAdapter]:
+        idle = [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
+        return [host for host in idle if host.digest not in spared]
+
+    def _in_order(self, idle: list[HostAdapter]) -> list[HostAdapter]:
+        """The first to leave first."""
+        return [self._all[digest] for digest in self.eviction.order([*map(self._candidate, idle)], time.monotonic())]
+
+    def _candidate(self, host: HostAdapter) -> Candidate:
+        assert host.pages is not None  # it is idle
+        reload_s = self.rates.seconds(self._below(host.digest), host.size)
+        if host.digest in self.on_device:
+            reload_s *= REPEATED_SHARE
+        return Candidate(host.digest, len(host.pages), reload_s, host.arrived)
+
+    def _evict(self, host: HostAdapter) -> None:
+        self.eviction.note_eviction(host.digest)
+        self.forget(host)
 
     def _fetched(self, host: HostAdapter) -> bool:
         if host.failed:
             self._note_failure(host)
             return True
-        if host.complete and host.arrived > host.began and not host.prefetched:
-            self.rate += (host.size / (host.arrived - host.began) - self.rate) / 4
+        if host.complete and not host.prefetched:
+            self.rates.note(host.origin, host.size, host.arrived - host.began)
         return host.complete
 
     def _free(self, host: HostAdapter) -> None:
@@ -284,12 +315,14 @@ class HostTier:
     def _make_room(self, size: int, spared: Container[str] = ()) -> bool:
         """Evict only if that is enough."""
         used = self.used
-        idle = [host for host in self._all.values() if self._is_idle(host) and host.digest not in spared]
+        if used + size <= self.memory and self._free_slots:
+            return True
+        idle = self._idle(spared)
         if used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
             return False
-        for host in idle:
-            if used + size <= self.memory and self._free_slots:
-                break
+        for host in self._in_order(idle):
             used -= host.size
-            self.forget(host)
-        return True
+            self._evict(host)
+            if used + size <= self.memory and self._free_slots:
+                return True
+        return False

@@ -152,6 +152,8 @@ class DeviceAdapter:
     """when the load that brings it here began; monotonic seconds"""
     copy: CopyStates
     leases: int = 0
+    prefetched: bool = False
+    """no request wanted it when this load began: how long it took says nothing of the link"""
     served: bool = False
     """A request got its answer from it: the load goes on to its end, for more are to be expected."""
     settled: bool = False

@@ -7,7 +7,7 @@ handed to them. Which adapters have room on the device, and lose it, is up to `d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,9 +16,11 @@ from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
 from cluster.messages import Adapter
 from cluster.news import Resident
+from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.device_loads import DeviceLoads
 from node_agent.adapter_memory.device_room import DeviceRoom
 from node_agent.adapter_memory.disk_cache import open_cache
+from node_agent.adapter_memory.eviction import POLICIES
 from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.host_map import HostMap, SharedTable, export
 from node_agent.adapter_memory.host_memory import HostMemory
@@ -63,10 +65,12 @@ class AdapterStore:
         self.simulated_link = config.load_link
         self.cache = open_cache(config.disk_cache, base)
         self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change, self.cache)
-        self.hosts = HostTier(self.loader, self.host_memory.pool, self.host_table.table, config.host_memory)
+        self.demand, policy = Demand(), POLICIES[config.eviction]
+        pool, table = self.host_memory.pool, self.host_table.table
+        self.hosts = HostTier(self.loader, pool, table, memory=config.host_memory, eviction=policy(self.demand))
         self.adapter_memory = config.adapter_memory
-        self.room = DeviceRoom(self.pool, self.table)
-        self.device = self.room.adapters
+        self.room = DeviceRoom(self.pool, self.table, self.hosts, policy(self.demand))
+        self.device = self.hosts.on_device = self.room.adapters
         self.loads = DeviceLoads(self.loader, self.hosts, self.room)
         """Of those of `device` that are not switched in yet."""
         self._releasing: list[tuple[str, Sequence[Event]]] = []
@@ -115,7 +119,7 @@ class AdapterStore:
             entry.began = time.monotonic()  # a prefetch began it: the seconds before are none of the request's own
         entry.leases += 1
         self.hosts.note_lease(entry.host, True)
-        self.device.move_to_end(adapter.digest)
+        self.room.note_call(adapter.digest)
         return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
 
     def release(self, lease: Lease, after: Sequence[Event], served: bool = False) -> None:
@@ -180,7 +184,8 @@ class AdapterStore:
 
     def host_seconds(self, lease: Lease, layer: int) -> float:
         """How long a layer that is not in host memory will take to get there, as loads went lately."""
-        return self.device[lease.digest].host.bytes_left(layer) / self.hosts.rate
+        host = self.device[lease.digest].host
+        return self.hosts.rates.seconds(host.origin, host.bytes_left(layer))
 
     @property
     def loads_in_flight(self) -> int:
@@ -266,6 +271,11 @@ class AdapterStore:
         return self.loads_in_flight > 0 or any(not self.ready(digest) for digest in self.hosts.awaited())
 
     # --- residency
+
+    def expect(self, chances: Mapping[str, float]) -> None:
+        """Replaces the forecast: by digest, the probability of a call within 30 s. An adapter that is absent is judged
+        by its own calls alone. Raises ValueError unless each is between 0 and 1."""
+        self.demand.expect(chances)
 
     def pin(self, digest: str) -> None:
         """Once on the device, the adapter stays there until it is unpinned."""

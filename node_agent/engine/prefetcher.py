@@ -82,11 +82,15 @@ class Prefetcher:
         if not self._enabled:
             return
         self._until = time.monotonic() + min(residency.seconds, LONGEST_WANT_S)
-        self._replace_wants({want.adapter.digest: want for want in residency.adapters})
+        wants: dict[str, WantedAdapter] = {}
+        for want in residency.adapters:
+            wants.setdefault(want.adapter.digest, want)
+        self._replace_wants(wants)
 
     def clear(self) -> None:
         """Nothing is wanted any more."""
-        self._replace_wants({})
+        if self._wants:
+            self._replace_wants({})
 
     def cancel(self, digest: str) -> None:
         """An operator evicts the adapter: it is not brought in again at once."""
@@ -136,6 +140,7 @@ class Prefetcher:
 
     def _replace_wants(self, wants: dict[str, WantedAdapter]) -> None:
         self._wants = wants
+        self._store.expect({digest: _chance(want) for digest, want in wants.items()})
         for digest, each in list(self._underway.items()):
             if digest in wants:
                 each.want = wants[digest]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -276,7 +276,7 @@ def test_what_may_be_evicted_for_a_prefetch(
     gone: int | None,
 ) -> None:
     """Three slots are full; `chances` of the adapters there, which of them were called lately, and which one goes."""
-    store, prefetcher, stile = make_prefetcher(adapter_memory=2 << 20)
+    store, prefetcher, stile = make_prefetcher(adapter_memory=2 << 20, eviction="lru")
     stile.open_all()
     there, wished = world.adapters[:3], world.adapters[3]
     bring(store, *there)
@@ -540,3 +540,17 @@ def test_drawn_calls_wants_and_faults_leave_nothing_behind(
     prefetcher.clear()
     assert_nothing_held(store, prefetcher)
     assert not store.table.rank.any() and not store.hosts.table.rank.any()
+
+
+def test_eviction_is_told_the_chances_while_they_hold(
+    world: World, make_prefetcher: MakePrefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, prefetcher, _ = make_prefetcher()
+    told: list[Mapping[str, float]] = []
+    monkeypatch.setattr(store, "expect", told.append)
+    first, second = world.adapters[:2]
+    prefetcher.want(wanted(want(first, 0.25), want(second, 0.5, pinned=True), want(first, 0.75), seconds=60.0))
+    assert told == [{first.digest: 0.25, second.digest: 1.0}]
+    prefetcher._until = time.monotonic()
+    prefetcher.poll()
+    assert told[1:] == [{}]
