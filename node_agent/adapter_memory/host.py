@@ -62,6 +62,10 @@ class HostTier:
         """Also those that are arriving, or have failed a moment ago."""
         return self._all.values()
 
+    def lacks_room(self, digest: str) -> bool:
+        """Its load found no room at the last `poll`."""
+        return any(host.digest == digest for host in self._unfetched)
+
     def waiting(self, digest: str) -> int:
         """How many wait for it."""
         return self._waiters[digest].total() if digest in self._waiters else 0
@@ -174,7 +178,7 @@ class HostTier:
         if host is not None:
             host.waiters = self.waiting(digest)
             self._set_priority(host)
-            if host.unwanted:
+            if host.unwanted and not host.complete:
                 self.loader.wake()
         return host
 

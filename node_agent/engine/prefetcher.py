@@ -29,8 +29,8 @@ HYSTERESIS = 2.0
 """An adapter is evicted for one whose chance is so many times its own, at least."""
 RECENT_S = 30.0
 """An adapter that was called or brought in within so many seconds, and of which no chance is known, is not evicted."""
-FULL_REST_S = 5.0
-"""Before the next try for an adapter that found no room on the device."""
+FULL_REST_S = 10.0
+"""Before the next try for an adapter that found no room in a tier."""
 FAILED_REST_S = 60.0
 """The same where it could not be loaded, or an operator evicted it."""
 LEEWAY = 8
@@ -174,6 +174,10 @@ class Prefetcher:
         if progress < each.progress:  # a request took its room, and it begins anew
             self._waste(each, each.progress)
         each.progress = progress
+        if self._store.hosts.lacks_room(adapter.digest):
+            self._drop(adapter.digest)  # others may find some
+            self._rests[adapter.digest] = now + FULL_REST_S
+            return
         outcome = each.load.advance(may_place=not self._store.urgent_loads)
         if outcome is None:
             return

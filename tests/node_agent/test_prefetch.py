@@ -181,6 +181,7 @@ def test_a_request_takes_the_host_memory_of_a_prefetch(
     assert sums(prefetcher)[2] in (round(fetched.bytes * share), round(fetched.bytes * host.fetched))
     store.retract(called.digest)
     store.hosts.memory = full
+    prefetcher._rests.clear()
     stile.open_all()
     poll_until(store, prefetcher, lambda: store.ready(fetched.digest))
 
@@ -320,6 +321,8 @@ def test_host_memory_of_likelier_adapters_is_spared(world: World, make_prefetche
         store.poll()
         prefetcher.poll()
     assert here(store, there) == LAYERS and not here(store, wished)
+    assert prefetcher.underway == 0, "it keeps no other from being brought in"
+    prefetcher._rests.clear()
     prefetcher.want(wanted(want(wished, 0.9, tier="host")))
     poll_until(store, prefetcher, lambda: here(store, wished) == LAYERS and not prefetcher.underway)
     assert store.hosts.get(there.digest) is None
