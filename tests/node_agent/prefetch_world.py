@@ -26,8 +26,12 @@ class Stile:
         self._open = False
         self.begun: list[tuple[str, int]] = []
         """Reads that have come, by object and first byte."""
+        self.headers = threading.Event()
+        """Set: headers are read at once."""
+        self.headers.set()
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
+        assert self.headers.wait(60)
         found = self._inner.get_range(key, start, length)
         return found if start else header_only(found)
 

@@ -135,25 +135,19 @@ def test_a_prefetch_stands_still_while_another_adapter_is_called(
 
 @pytest.mark.usefixtures("by_layer")
 def test_a_prefetch_stands_still_while_a_request_reads_its_header(
-    world: World, make_prefetcher: MakePrefetcher, monkeypatch: pytest.MonkeyPatch
+    world: World, make_prefetcher: MakePrefetcher
 ) -> None:
     store, prefetcher, stile = make_prefetcher()
     fetched, called = full_adapters(world)[:2]
     prefetcher.want(wanted(want(fetched)))
     poll_until(store, prefetcher, lambda: stile.reads(fetched) == 1)
-    answer, read = threading.Event(), stile.get_range
-
-    def late(key: str, start: int, length: int) -> bytes:
-        assert answer.wait(60)
-        return read(key, start, length)
-
-    monkeypatch.setattr(stile, "get_range", late)
+    stile.headers.clear()
     call(store, prefetcher, called)
     stile.let(fetched, LAYERS)
     poll_until(store, prefetcher, lambda: here(store, fetched) == 1)
     time.sleep(0.02)
     assert stile.reads(fetched) == 1
-    answer.set()
+    stile.headers.set()
     store.retract(called.digest)  # the caller goes: nothing else wakes the threads
     poll_until(store, prefetcher, lambda: store.ready(fetched.digest))
 
@@ -163,22 +157,26 @@ def test_a_prefetch_stands_still_while_a_request_reads_its_header(
 def test_a_request_takes_the_host_memory_of_a_prefetch(
     world: World, make_prefetcher: MakePrefetcher, layers: int
 ) -> None:
-    """Also of one that is nearly done. What it had brought is wasted, and it begins anew when there is room."""
+    """Also of one that is nearly done and stands still: it would wait for the request, and the request for it. What it
+    had brought is wasted, and it begins anew when there is room."""
     store, prefetcher, stile = make_prefetcher()
     fetched, called = full_adapters(world)[:2]
     prefetcher.want(wanted(want(fetched)))
-    stile.let(fetched, layers)
-    poll_until(store, prefetcher, lambda: here(store, fetched) == layers and stile.reads(fetched) == layers + 1)
-    host = store.hosts.get(fetched.digest)
-    assert host is not None
-    share, full = host.fetched, store.hosts.memory
-    store.hosts.memory = max(store.hosts.used, world_size(store, called))
+    stile.let(fetched, layers - 1)
+    poll_until(store, prefetcher, lambda: stile.reads(fetched) == layers)
+    stile.headers.clear()
     call(store, prefetcher, called)
+    stile.let(fetched)
+    poll_until(store, prefetcher, lambda: here(store, fetched) == layers)
+    prefetcher.poll()  # it sees as much
+    host, full = store.hosts.get(fetched.digest), store.hosts.memory
+    assert host is not None and host.nearly_done == (layers > 1)
+    stile.headers.set()
+    store.hosts.memory = max(store.hosts.used, world_size(store, called))
     stile.let(called, LAYERS)
-    stile.let(fetched)  # the read that is under way
     poll_until(store, prefetcher, lambda: here(store, called) == LAYERS)
-    assert sums(prefetcher)[:2] == (0, 0)
-    assert sums(prefetcher)[2] in (round(fetched.bytes * share), round(fetched.bytes * host.fetched))
+    assert sums(prefetcher) == (0, 0, round(fetched.bytes * host.fetched))
+    assert stile.reads(fetched) == layers
     store.retract(called.digest)
     store.hosts.memory = full
     prefetcher._rests.clear()
@@ -229,6 +227,33 @@ def test_a_request_takes_the_room_of_a_copy_that_was_only_predicted(
     assert_contents(store, world, held)
     host = store.hosts.get(fetched.digest)
     assert host is not None and host.complete, "it stays in host memory"
+    store.release(held, [])
+
+
+def test_a_copy_stands_still_while_a_requests_copy_goes_on(world: World, make_prefetcher: MakePrefetcher) -> None:
+    """The layer that crosses ends, and all that the link carries then is the request's."""
+    store, prefetcher, stile = make_prefetcher()
+    stile.open_all()
+    fetched, called = full_adapters(world)[:2]
+    bring(store, called)
+    assert store.discard(called.digest)  # it stays in host memory
+    link = CountedLink()
+    store.loader.device_link = link  # type: ignore[assignment]
+    prefetcher.want(wanted(want(fetched)))
+    poll_until(store, prefetcher, lambda: link.waiting == 1)
+    call(store, prefetcher, called)
+    held = store.acquire(called)
+    assert isinstance(held, Lease)
+    store.retract(called.digest)
+    poll_until(store, prefetcher, lambda: link.waiting == 2)
+    link.passes.release(1 + LAYERS)
+    poll_until(store, prefetcher, lambda: store.loaded(held))
+    assert store.device[fetched.digest].copy.layers.count(LayerState.DEVICE) == 1
+    link.passes.release(LAYERS - 1)
+    poll_until(store, prefetcher, lambda: store.ready(fetched.digest))
+    store.release(held, [])
+    held = lease(store, fetched)
+    assert_contents(store, world, held)
     store.release(held, [])
 
 
