@@ -119,8 +119,9 @@ class Prefetcher:
         now = time.monotonic()
         if self._wants and now >= self._until:
             self.clear()
+        may_place = bool(self._underway) and not self._store.urgent_loads
         for each in list(self._underway.values()):
-            self._advance(each, now)
+            self._advance(each, now, may_place)
         if now >= self._look_at:
             self._look_at = now + LOOK_INTERVAL_S
             self._forget_old(now)
@@ -169,7 +170,7 @@ class Prefetcher:
         if not each.want.pinned:
             self._brought[digest] = _Brought(each.want.adapter.bytes, now)
 
-    def _advance(self, each: _Underway, now: float) -> None:
+    def _advance(self, each: _Underway, now: float, may_place: bool) -> None:
         adapter, progress = each.want.adapter, each.load.progress
         if progress < each.progress:  # a request took its room, and it begins anew
             self._waste(each, each.progress)
@@ -178,7 +179,7 @@ class Prefetcher:
             self._drop(adapter.digest)  # others may find some
             self._rests[adapter.digest] = now + FULL_REST_S
             return
-        outcome = each.load.advance(may_place=not self._store.urgent_loads)
+        outcome = each.load.advance(may_place)
         if outcome is None:
             return
         del self._underway[adapter.digest]
