@@ -16,6 +16,7 @@ from benchmarks.ablation_tables import confirmed_table, length_table, screen_tab
 from benchmarks.autoscale_report import autoscale_text
 from benchmarks.cold_tables import coldstart_table, planning_table, remote_store_table, streaming_table
 from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
+from benchmarks.eviction_tables import eviction_table, eviction_traces_table
 from benchmarks.front_page import ENGINE, SERVE, Reports
 from benchmarks.gateway_tables import (
     control_plane_table,
@@ -109,6 +110,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "neighbours": each(("neighbours",), neighbours_table),
         "memory": one("memory", memory_table),
         "memory-settings": one("memory", memory_settings_table),
+        "eviction-traces": one("eviction", eviction_traces_table),
         "gateway": one("gateway", gateway_table),
         "random-keys": one("random_keys", random_keys_table),
         "control-plane": one("control_plane", control_plane_table),
@@ -116,6 +118,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "fairness": one("fairness", fairness_table),
         "chaos": each(("chaos_minute", "chaos"), chaos_table),
     },
+    ROOT / "docs" / "design" / "adapter-memory.md": {"eviction": one("eviction", eviction_table)},
     ROOT / "docs" / "design" / "kernels.md": {
         "floors": one("kernels", floor_table),
         "resources": one("kernels", resource_table),

@@ -9,12 +9,12 @@ from math import exp, log, log1p
 
 RECENT_S = 120.0
 LONG_S = 3600.0
-"""Time constants of the two counts of calls, each of which decays exponentially: recency and frequency. Tuned by
-benchmarks/eviction.py on half of its traces."""
+"""Time constants of the two counts of calls, each of which decays exponentially: recency and frequency. Tuned, as
+FORECAST_WEIGHT, on one half of the traces of benchmarks/eviction.py."""
 FORECAST_S = 30.0
 """The horizon of the probabilities that `expect` is told."""
-FORECAST_WEIGHT = 0.5
-"""Of a forecast against the adapter's own calls, where there is one."""
+FORECAST_WEIGHT = 1 / 3
+"""Of a forecast, where there is one; recency and frequency share the rest."""
 RARELY, SURELY = 0.001, 0.99
 """Probabilities beyond which a forecast says no more than `at most` and `at least` this."""
 MOST_REMEMBERED = 8192

@@ -73,13 +73,14 @@ class LeastFrequentlyUsed(LeastRecentlyUsed):
 
 class GreedyDualSizeFrequency(LeastRecentlyUsed):
     """L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HPL-98-69:
-    priority = clock at the last use + uses since it came x cost / size; the clock is the last victim's priority."""
+    priority = clock at the last call + calls since it last left x cost / size; the clock is the last victim's
+    priority."""
 
     def __init__(self, demand: Demand) -> None:
         super().__init__(demand)
         self._clock = 0.0
         self._uses: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By digest: uses, and the clock at the last one. Only as many as Demand remembers."""
+        """By digest: calls, and the clock at the last one. Only as many as Demand remembers."""
         self._scores: dict[str, float] = {}
         """of the last order"""
 

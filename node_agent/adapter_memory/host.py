@@ -27,7 +27,7 @@ FAILURE_MEMORY = 1.0
 
 REPEATED_SHARE = 0.2
 """Of its score that an adapter keeps in host memory while it is on the device too: it is read there only if it leaves
-the device before its next call. Tuned by benchmarks/eviction.py on half of its traces."""
+the device before its next call. Tuned on one half of the traces of benchmarks/eviction.py."""
 
 
 class HostTier:

@@ -81,6 +81,7 @@ def test_the_least_that_is_needed(tmp_path: Path) -> None:
         (HEAD + "gateway: {port: 70000}\n", 3, "gateway.port", "expected `int` <= 65535"),
         (HEAD + "gateway: [8080]\n", 3, "gateway", "expected `object`, got `array`"),
         (HEAD + "auth: maybe\n", 3, "auth", "invalid enum value 'maybe', expected one of keys, none"),
+        (HEAD + "node:\n  eviction: fifo\n", 4, "node.eviction", "expected one of cost, lru, lfu, gdsf"),
         (HEAD + "node:\n  device: tpu\n", 4, "node.device", "expected one of auto, cpu, cuda"),
         (HEAD + "node:\n  adapter_memory: lots\n", 4, "node.adapter_memory", "expected a size such as"),
         (HEAD + "node:\n  simulate:\n    link: 5\n", 5, "node.simulate.link", "expected a rate such as"),

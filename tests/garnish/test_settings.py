@@ -66,7 +66,10 @@ def test_no_keys_only_on_loopback(tmp_path: Path, base: Base) -> None:
 
 def test_node(tmp_path: Path, base: Base) -> None:
     simulate = "{link: 3MB/s, worker_repeats: 5}"
-    text = f"node: {{device: cpu, dtype: float16, adapter_memory: 1MiB, kv_memory: 2MiB, simulate: {simulate}}}\n"
+    text = (
+        "node: {device: cpu, dtype: float16, adapter_memory: 1MiB, kv_memory: 2MiB, eviction: lfu, "
+        f"simulate: {simulate}}}\n"
+    )
     config = node_config(load(tmp_path, text), base, tmp_path, node_id="n", gateway_url="http://g", pool="here")
     assert config.pool == "here"
     engine = config.engine
@@ -78,7 +81,7 @@ def test_node(tmp_path: Path, base: Base) -> None:
     )
     assert engine.load_link is not None
     assert (engine.load_link.bandwidth, engine.store_link) == (3e6, None)
-    assert engine.worker_repeats == 5
+    assert (engine.worker_repeats, engine.eviction) == (5, "lfu")
     assert (config.secret_file, config.gateway_url) == (str(tmp_path / "cluster.secret"), "http://g")
 
 

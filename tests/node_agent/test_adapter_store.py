@@ -9,10 +9,18 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from adapters.store import ObjectStore
 from cluster.messages import Adapter
+from node_agent.adapter_memory.eviction import POLICIES
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.loads import HostHold
 from node_agent.adapter_memory.runs import FreeRuns
@@ -34,13 +42,12 @@ from tests.node_agent.adapter_world import (
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Drawn acquires, late releases and polls over a pool for about two adapters."""
+    """Drawn acquires, late releases, forecasts and polls over a pool for about two adapters, by every policy."""
 
     world: World
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = self.world.store()
         self.held: list[Lease] = []
         self.late: list[LateEvent] = []
         self.reading: list[tuple[LateEvent, str, list[int]]] = []
@@ -71,6 +78,14 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.store.table.rank.any()
         assert not self.store.hosts.table.rank.any()
         self.store.close()
+
+    @initialize(eviction=st.sampled_from(sorted(POLICIES)))
+    def open(self, eviction: str) -> None:
+        self.store = self.world.store(eviction=eviction)
+
+    @rule(i=st.integers(0, 5), chance=st.floats(0, 1))
+    def expect(self, i: int, chance: float) -> None:
+        self.store.expect({self.world.adapters[i].digest: chance})
 
     @rule(i=st.integers(0, 5))
     def acquire(self, i: int) -> None:
