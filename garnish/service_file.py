@@ -50,7 +50,9 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_workers: Count | Literal["auto"] = "auto"
     cold_start: Literal["auto", "wait", "pipeline", "assist"] = "auto"
     eviction: Literal["cost", "lru", "lfu", "gdsf"] = "cost"
-    predictor: Text = "auto"
+    prefetch: Literal["off", "auto"] = "auto"
+    prefetch_waste: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    predictor: Text | None = None
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     disk_cache: DiskCache | Literal["off"] | None = None
     simulate: Simulate = Simulate()

@@ -56,6 +56,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes on this host, this one included, that divide its cores among them."""
     cold_start: str = "auto"
     """auto, wait, pipeline or assist: how adapters that are not on the device may get there"""
+    prefetch: str = "auto"
+    """auto: what the gateway wants here is brought in while nothing else is to be loaded; off"""
+    prefetch_waste: float = 0.25
+    """Share of prefetched bytes, 0 to 1, that may be wasted before prefetching backs off."""
     cpu_workers: int | None = None
     """CPU LoRA workers, a core each; None: as many cores as the engine leaves"""
     worker_repeats: int = 1

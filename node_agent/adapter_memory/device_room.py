@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from itertools import chain
 
 from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
@@ -31,10 +31,12 @@ class DeviceRoom:
         self.pinned: set[str] = set()
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
 
-    def take(self, digest: str, layout: AdapterLayout, evicts: bool = True) -> Place | None:
-        """A place for the adapter, evicting idle ones only where that makes enough room; None: it does not. `evicts`
-        False: what is free now, or None."""
-        victims = self._victims(layout.pages) if evicts else iter(())
+    def take(
+        self, digest: str, layout: AdapterLayout, evicts: bool = True, spared: Container[str] = ()
+    ) -> Place | None:
+        """A place for the adapter, evicting idle ones that are not `spared` only where that makes enough room; None: it
+        does not. `evicts` False: what is free now, or None."""
+        victims = self._victims(layout.pages, spared) if evicts else iter(())
         if victims is None:
             return None
         for victim in chain([None], victims):
@@ -87,10 +89,11 @@ class DeviceRoom:
             return False
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
-    def _victims(self, pages: int) -> Iterator[str] | None:
+    def _victims(self, pages: int, spared: Container[str] = ()) -> Iterator[str] | None:
         """Returns the adapters that may be evicted, the first to leave first. Returns None when evicting all of them
         does not make `pages` free, or when there are none and no slot is free."""
-        may_go = [entry for digest, entry in self.adapters.items() if entry.idle and digest not in self.pinned]
+        idle = [entry for digest, entry in self.adapters.items() if entry.idle and digest not in self.pinned]
+        may_go = [entry for entry in idle if entry.host.digest not in spared]
         if pages > self.pool.pages.free + sum(len(entry.pages) for entry in may_go):
             return None
         return self._in_order(may_go) if may_go or self._free_slots else None

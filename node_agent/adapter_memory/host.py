@@ -2,20 +2,22 @@
 
 Called by the engine's thread alone; loader threads fill `pages` and say which layers are `here`. A load goes on while
 somebody waits for it (`announce` counts one in, `retract` out), the device is to copy from it, or CPU workers may read
-it. While one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load.
+it. While one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load. It
+is as urgent as the most urgent of those who want it; one that finds no room takes it from less urgent ones.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from cluster.messages import Adapter
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
 from node_agent.adapter_memory.load_rates import LoadRates
 from node_agent.adapter_memory.loader import Loader
+from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable
@@ -41,7 +43,10 @@ class HostTier:
         self.eviction, self.rates = eviction, LoadRates()
         self.on_device: Container[str] = ()
         """digests of adapters that have a place on the device"""
-        self._waiters: Counter[str] = Counter()
+        self.short: Priority | None = None
+        """of the most urgent load that found no room at the last `poll`; None: all found some"""
+        self._waiters: dict[str, Counter[Priority]] = {}
+        self._spared: dict[str, Container[str]] = {}
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
         self._measuring: list[HostAdapter] = []
         self._unfetched: list[HostAdapter] = []
@@ -57,21 +62,33 @@ class HostTier:
         """Also those that are arriving, or have failed a moment ago."""
         return self._all.values()
 
+    def lacks_room(self, digest: str) -> bool:
+        """Its load found no room at the last `poll`."""
+        return any(host.digest == digest for host in self._unfetched)
+
     def waiting(self, digest: str) -> int:
         """How many wait for it."""
-        return self._waiters.get(digest, 0)
+        return self._waiters[digest].total() if digest in self._waiters else 0
 
-    def announce(self, digest: str) -> None:
-        """Count one more who waits; each call is answered by one `retract`."""
-        self._waiters[digest] += 1
+    def announce(self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> None:
+        """Count one more who waits; each call is answered by one `retract`. `spared`: digests of adapters that are not
+        to be evicted for a predicted prefetch, until it is retracted."""
+        self._waiters.setdefault(digest, Counter())[priority] += 1
+        if priority == Priority.PREDICTED:
+            self._spared[digest] = spared
         self._count(digest)
 
-    def retract(self, digest: str) -> None:
+    def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
         """One waits no more. What nobody wants any more is dropped before it is whole."""
-        self._waiters[digest] -= 1
-        host = self._count(digest)
-        if not self._waiters[digest]:
+        counts = self._waiters[digest]
+        counts[priority] -= 1
+        if not counts[priority]:
+            del counts[priority]
+            if priority == Priority.PREDICTED:
+                del self._spared[digest]
+        if not counts:
             del self._waiters[digest]
+        host = self._count(digest)
         if host is not None and host.unwanted and not host.complete and host not in self._fetching:
             self.forget(host)  # a thread that fetches it sees for itself
 
@@ -86,14 +103,7 @@ class HostTier:
     def poll(self) -> None:
         """Take note of what loader threads have done, and start fetches that now have room, oldest first."""
         self._measuring = [host for host in self._measuring if not self._measured(host)]
-        waiting: list[HostAdapter] = []
-        for host in self._unfetched:
-            if self._all.get(host.digest) is not host or host.size > self.memory:
-                continue  # forgotten meanwhile, or will never fit: its request is told when it is placed
-            if not self._start_fetch(host):
-                host.first = None  # it may wait for long
-                waiting.append(host)
-        self._unfetched = waiting
+        self._start_fetches()
         self._fetching = [host for host in self._fetching if not self._fetched(host)]
         leaving, self._leaving = self._leaving, []
         for host in leaving:
@@ -124,10 +134,19 @@ class HostTier:
             raise RuntimeError(f"a hold on {host.digest} was released twice")
         host.holds -= 1
 
+    def note_lease(self, host: HostAdapter, leased: bool) -> None:
+        """Requests have leases on the adapter on the device, or have none any more."""
+        host.leased = leased
+        self._set_priority(host)
+
+    def awaited(self) -> Iterator[str]:
+        """Yields the digests for which requests or operators' prefetches wait; predicted prefetches step back."""
+        return (digest for digest, counts in self._waiters.items() if min(counts) < Priority.PREDICTED)
+
     def bytes_awaited(self, elsewhere: Container[str]) -> int:
-        """Returns the bytes of adapters that queued requests wait for, except those `elsewhere`, those that failed and
-        those whose header is still being read."""
-        hosts = (self._all.get(digest) for digest in self._waiters if digest not in elsewhere)
+        """Returns the bytes of adapters that are `awaited`, except those `elsewhere`, those that failed and those whose
+        header is still being read."""
+        hosts = (self._all.get(digest) for digest in self.awaited() if digest not in elsewhere)
         return sum(
             host.layout.live for host in hosts if host is not None and host.layout is not None and not host.failed
         )
@@ -157,11 +176,27 @@ class HostTier:
     def _count(self, digest: str) -> HostAdapter | None:
         host = self._all.get(digest)
         if host is not None:
-            host.waiters = self._waiters[digest]
+            host.waiters = self.waiting(digest)
+            self._set_priority(host)
+            if host.unwanted and not host.complete:
+                self.loader.wake()
         return host
 
+    def _set_priority(self, host: HostAdapter) -> None:
+        counts = self._waiters.get(host.digest) if self._all.get(host.digest) is host else None
+        priority = Priority.REQUEST if host.leased else min(counts, default=host.priority) if counts else host.priority
+        if priority == host.priority:
+            return
+        if priority == Priority.REQUEST and not host.complete:
+            host.began = time.monotonic()  # a request takes the prefetch over: the seconds before are none of its own
+        host.priority = priority
+        self.loader.wake()
+
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
-        host = HostAdapter(digest, artifact, waiters=self._waiters[digest])
+        counts = self._waiters.get(digest)
+        host = HostAdapter(digest, artifact, waiters=self.waiting(digest))
+        host.priority = min(counts) if counts else Priority.REQUEST
+        host.prefetched = host.priority > Priority.REQUEST
         host.origin = self._below(digest)
         self._all[digest] = host
         self._measuring.append(host)
@@ -181,12 +216,37 @@ class HostTier:
             self._unfetched.append(host)
         return True
 
+    def _start_fetches(self) -> None:
+        """The most urgent first. While one waits for room, less urgent ones take none, and give up what they have."""
+        waiting: list[HostAdapter] = []
+        self.short = None
+        for host in sorted(self._unfetched, key=lambda host: host.priority):
+            if self._all.get(host.digest) is not host or host.size > self.memory:
+                continue  # forgotten meanwhile, or will never fit: its request is told when it is placed
+            less_urgent = self.short is not None and host.priority > self.short
+            if less_urgent or not self._start_fetch(host):
+                self.short = host.priority if self.short is None else self.short
+                host.first = None  # it may wait for long
+                waiting.append(host)
+        self._unfetched = waiting
+        if self.short is not None:
+            self._reclaim(self.short)
+
+    def _reclaim(self, priority: Priority) -> None:
+        """Loads that are less urgent than `priority` end."""
+        for host in self._fetching:
+            if host.priority > priority and not host.reclaimed:
+                host.reclaimed = True
+                self.forget(host)
+                self.loader.wake()
+
     def _start_fetch(self, host: HostAdapter) -> bool:
         """False when there is no room yet."""
-        if not self._make_room(host.size):
+        spared = self._spared.get(host.digest, ()) if host.priority == Priority.PREDICTED else ()
+        if not self._make_room(host.size, spared):
             return False
         assert host.layout is not None  # measured
-        run = self._reserve(max(1, host.layout.rows))
+        run = self._reserve(max(1, host.layout.rows), spared)
         if run is None:
             return False
         host.pages = self.pool.pages.take(host.layout.pages, host.digest)
@@ -197,18 +257,19 @@ class HostTier:
         self.loader.fetch(host)
         return True
 
-    def _reserve(self, rows: int) -> int | None:
+    def _reserve(self, rows: int, spared: Container[str]) -> int | None:
         """A run of the table; idle adapters go where its free entries lie too scattered."""
         if (run := self.table.reserve(rows)) is not None:
             return run
-        for host in self._in_order(self._idle()):
+        for host in self._in_order(self._idle(spared)):
             self._evict(host)
             if (run := self.table.reserve(rows)) is not None:
                 return run
         return None
 
-    def _idle(self) -> list[HostAdapter]:
-        return [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
+    def _idle(self, spared: Container[str]) -> list[HostAdapter]:
+        idle = [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
+        return [host for host in idle if host.digest not in spared]
 
     def _in_order(self, idle: list[HostAdapter]) -> list[HostAdapter]:
         """The first to leave first."""
@@ -229,7 +290,7 @@ class HostTier:
         if host.failed:
             self._note_failure(host)
             return True
-        if host.complete:
+        if host.complete and not host.prefetched:
             self.rates.note(host.origin, host.size, host.arrived - host.began)
         return host.complete
 
@@ -255,12 +316,12 @@ class HostTier:
         else:
             self.forget(host)
 
-    def _make_room(self, size: int) -> bool:
+    def _make_room(self, size: int, spared: Container[str] = ()) -> bool:
         """Evict only if that is enough."""
         used = self.used
         if used + size <= self.memory and self._free_slots:
             return True
-        idle = self._idle()
+        idle = self._idle(spared)
         if used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
             return False
         for host in self._in_order(idle):

@@ -22,6 +22,7 @@ from node_agent.engine.joining import Joined, Joining
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
+from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prompt_events import score_events, split_scores
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
@@ -62,7 +63,8 @@ class Engine:
         )
         self.joining = Joining(self.cold, runner, self.start_lora)
         self.hot = HotPasses(runner, self._tensors, self.pulse)
-        self.orders = Orders(store)
+        self.prefetcher = Prefetcher(store, limits.prefetch_waste)
+        self.orders = Orders(store, self.prefetcher)
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
         self.measuring: float | None = None
@@ -103,6 +105,7 @@ class Engine:
         request.after_idle = self.scheduler.callers.note(request)
         if request.adapter is not None:
             request.found = self.store.announce(request.adapter)
+            self.prefetcher.note_call(request.adapter.digest)
         self.queue.add(request)
 
     def cancel(self, request_id: str) -> None:
@@ -130,6 +133,7 @@ class Engine:
         self._expire()
         self._admit()
         self.orders.poll(may_place=not self.queue)
+        self.prefetcher.poll()
 
     def compute_cold(self) -> int:
         """The cold passes, before the hot one: the first token of an adapter that is on its way need not wait for the
