@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +72,7 @@ class _Deploy:
     weights: Path
     source: str | None
     room: QuotaReservation
+    before_listed: Callable[[Deployment], None] | None = None
     manifest: Manifest | None = None
     created: bool = False
 
@@ -129,10 +130,12 @@ class Registry:
         alias: str | None = None,
         policy: dict[str, Any] | None = None,
         source: str | None = None,
+        before_listed: Callable[[Deployment], None] | None = None,
     ) -> Deployment:
         """Store an adapter as a version of a function and point an alias (`latest`) to it.
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
+        `before_listed` is called once, when all is stored and no call can get the version yet.
         Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy, StoreUnavailable, and
         Conflict when the function has too many versions or aliases, or the tenant too many adapters.
         """
@@ -144,11 +147,14 @@ class Registry:
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())
             entry = self._listed(tenant, record, deploy)
+            if deploy.before_listed is not None:
+                announce, deploy.before_listed = deploy.before_listed, None
+                announce(_deployment(name, entry.version, layout, created=deploy.created))
             changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
             return with_version(changed, entry, alias or "latest", time.time())
 
         with self.quota.deploying(tenant) as room:
-            deploy = _Deploy(layout=layout, config=config, weights=weights, source=source, room=room)
+            deploy = _Deploy(layout, config, weights, source, room, before_listed)
             record = update_marked(self.store, function_key(tenant, name), FunctionRecord, commit)
             if deploy.created:
                 room.made()

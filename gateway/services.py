@@ -52,6 +52,8 @@ from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
 from gateway.leader.turn import Job
+from gateway.residency.held import HeldWants
+from gateway.residency.warming import Warming
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
 from gateway.workers.attainment import Attainment
@@ -105,6 +107,7 @@ class Services:
     node_calls: NodeCalls
     metrics: Metrics
     explanations: Explanations
+    warming: Warming
     deploys: DeploySlots
     sources: Sources
     source_threads: LeavableThreads
@@ -213,6 +216,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
                 services.name_watch.running(),
                 services.windows.running(),
                 services.dispatcher.migration.running(),
+                services.warming.running(),
                 leader.running(),
             ):
                 yield services
@@ -236,6 +240,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     functions = Functions(
         config, registry, threads, monotonic, name_watch.confirmed, lambda *name: publish(FunctionChanged(*name))
     )
+    node_calls, held = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds), HeldWants(monotonic)
     dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions)
     return Services(
         config=config,
@@ -258,9 +263,12 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         record_rates=RecordRates(monotonic),
         secret=opened.secret,
         dispatcher=dispatcher,
-        node_calls=NodeCalls(opened.session, opened.secret, connect=config.connect_seconds),
+        node_calls=node_calls,
         metrics=metrics,
         explanations=explanations,
+        warming=Warming(
+            shared.cluster, opened.base.fingerprint, functions, node_calls, hold=held.hold, clock=monotonic
+        ),
         deploys=_deploy_slots(config),
         sources=Sources(config.allowed_sources),
         source_threads=LeavableThreads(SOURCE_THREADS),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
+from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, Warm, open_client
 
 if TYPE_CHECKING:
     from garnish.client import Client
@@ -33,6 +33,7 @@ def deploy(
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Make the service hold what the file says.")] = None,
     alias: Annotated[str | None, typer.Option("--alias", help="The alias to move (default: latest).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate; with -f: only show the plan.")] = False,
+    warm: Warm = False,
     yes: Annotated[bool, typer.Option("--yes", help="With -f: carry out the plan without asking.")] = False,
     url: Url = None,
     state: State = DEFAULT_STATE,
@@ -43,7 +44,9 @@ def deploy(
     from garnish.cli.reconcile import deploy_file
     from garnish.screen import Screen
 
-    if (file is None) == (name is None or path is None) or (file is not None and (name, alias) != (None, None)):
+    if (file is None) == (name is None or path is None) or (
+        file is not None and (name, alias, warm) != (None, None, False)
+    ):
         raise typer.BadParameter("expected NAME PATH, or -f FILE")
     with Screen(as_json) as screen:
         if file is not None:
@@ -51,7 +54,7 @@ def deploy(
             return
         assert name is not None
         assert path is not None
-        screen.result(_deploy_one(_Wanted(name, path, alias, tenant), dry_run, url, state, screen))
+        screen.result(_deploy_one(_Wanted(name, path, alias, tenant, warm), dry_run, url, state, screen))
 
 
 class _Wanted(NamedTuple):
@@ -59,6 +62,7 @@ class _Wanted(NamedTuple):
     adapter: str | Path
     alias: str | None
     tenant: str | None
+    warm: bool
 
 
 def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, screen: Screen) -> DeployReply:
@@ -66,7 +70,7 @@ def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, sc
 
     screen.progress(f"deploying {wanted.name}")
     with open_client(url, state, wanted.tenant) as client:
-        reply = client.deploy(wanted.name, wanted.adapter, wanted.alias, dry_run)
+        reply = client.deploy(wanted.name, wanted.adapter, wanted.alias, dry_run, warm=wanted.warm)
     screen.end_progress()
     outcome = "valid" if dry_run else f"version {reply.version}"
     screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {shown_bytes(reply.bytes)}")
