@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,11 @@ class Column:
         return int(self._values.nbytes)
 
     def grow(self, room: int) -> None:
-        larger = np.full((room, *self._values.shape[1:]), self._fill, self._values.dtype)
-        larger[: len(self._values)] = self._values
-        self._values = larger
+        """Does nothing if there is as much room."""
+        if room > len(self._values):
+            larger = np.full((room, *self._values.shape[1:]), self._fill, self._values.dtype)
+            larger[: len(self._values)] = self._values
+            self._values = larger
 
     def move(self, source: Array, target: Array) -> None:
         self._values[target] = self._values[source]
@@ -52,11 +55,20 @@ class FunctionTable:
         self._rows: dict[str, int] = {}
         self.keys: list[str] = []
         """Of the rows."""
-        self.last_call = self.column(dtype=np.float64)
+        self.entered: list[Callable[[list[str], int], None]] = []
+        """Called with the keys that enter and the first of their rows, which follow each other."""
+        self.leaving: list[Callable[[list[str], Array], None]] = []
+        """Called with the keys that leave and their rows, while these are still there."""
+        self.last_call = self.column(fill=-np.inf, dtype=np.float64)
         """Seconds of the forecaster's clock at the end of the second with the last call."""
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def bytes(self) -> int:
+        """Of all columns, with the room for functions to come."""
+        return sum(column.bytes for column in self._columns)
 
     def column(self, shape: tuple[int, ...] = (), *, fill: float = 0.0, dtype: type = np.float32) -> Column:
         """Returns a new column, in which a function that enters has `fill`."""
@@ -64,48 +76,58 @@ class FunctionTable:
         self._columns.append(made)
         return made
 
-    @property
-    def bytes(self) -> int:
-        """Of all columns, with the room for functions to come."""
-        return sum(column.bytes for column in self._columns)
-
     def expire(self, now: float) -> None:
         """Functions that have not been called for too long leave."""
         self._remove(self.last_call.live < now - self._idle_s)
 
-    def enter(self, keys: list[str], now: float) -> Array:
-        """Returns i64: the rows of these functions, all different, which were called in the second that ends now. Keys
-        beyond the table's limit are left out."""
+    def record(self, keys: list[str], now: float) -> tuple[Array, Array]:
+        """Takes note of calls, in the second that ends now, of functions that are all different; new ones enter.
+
+        Returns i64 their rows, f64 the seconds since their calls before; infinite for those that enter. Keys beyond the
+        table's limit are left out.
+        """
         keys = keys[: self._limit]
         known = [row for key in keys if (row := self._rows.get(key)) is not None]
-        self.last_call.live[known] = now
         entering = [key for key in keys if key not in self._rows]
-        if (excess := len(self) + len(entering) - self._limit) > 0:
-            longest_idle = np.argpartition(self.last_call.live, excess - 1)[:excess]
+        self._evict(len(self) + len(entering) - self._limit, known)
+        self._append(entering)
+        rows = np.fromiter((self._rows[key] for key in keys), np.int64, len(keys))
+        idle = now - self.last_call.live[rows]
+        self.last_call.live[rows] = now
+        return rows, idle
+
+    def _evict(self, excess: int, spared: list[int]) -> None:
+        if excess > 0:
+            last = self.last_call.live.copy()
+            last[spared] = np.inf
             leaving = np.zeros(len(self), bool)
-            leaving[longest_idle] = True
+            leaving[np.argpartition(last, excess - 1)[:excess]] = True
             self._remove(leaving)
+
+    def _append(self, keys: list[str]) -> None:
         begin = len(self)
-        for row, key in enumerate(entering, begin):
-            self._rows[key] = row
-        self.keys += entering
+        self._rows.update(zip(keys, range(begin, begin + len(keys)), strict=True))
+        self.keys += keys
         while self._room < len(self):
             self._room = min(2 * self._room, self._limit)
         for column in self._columns:
-            if len(column._values) < self._room:
-                column.grow(self._room)
+            column.grow(self._room)
             column.reset(begin, len(self))
-        self.last_call.live[begin:] = now
-        return np.fromiter((self._rows[key] for key in keys), np.int64, len(keys))
+        for told in self.entered if keys else ():
+            told(keys, begin)
 
     def _remove(self, leaving: Array) -> None:
         """The last rows that stay move into the gaps of those that leave."""
-        if not leaving.any():
+        gone = np.flatnonzero(leaving)
+        if not len(gone):
             return
-        for row in np.flatnonzero(leaving).tolist():
-            del self._rows[self.keys[row]]
-        size = len(self) - int(leaving.sum())
-        target = np.flatnonzero(leaving[:size])
+        keys = [self.keys[row] for row in gone.tolist()]
+        for told in self.leaving:
+            told(keys, gone)
+        for key in keys:
+            del self._rows[key]
+        size = len(self) - len(gone)
+        target = gone[gone < size]
         source = np.flatnonzero(~leaving[size:]) + size
         for column in self._columns:
             column.move(source, target)
