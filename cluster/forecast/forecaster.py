@@ -1,0 +1,98 @@
+"""Forecasts, each second, of the functions that will be called soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from cluster.forecast.calibration import Calibration, log_odds
+from cluster.forecast.chances import HORIZONS_S, Chances
+from cluster.forecast.errors_lately import ErrorsLately
+from cluster.forecast.idle_times import IdleTimes
+from cluster.forecast.outcomes import Outcomes
+from cluster.forecast.predictor import Predictor, Second
+from cluster.forecast.recent_rate import Ewma, LastWindow
+from cluster.forecast.seasonal import Seasonal
+from cluster.forecast.table import Array, FunctionTable
+from cluster.forecast.weights import Weights
+
+PARTS: dict[str, Callable[[FunctionTable], Predictor]] = {
+    "last_window": LastWindow,
+    "ewma": Ewma,
+    "seasonal": Seasonal,
+    "histogram": IdleTimes,
+}
+DEFAULT = "mix"
+"""All of PARTS, each weighed by what it got right lately."""
+MAX_FUNCTIONS = 40_000
+"""Forecast at once; beyond them the least recently called ones are forgotten."""
+ACTIVE_S = 1800.0
+"""Functions that have not been called for so long are forgotten."""
+FADING = 0.9998
+"""What calibration keeps, at every lot of outcomes, of what it knew before."""
+
+
+class Forecaster:
+    """Learns from the calls of every second. Not safe for use by several threads."""
+
+    def __init__(self, predictor: str = DEFAULT) -> None:
+        """Raises ValueError, which names the predictors that there are."""
+        if predictor != DEFAULT and predictor not in PARTS:
+            raise ValueError(f"unknown predictor {predictor!r}; known are {', '.join((DEFAULT, *PARTS))}")
+        self._table = FunctionTable(MAX_FUNCTIONS, ACTIVE_S)
+        self.parts = tuple(PARTS) if predictor == DEFAULT else (predictor,)
+        self._predictors = [PARTS[name](self._table) for name in self.parts]
+        size = len(self.parts)
+        self._outcomes = Outcomes(self._table, size + 1)
+        self._weights = Weights(self._table, len(HORIZONS_S), size)
+        self._calibration = Calibration(len(HORIZONS_S), size + 1)
+        """Of the parts, and behind them of their mixture."""
+        self._errors = ErrorsLately()
+        self._unix: float | None = None
+        self._now = 0.0
+
+    def observe(self, now: float, counts: Mapping[str, int]) -> None:
+        """Takes the calls per function key during the second that ends at `now`, in unix seconds.
+
+        Seconds may be missed, and the clock may go back.
+        """
+        elapsed = 1.0 if self._unix is None else max(0.0, now - self._unix)
+        self._unix, self._now = now, self._now + elapsed
+        self._table.expire(self._now)
+        called = {key: count for key, count in counts.items() if count > 0}
+        rows, idle = self._table.record(list(called), self._now)
+        calls = np.fromiter(called.values(), np.float32, len(called))[: len(rows)]
+        self._learn()
+        second = Second(self._now, elapsed, now, rows, calls, idle)
+        for predictor in self._predictors:
+            predictor.observe(second)
+        self._outcomes.take(self._now, self._odds(self._now))
+
+    def forecast(self, now: float) -> dict[str, Chances]:
+        """Returns the chances of every function that was called in the last 30 minutes."""
+        self._now += 0.0 if self._unix is None else max(0.0, now - self._unix)
+        self._unix = now
+        self._table.expire(self._now)
+        odds = self._odds(self._now)
+        chances = self._calibration.chances(odds[:, :, -1:], first=len(self.parts))[:, :, 0]
+        rising = np.maximum.accumulate(chances, axis=1)
+        return dict(zip(self._table.keys, map(Chances._make, rising.tolist()), strict=True))
+
+    def error(self) -> dict[str, float]:
+        """Returns log loss and Brier score of what was forecast lately, for each field of Chances; of those horizons
+        alone of which something could be judged."""
+        return self._errors.lately()
+
+    def _odds(self, now: float) -> Array:
+        """f32[functions, horizons, parts and their mixture], not yet calibrated."""
+        odds = log_odds(np.stack([predictor.chances(now) for predictor in self._predictors], axis=2))
+        mixture = self._weights.mix(self._calibration.chances(odds))
+        return np.concatenate([odds, log_odds(mixture)[:, :, None]], axis=2)
+
+    def _learn(self) -> None:
+        for horizon, rows, odds, came in self._outcomes.due(self._now):
+            chances = self._calibration.chances(odds, horizon)
+            self._errors.add(horizon, chances[:, -1], came)
+            self._weights.learn(horizon, rows, chances[:, :-1], came)
+            self._calibration.learn(horizon, odds, came, FADING)
