@@ -26,6 +26,7 @@ from garnish.protocol import (
     delete_call,
     delete_version_call,
     deploy_call,
+    forecast_call,
     error_of,
     function_call,
     functions_call,
@@ -41,7 +42,7 @@ from garnish.protocol import (
     warm_call,
 )
 from gateway.api.schema import InvokeReply
-from gateway.residency.messages import Tier, WarmReply
+from gateway.residency.messages import ForecastReply, Tier, WarmReply
 from gateway.routes.aliases import AliasReply
 from gateway.routes.deploy import DeployReply
 from gateway.routes.functions import FunctionList, FunctionReply, VersionList
@@ -138,6 +139,10 @@ class Client:
         """Bring what calls of the function would run (or a version, or an alias's) to its nodes now. Loads may still go
         on when it returns: the reply says where each is, and the same call again where it is then."""
         return self._reply(warm_call(name, version, tier, copies), WarmReply)
+
+    def forecast(self, name: str) -> ForecastReply:
+        """Returns whether calls of the function are expected soon, and which nodes are asked to have it ready."""
+        return self._reply(forecast_call(name), ForecastReply)
 
     def set_policy(self, name: str, policy: Mapping[str, Any], if_match: int | None = None) -> FunctionReply:
         """Change the stated fields of a function's policy; None takes one back."""
@@ -281,6 +286,10 @@ class AsyncClient:
     async def warm(self, name: str, version: str | None = None, *, tier: Tier = "device", copies: int = 1) -> WarmReply:
         """Does what `Client.warm` does, asynchronously."""
         return await self._reply(warm_call(name, version, tier, copies), WarmReply)
+
+    async def forecast(self, name: str) -> ForecastReply:
+        """Does what `Client.forecast` does, asynchronously."""
+        return await self._reply(forecast_call(name), ForecastReply)
 
     async def set_policy(self, name: str, policy: Mapping[str, Any], if_match: int | None = None) -> FunctionReply:
         """Does what `Client.set_policy` does, asynchronously."""

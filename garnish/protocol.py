@@ -188,6 +188,10 @@ def warm_call(name: str, version: str | None, tier: str, copies: int) -> Call:
     return Call(method="POST", url=f"/functions/{quote(name, safe='')}/warm", json=body)
 
 
+def forecast_call(name: str) -> Call:
+    return Call(method="GET", url=f"/functions/{quote(name, safe='')}/forecast")
+
+
 def _flags(**flags: bool) -> dict[str, str]:
     """Returns the query parameters of those that are set: an older service does not know them all."""
     return {name: "true" for name, value in flags.items() if value}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from garnish.client import Client
     from garnish.screen import Screen
     from gateway.routes.deploy import DeployReply
+    from gateway.residency.messages import ForecastReply
     from gateway.routes.functions import FunctionReply
 
 Name = Annotated[str, typer.Argument(help="The function's name.")]
@@ -140,15 +141,43 @@ def describe(
 
     screen = Screen(as_json, header=not no_header)
     with open_client(url, state, tenant) as client:
-        found = client.function(name)
+        found, forecast = client.function(name), _forecast(client, name)
     screen.line(f"name: {found.name}")
     screen.line(f"generation: {found.generation}")
     for alias, target in found.aliases.items():
         screen.line(f"alias {alias}: {pointed(target)}")
     for field, value in found.policy.items():
         screen.line(f"policy {field}: {msgspec.json.encode(value).decode()}")
+    screen.line(f"calls expected: {_expected(forecast)}")
     _show_versions(found, screen)
     screen.result(found)
+
+
+def _forecast(client: Client, name: str) -> ForecastReply | None:
+    """Returns None where the service is of a release that forecasts nothing."""
+    from garnish.errors import GarnishError
+
+    try:
+        return client.forecast(name)
+    except GarnishError as error:
+        if error.type != "not_found":
+            raise
+        return None
+
+
+def _expected(forecast: ForecastReply | None) -> str:
+    from gateway.residency.messages import WATCH_SECONDS
+
+    if forecast is None or forecast.watched is None:
+        return "not known"
+    if forecast.chances is None:
+        expected = "none of late" if forecast.watched > WATCH_SECONDS else "not known yet"
+    else:
+        expected = (
+            f"{forecast.chances['within_30_s']:.0%} within 30 s, {forecast.chances['within_300_s']:.0%} within 5 min"
+        )
+    places = ", ".join(sorted({f"{place.node}:{place.tier} ({place.cause})" for place in forecast.wanted}))
+    return f"{expected}; wanted on {places or 'no node'}"
 
 
 def _show_versions(found: FunctionReply, screen: Screen) -> None:

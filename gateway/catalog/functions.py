@@ -128,11 +128,16 @@ class Functions:
         return choices
 
 
+def adapter_of(found: Resolved) -> Adapter:
+    """Returns the version as nodes are told of it."""
+    return Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks)
+
+
 def _target(found: Resolved) -> Target:
     return Target(
         function=found.function,
         version=found.version,
-        adapter=Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks),
+        adapter=adapter_of(found),
         defaults=found.policy.defaults,
         timeout=found.policy.timeout,
         max_concurrency=found.policy.max_concurrency,

@@ -12,7 +12,7 @@ from gateway.http.routing import BOOLEAN, parameter
 from gateway.residency.messages import WARM_SECONDS, Version, WarmOrder
 
 if TYPE_CHECKING:
-    from adapters.registry import Deployment
+    from adapters.deployment import Deployment
     from gateway.services import Services
 
 WARM = parameter(

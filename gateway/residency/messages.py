@@ -16,6 +16,8 @@ MAX_COPIES = 16
 """Nodes on which a version may be asked for."""
 WARM_SECONDS = 60.0
 """Longest wait for a version to be warm before it takes calls."""
+WATCH_SECONDS = 30.0
+"""For which a new leader watches calls before it believes what it foresees: as long as the horizon that counts."""
 
 
 class Version(NamedTuple):
@@ -44,6 +46,31 @@ class WarmPlace(msgspec.Struct, frozen=True):
     """Where it is now; `absent`: it is on its way, unless there is an `error`."""
     error: str | None = None
     """Why the node does not take it."""
+
+
+class WantedPlace(msgspec.Struct, frozen=True):
+    """An adapter that a node is asked to have ready for the function."""
+
+    node: str
+    digest: str
+    tier: Tier
+    cause: Literal["order", "schedule", "forecast"]
+    since: float
+    """Unix time."""
+
+
+class ForecastReply(msgspec.Struct, frozen=True):
+    """What the gateway worker that leads expects of a function, and what it has done about it."""
+
+    function: str
+    watched: float | None = None
+    """Seconds for which it has watched calls: it foresees nothing in the first 30. Null: no worker leads now."""
+    chances: dict[str, float] | None = None
+    """Of at least one call within so many seconds. Null: not called in the last 30 minutes, or not watched yet."""
+    error: dict[str, float] = {}
+    """Log loss and Brier score of what was forecast of all functions lately; less is better, and 0.25 is the Brier
+    score of one who always says 0.5."""
+    wanted: list[WantedPlace] = []
 
 
 class WarmReply(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from cluster.node_table import ABSENT, DEVICE, DISK, HOST, TIERS, NodeTable
 from cluster.residency import HeldTier, Moved, PrefetchOrder
 from cluster.state import ClusterState
 from gateway.calls.node_calls import NodeCalls
-from gateway.catalog.functions import Functions
+from gateway.catalog.functions import Functions, adapter_of
 from gateway.residency.held import Held
 from gateway.residency.messages import Version, WarmOrder, WarmPlace, WarmReply
 from gateway.scheduling.homes import Homes
@@ -76,9 +76,7 @@ class Warming:
     async def versions(self, tenant: str, name: str, qualifier: str | None) -> list[Version]:
         """Returns the versions that calls of the name get. Raises what Functions.target does."""
         found = [pick([choice], 0.0) for choice in await self._functions.choices(tenant, name, qualifier)]
-        return [
-            Version(each.version, Adapter(each.digest, each.artifact_key, each.bytes, each.ranks)) for each in found
-        ]
+        return [Version(each.version, adapter_of(each)) for each in found]
 
     async def warm(self, order: WarmOrder) -> WarmReply:
         """Has nodes load what is not there yet, and waits ANSWER_SECONDS at most. Raises ServiceError: `unavailable`

@@ -23,7 +23,7 @@ from gateway.http.routing import BOOLEAN, Routes, parameter
 from gateway.residency.before_traffic import WARM, warm_first
 
 if TYPE_CHECKING:
-    from adapters.registry import Deployment
+    from adapters.deployment import Deployment
     from gateway.services import Services
 
 routes = Routes()

@@ -1,4 +1,4 @@
-"""POST /functions/{name}/warm: brings a function's versions to nodes before calls do."""
+"""POST /functions/{name}/warm, GET /functions/{name}/forecast: adapters that are on nodes before they are called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import NAME_PATTERN, Routes
-from gateway.residency.messages import MAX_COPIES, Tier, WarmOrder, WarmReply
+from gateway.residency.messages import MAX_COPIES, ForecastReply, Tier, WarmOrder, WarmReply
 
 if TYPE_CHECKING:
     from gateway.services import Services
@@ -42,3 +42,13 @@ async def warm(request: Request, services: Services, tenant: str) -> Response:
     versions = await services.warming.versions(tenant, name, wanted.version)
     order = WarmOrder(tenant, name, versions, wanted.tier, wanted.copies)
     return json_response(await services.warming.warm(order), 202)
+
+
+@routes.tenant(
+    "GET /functions/{name}/forecast",
+    "Whether calls of a function are expected soon, and which nodes are asked to have it ready",
+    {200: ForecastReply},
+)
+async def get_forecast(request: Request, services: Services, tenant: str) -> Response:
+    record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
+    return json_response(await services.residency.forecast_of(tenant, record.name))

@@ -23,6 +23,7 @@ class Homes:
     def __init__(self, nodes: NodeTable, base: str) -> None:
         self._nodes = nodes
         self._rows = nodes.serving(base).rows
+        self.rows = frozenset(self._rows.tolist())
         salts = [blake2b((nodes.ids[row] or "").encode(), digest_size=8).digest() for row in self._rows.tolist()]
         self._salts = np.frombuffer(b"".join(salts), np.uint64)
 

@@ -16,7 +16,8 @@ from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, 
 from adapters.functions import FunctionRecord, Policy, VersionEntry, with_version
 from adapters.local_store import LocalStore
 from adapters.records import read_record
-from adapters.registry import MAX_PASSED, Deployment, Registry
+from adapters.deployment import Deployment
+from adapters.registry import MAX_PASSED, Registry
 
 
 def deploy(registry: Registry, good: tuple[bytes, Path], name: str = "f", **options: Any) -> Deployment:

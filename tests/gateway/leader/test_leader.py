@@ -97,7 +97,6 @@ def test_a_job_that_was_stopped_does_nothing_more(tmp_path: Path) -> None:
 
 
 def test_a_job_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_module, "PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(leader_module, "TURN_SECONDS", 0.02)
     monkeypatch.setattr(leader_module, "OVERTIME_SECONDS", 0.02)
     turns = 0
@@ -114,7 +113,7 @@ def test_a_job_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monke
 
     async def main() -> None:
         registry = CollectorRegistry()
-        jobs = [Job("bad", bad), Job("hung", hung), Job("good", good)]
+        jobs = [Job("bad", bad, 0.02), Job("hung", hung, 0.02), Job("good", good, 0.02)]
         store = LocalStore(tmp_path)
         leases, metrics = StoreLeases(store, monotonic), LeaderMetrics(registry)
         leader = Leader(leases, "one", jobs, metrics, monotonic, STORE_LEASE_SECONDS)
