@@ -12,8 +12,8 @@ from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, 
 if TYPE_CHECKING:
     from garnish.client import Client
     from garnish.screen import Screen
-    from gateway.routes.deploy import DeployReply
     from gateway.residency.messages import ForecastReply
+    from gateway.routes.deploy import DeployReply
     from gateway.routes.functions import FunctionReply
 
 Name = Annotated[str, typer.Argument(help="The function's name.")]

@@ -12,7 +12,7 @@ from gateway.residency.messages import Tier
 
 HELD_SECONDS = 300.0
 """From the last order on."""
-MAX_HELD = 4096
+MAX_HELD = 1000
 MAX_TENANT_HELD = 64
 """The one that was ordered least recently is forgotten, here and above."""
 
@@ -25,6 +25,8 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     adapter: Adapter
     node: str
     tier: Tier
+    seconds: float = HELD_SECONDS
+    """For which it is still wanted."""
 
 
 class HeldWants:
@@ -37,7 +39,7 @@ class HeldWants:
 
     def hold(self, want: Held) -> None:
         key = (want.tenant, want.function, want.adapter.digest, want.node)
-        self._until[key] = (want, self._clock() + HELD_SECONDS)
+        self._until[key] = (want, self._clock() + want.seconds)
         self._until.move_to_end(key)
         own = [each for each in self._until if each[0] == want.tenant]
         if len(own) > MAX_TENANT_HELD:
@@ -47,7 +49,7 @@ class HeldWants:
 
     def now(self) -> list[Held]:
         """Returns what is still wanted, the latest last."""
-        ended = [key for key, (_, until) in self._until.items() if until <= self._clock()]
-        for key in ended:
+        now = self._clock()
+        for key in [key for key, (_, until) in self._until.items() if until <= now]:
             del self._until[key]
-        return [want for want, _ in self._until.values()]
+        return [msgspec.structs.replace(want, seconds=until - now) for want, until in self._until.values()]

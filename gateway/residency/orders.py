@@ -38,7 +38,6 @@ class ResidencyOrders:
         self._sent: dict[str, _Sent] = {}
         """By node."""
         self._failing: set[str] = set()
-        self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def send(
         self, turn: Turn, nodes: Sequence[NodeRecord], wanted: Mapping[str, Sequence[WantedAdapter]]
@@ -48,15 +47,16 @@ class ResidencyOrders:
         self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
         self._failing &= ids
         due = [node for node in nodes if self._is_due(node, tuple(wanted.get(node.id, ())))]
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def order(node: NodeRecord) -> None:
+            async with places:
+                await self._order(turn, node, tuple(wanted.get(node.id, ())))
+
         async with asyncio.TaskGroup() as tasks:
             for node in due:
-                tasks.create_task(self._order(turn, node, tuple(wanted.get(node.id, ()))))
+                tasks.create_task(order(node))
         turn.check()
-
-    def accepts(self, node: NodeRecord) -> bool:
-        """Returns False for a node of a release that does not understand such orders."""
-        sent = self._sent.get(node.id)
-        return sent is None or sent.epoch != node.epoch or sent.at < math.inf
 
     def _is_due(self, node: NodeRecord, adapters: tuple[WantedAdapter, ...]) -> bool:
         sent = self._sent.get(node.id)
@@ -67,27 +67,24 @@ class ResidencyOrders:
         return bool(adapters) and self._clock() - sent.at >= ORDER_SECONDS / 2
 
     async def _order(self, turn: Turn, node: NodeRecord, adapters: tuple[WantedAdapter, ...]) -> None:
-        async with self._slots:
-            at = self._clock()
-            try:
-                turn.check()
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    await self._node_calls.order(
-                        node, "/adapters/wanted", WantedResidency(list(adapters), ORDER_SECONDS)
-                    )
-            except TurnEnded:
-                return
-            except PathUnknown:
-                at = math.inf
-                self._metrics.count_order("not_understood")
-            except (ServiceError, TimeoutError) as error:
-                self._note_failure(node, error)
-                return
-            else:
-                turn.work += 1
-                self._metrics.count_order("taken")
-            self._failing.discard(node.id)
-            self._sent[node.id] = _Sent(node.epoch, adapters, at)
+        at = self._clock()
+        try:
+            turn.check()
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._node_calls.order(node, "/adapters/wanted", WantedResidency(list(adapters), ORDER_SECONDS))
+        except TurnEnded:
+            return
+        except PathUnknown:
+            at = math.inf
+            self._metrics.count_order("not_understood")
+        except (ServiceError, TimeoutError) as error:
+            self._note_failure(node, error)
+            return
+        else:
+            turn.work += 1
+            self._metrics.count_order("taken")
+        self._failing.discard(node.id)
+        self._sent[node.id] = _Sent(node.epoch, adapters, at)
 
     def _note_failure(self, node: NodeRecord, error: Exception) -> None:
         """What the node knows now is not known: the next turn tells it again."""

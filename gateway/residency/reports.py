@@ -13,6 +13,10 @@ MAX_WAITING = 1000
 """Messages; old counts are worth nothing."""
 
 
+class HeldAsked(msgspec.Struct, frozen=True, array_like=True, tag="held_asked"):
+    """What was warmed by hand? A worker asks that begins to lead: it may have started after that was published."""
+
+
 class ForecastAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     """What is forecast of the function, and what was done on it? For the worker that leads."""
 
@@ -27,7 +31,7 @@ class ForecastAnswered(msgspec.Struct, frozen=True, array_like=True, tag="answer
     """JSON of ForecastReply."""
 
 
-Message = CallsCounted | Held | ForecastAsked | ForecastAnswered
+Message = CallsCounted | Held | HeldAsked | ForecastAsked | ForecastAnswered
 
 
 def make_channel(link: RedisLink | None) -> Channel[Message]:

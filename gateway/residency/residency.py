@@ -32,7 +32,7 @@ from gateway.residency.messages import ForecastReply, WantedPlace
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
 from gateway.residency.plan import Plan, Want, Wish
-from gateway.residency.reports import ForecastAnswered, ForecastAsked, Message
+from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked, Message
 from gateway.residency.schedules import WarmSchedules
 from gateway.workers.channel import Channel
 
@@ -128,6 +128,9 @@ class Residency:
                 self._history.count(arrivals)
             case Held():
                 self._held.hold(message)
+            case HeldAsked():
+                for want in self._held.now():
+                    self._channel.publish(want)
             case ForecastAsked(number, tenant, function):
                 if self._history.observes:
                     reply = msgspec.json.encode(self._reply(tenant, function))
@@ -136,6 +139,8 @@ class Residency:
                 self._channel.answer(number, reply)
 
     async def _observe(self, turn: Turn) -> None:
+        if not self._history.observes:
+            self._channel.publish(HeldAsked())
         await self._history.observe()
         turn.work += 1
 

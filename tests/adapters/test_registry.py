@@ -12,11 +12,11 @@ from peft_files import changed
 from adapters.artifact import artifact_key, read_header, read_layer
 from adapters.base_model import BaseModel
 from adapters.contents import blob_key
+from adapters.deployment import Deployment
 from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Policy, VersionEntry, with_version
 from adapters.local_store import LocalStore
 from adapters.records import read_record
-from adapters.deployment import Deployment
 from adapters.registry import MAX_PASSED, Registry
 
 
