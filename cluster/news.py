@@ -92,6 +92,14 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     received: Received = Received()
     """Which places given away on it have become requests; ends their reservations."""
     v: int = RECORD_VERSION
+    prefetches: int = 0
+    """Predicted ones that are under way."""
+    prefetch_useful_bytes: int = 0
+    """Of predicted prefetches since the engine's start: those that had come when the adapter was called."""
+    prefetch_late_bytes: int = 0
+    """Those that were still to come when it was called."""
+    prefetch_wasted_bytes: int = 0
+    """Those of adapters that went, or were no longer wanted, before they were called."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, Node
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
 from node_agent.config import RUNNERS
+
+log = logging.getLogger(__name__)
 
 OPEN_TENANT = "default"
 """Whose functions are served when the file names no tenant."""
@@ -80,6 +83,8 @@ def load_service_file(file: Path, environment: Mapping[str, str] | None = None) 
         node_pools=_named(document, "node_pools", NodePool),
         infra=_section(document, ("infra",), Infra),
     )
+    if loaded.node.predictor is not None:
+        log.warning(f"{file}: node.predictor is ignored: node.prefetch (off, auto) took its place; remove the key")
     _refuse_unbuilt(document)
     _check_addresses(document, loaded)
     _check_together(document, loaded)
@@ -113,7 +118,6 @@ BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "gateway.webhook_hosts": (),
     "gateway.policy": _policies,
     "node.runner": ("auto", *RUNNERS),
-    "node.predictor": ("auto", "none"),
     "node.tensor_parallel": (1,),
     "functions.*.provisioned": (0,),
     "functions.*.idle_ttl": (),

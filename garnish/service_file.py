@@ -49,7 +49,10 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_memory: int | None = None
     cpu_workers: Count | Literal["auto"] = "auto"
     cold_start: Literal["auto", "wait", "pipeline", "assist"] = "auto"
-    predictor: Text = "auto"
+    eviction: Literal["cost", "lru", "lfu", "gdsf"] = "cost"
+    prefetch: Literal["off", "auto"] = "auto"
+    prefetch_waste: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    predictor: Text | None = None
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     disk_cache: DiskCache | Literal["off"] | None = None
     simulate: Simulate = Simulate()

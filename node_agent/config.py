@@ -56,6 +56,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes on this host, this one included, that divide its cores among them."""
     cold_start: str = "auto"
     """auto, wait, pipeline or assist: how adapters that are not on the device may get there"""
+    prefetch: str = "auto"
+    """auto: what the gateway wants here is brought in while nothing else is to be loaded; off"""
+    prefetch_waste: float = 0.25
+    """Share of prefetched bytes, 0 to 1, that may be wasted before prefetching backs off."""
     cpu_workers: int | None = None
     """CPU LoRA workers, a core each; None: as many cores as the engine leaves"""
     worker_repeats: int = 1
@@ -66,6 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Simulated link between host memory and the device."""
     store_link: LinkConfig | None = None
     """Simulated link between the object store and this host."""
+    eviction: str = "cost"
+    """cost, lru, lfu or gdsf: which adapters leave device and host memory first"""
     disk_cache: DiskCacheConfig | None = None
     """None: adapters are read from the store whenever they are not in host memory."""
 

@@ -31,7 +31,7 @@ from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.engine.stats import stats_of
 from node_agent.heartbeat import NAME, Heartbeat
-from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, command_decoder, encode
+from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, Want, command_decoder, encode
 from node_agent.performance.capacity import capacity_of
 from node_agent.performance.idle import QUIET_S, IdleMeasurement
 from node_agent.performance.setup import use_performance
@@ -160,6 +160,7 @@ class Loop:
 
     def drop_all(self) -> None:
         self.engine.cancel_all()
+        self.engine.prefetcher.clear()
         self.engine.take_events()
 
     def _turn(self, channel: Channel, selector: selectors.BaseSelector) -> None:
@@ -184,6 +185,8 @@ class Loop:
                 self.engine.submit(command.request)
             elif isinstance(command, Cancel):
                 self.engine.cancel(command.id)
+            elif isinstance(command, Want):
+                self.engine.prefetcher.want(command.residency)
             else:
                 self.engine.orders.take(command)
 
@@ -213,7 +216,7 @@ class Loop:
         is none to be made now."""
         if self.idle is None or self.idle.ended:
             return False
-        if self.engine.busy or self.engine.store.loading_bytes:
+        if self.engine.busy or self.engine.store.loading_bytes or self.engine.prefetcher.underway:
             self._active_at = time.monotonic()
         if time.monotonic() < self._active_at + QUIET_S:
             return False

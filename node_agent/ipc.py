@@ -13,7 +13,7 @@ from cluster.frames import frame
 from cluster.messages import Adapter, ColdStart, GenerateRequest
 from cluster.news import Resident, StrictRoom
 from cluster.performance_model import PerformanceModel
-from cluster.residency import AdapterStates, HeldTier
+from cluster.residency import AdapterStates, HeldTier, WantedResidency
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -49,8 +49,14 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
     digest: str
 
 
+class Want(msgspec.Struct, frozen=True, tag="want"):
+    """What is to be brought in while there is nothing else to load. It ends with the connection; it is not answered."""
+
+    residency: WantedResidency
+
+
 Question = ListAdapters | Prefetch | Evict
-Command = Submit | Cancel | Question
+Command = Submit | Cancel | Want | Question
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -144,6 +150,12 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     """Seconds; the least that any request here was promised."""
     strict: StrictRoom | None = None
     """Of `prompt_tokens` those of running requests alone; `queued` is not told."""
+    prefetches: int = 0
+    """Predicted ones that are under way."""
+    prefetch_useful_bytes: int = 0
+    """This and the next two as in cluster.news.Heartbeat."""
+    prefetch_late_bytes: int = 0
+    prefetch_wasted_bytes: int = 0
 
     def running_ranks(self) -> list[tuple[int | None, int]]:
         """Returns, for each running request, its adapter's slot (None for the base alone) and rank."""

@@ -17,7 +17,7 @@ import torch
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.adapter_memory.link import Link
-from node_agent.adapter_memory.loader_threads import LoaderThreads
+from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import view_layer
@@ -58,7 +58,11 @@ class DeviceCopy:
 
     # --- a Job: under the threads' lock
 
-    def take(self, now: float) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
+    @property
+    def priority(self) -> Priority:
+        return self.host.priority
+
+    def take(self, now: float, held: bool) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
         if self._running or self.over:
             return None
         states = self.states.layers
@@ -67,7 +71,7 @@ class DeviceCopy:
         if not left and not self._crossing:
             self._settle()
             return None
-        layer = next((layer for layer in left if self.host.here[layer]), None)
+        layer = next((layer for layer in left if self.host.here[layer]), None) if not held else None
         if layer is None and not self._crossing:
             return None
         self._running = True

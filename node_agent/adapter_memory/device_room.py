@@ -1,15 +1,18 @@
 """Room on the device: pages, slots and table entries, which adapters have them, and which ones give theirs up.
 
 Called by the engine's thread alone. An adapter that someone leases, that is pinned, or that a thread still writes, is
-never evicted.
+never evicted; in which order the others are is up to `eviction`.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator
 from itertools import chain
 
+from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
+from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.loads import DeviceAdapter
 from node_agent.adapter_memory.pool import Pool
@@ -19,28 +22,26 @@ Place = tuple[int, list[int], int]
 """Slot, pages and where the run of table entries begins: what an adapter needs on the device."""
 
 
-def least_recently_used(candidates: Sequence[str]) -> str:
-    return candidates[0]
-
-
 class DeviceRoom:
-    def __init__(self, pool: Pool, table: AdapterTable) -> None:
-        self.pool, self.table = pool, table
-        self.choose_victim: Callable[[Sequence[str]], str] = least_recently_used
-        """Gets the digests that may be evicted, the least recently used first, and returns one of them."""
+    def __init__(self, pool: Pool, table: AdapterTable, hosts: HostTier, eviction: LeastRecentlyUsed) -> None:
+        """`hosts`: the tier from which an evicted adapter would be brought back."""
+        self.pool, self.table, self.hosts, self.eviction = pool, table, hosts, eviction
         self.adapters: OrderedDict[str, DeviceAdapter] = OrderedDict()
         """All that have a place, wholly there or not; the least recently used first."""
         self.pinned: set[str] = set()
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
 
-    def take(self, digest: str, layout: AdapterLayout, evicts: bool = True) -> Place | None:
-        """A place for the adapter, evicting idle ones only where that makes enough room; None: it does not. `evicts`
-        False: what is free now, or None."""
-        victims = self._victims(layout.pages) if evicts else iter(())
+    def take(
+        self, digest: str, layout: AdapterLayout, evicts: bool = True, spared: Container[str] = ()
+    ) -> Place | None:
+        """A place for the adapter, evicting idle ones that are not `spared` only where that makes enough room; None: it
+        does not. `evicts` False: what is free now, or None."""
+        victims = self._victims(layout.pages, spared) if evicts else iter(())
         if victims is None:
             return None
         for victim in chain([None], victims):
             if victim is not None:
+                self.eviction.note_eviction(victim)
                 self.evict(victim)
             if not self._free_slots or layout.pages > self.pool.pages.free:
                 continue
@@ -50,6 +51,13 @@ class DeviceRoom:
                 assert pages is not None  # so many were free
                 return self._free_slots.pop(), pages, run
         return None
+
+    def note_call(self, digest: str) -> None:
+        """A request uses an adapter that has a place."""
+        self.adapters.move_to_end(digest)
+        self.eviction.demand.note_call(digest, time.monotonic())
+        self.eviction.note_call(digest)
+        self.hosts.eviction.note_call(digest)
 
     def give(self, digest: str, layout: AdapterLayout, place: Place) -> None:
         """The place that the adapter took is not needed: it did not move in."""
@@ -81,16 +89,20 @@ class DeviceRoom:
             return False
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
-    def _victims(self, pages: int) -> Iterator[str] | None:
-        """Returns the adapters that may be evicted, in the order of `choose_victim`. Returns None when evicting all of
-        them does not make `pages` free, or when there are none and no slot is free."""
-        may_go = [digest for digest, entry in self.adapters.items() if entry.idle and digest not in self.pinned]
-        if pages > self.pool.pages.free + sum(len(self.adapters[digest].pages) for digest in may_go):
+    def _victims(self, pages: int, spared: Container[str] = ()) -> Iterator[str] | None:
+        """Returns the adapters that may be evicted, the first to leave first. Returns None when evicting all of them
+        does not make `pages` free, or when there are none and no slot is free."""
+        idle = [entry for digest, entry in self.adapters.items() if entry.idle and digest not in self.pinned]
+        may_go = [entry for entry in idle if entry.host.digest not in spared]
+        if pages > self.pool.pages.free + sum(len(entry.pages) for entry in may_go):
             return None
         return self._in_order(may_go) if may_go or self._free_slots else None
 
-    def _in_order(self, digests: list[str]) -> Iterator[str]:
-        while digests:
-            chosen = self.choose_victim(digests)
-            digests.remove(chosen)
-            yield chosen
+    def _in_order(self, entries: list[DeviceAdapter]) -> Iterator[str]:
+        """The order is made when the first one has to leave."""
+        yield from self.eviction.order([self._candidate(entry) for entry in entries], time.monotonic())
+
+    def _candidate(self, entry: DeviceAdapter) -> Candidate:
+        digest = entry.host.digest
+        reload_s = self.hosts.reload_seconds(digest, entry.size)
+        return Candidate(digest, len(entry.pages), reload_s, entry.copy.arrived, self.hosts.waiting(digest) > 0)

@@ -21,7 +21,7 @@ from adapters.store import ObjectStore
 from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
 from node_agent.adapter_memory.link import Flow, Transfer
-from node_agent.adapter_memory.loader_threads import LoaderThreads
+from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
@@ -73,14 +73,18 @@ class Fetch:
 
     # --- a Job: under the threads' lock
 
-    def take(self, now: float) -> Callable[[], None] | None:
+    @property
+    def priority(self) -> Priority:
+        return self.host.priority
+
+    def take(self, now: float, held: bool) -> Callable[[], None] | None:
         if self.over:
             return None
         if self._error or self.host.given_up:
             self._settle()
             return None
         ready = next((r for r in self._ranges if r.not_before <= now), None)
-        if ready is None or self._running >= RANGES_IN_FLIGHT:
+        if held or ready is None or self._running >= self._most_in_flight:
             return None
         self._ranges.remove(ready)
         self._running += 1
@@ -90,7 +94,12 @@ class Fetch:
 
     def due(self) -> float | None:
         later = [r.not_before for r in self._ranges if r.not_before]
-        return min(later) if later and self._running < RANGES_IN_FLIGHT else None
+        return min(later) if later and self._running < self._most_in_flight else None
+
+    @property
+    def _most_in_flight(self) -> int:
+        """Of a prefetch one range: so few bytes are before those of a request that comes now."""
+        return RANGES_IN_FLIGHT if self.priority == Priority.REQUEST else 1
 
     def _settle(self) -> None:
         """Say how the load ended, once it has and nothing runs. Whoever wants it again until then finds it going on."""

@@ -2,17 +2,22 @@
 
 Called by the engine's thread alone; loader threads fill `pages` and say which layers are `here`. A load goes on while
 somebody waits for it (`announce` counts one in, `retract` out), the device is to copy from it, or CPU workers may read
-it. While one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load.
+it. While one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load. It
+is as urgent as the most urgent of those who want it; one that finds no room takes it from less urgent ones.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from cluster.messages import Adapter
+from cluster.residency import HeldTier
+from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
+from node_agent.adapter_memory.load_rates import LoadRates
 from node_agent.adapter_memory.loader import Loader
+from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable
@@ -20,22 +25,28 @@ from node_agent.adapter_memory.table import AdapterTable
 FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
 
-
-FIRST_RATE = 200e6
-"""Bytes per second that a load from the store is taken to bring, before one has been seen."""
+REPEATED_SHARE = 0.2
+"""Of its score that an adapter keeps in host memory while it is on the device too: it is read there only if it leaves
+the device before its next call. Tuned by benchmarks/eviction.py on half of its traces."""
 
 
 class HostTier:
-    """`memory` bytes at most; least recently used first out. What somebody waits for or copies from stays."""
+    """`memory` bytes at most; what leaves first is up to `eviction`. What somebody waits for or copies from stays."""
 
-    def __init__(self, loader: Loader, pool: Pool, table: AdapterTable, memory: int) -> None:
+    def __init__(
+        self, loader: Loader, pool: Pool, table: AdapterTable, *, memory: int, eviction: LeastRecentlyUsed
+    ) -> None:
         """`table` names the adapters' rows in `pool`, for CPU workers."""
         self.loader, self.pool, self.table, self.memory = loader, pool, table, memory
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
         self.failure_memory = FAILURE_MEMORY
-        self.rate = FIRST_RATE
-        """bytes per second that loads have lately brought from the store"""
-        self._waiters: Counter[str] = Counter()
+        self.eviction, self.rates = eviction, LoadRates()
+        self.on_device: Container[str] = ()
+        """digests of adapters that have a place on the device"""
+        self.short: Priority | None = None
+        """of the most urgent load that found no room at the last `poll`; None: all found some"""
+        self._waiters: dict[str, Counter[Priority]] = {}
+        self._spared: dict[str, Container[str]] = {}
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
         self._measuring: list[HostAdapter] = []
         self._unfetched: list[HostAdapter] = []
@@ -51,21 +62,33 @@ class HostTier:
         """Also those that are arriving, or have failed a moment ago."""
         return self._all.values()
 
+    def lacks_room(self, digest: str) -> bool:
+        """Its load found no room at the last `poll`."""
+        return any(host.digest == digest for host in self._unfetched)
+
     def waiting(self, digest: str) -> int:
         """How many wait for it."""
-        return self._waiters[digest]
+        return self._waiters[digest].total() if digest in self._waiters else 0
 
-    def announce(self, digest: str) -> None:
-        """Count one more who waits; each call is answered by one `retract`."""
-        self._waiters[digest] += 1
+    def announce(self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> None:
+        """Count one more who waits; each call is answered by one `retract`. `spared`: digests of adapters that are not
+        to be evicted for a predicted prefetch, until it is retracted."""
+        self._waiters.setdefault(digest, Counter())[priority] += 1
+        if priority == Priority.PREDICTED:
+            self._spared[digest] = spared
         self._count(digest)
 
-    def retract(self, digest: str) -> None:
+    def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
         """One waits no more. What nobody wants any more is dropped before it is whole."""
-        self._waiters[digest] -= 1
-        host = self._count(digest)
-        if not self._waiters[digest]:
+        counts = self._waiters[digest]
+        counts[priority] -= 1
+        if not counts[priority]:
+            del counts[priority]
+            if priority == Priority.PREDICTED:
+                del self._spared[digest]
+        if not counts:
             del self._waiters[digest]
+        host = self._count(digest)
         if host is not None and host.unwanted and not host.complete and host not in self._fetching:
             self.forget(host)  # a thread that fetches it sees for itself
 
@@ -80,14 +103,7 @@ class HostTier:
     def poll(self) -> None:
         """Take note of what loader threads have done, and start fetches that now have room, oldest first."""
         self._measuring = [host for host in self._measuring if not self._measured(host)]
-        waiting: list[HostAdapter] = []
-        for host in self._unfetched:
-            if self._all.get(host.digest) is not host or host.size > self.memory:
-                continue  # forgotten meanwhile, or will never fit: its request is told when it is placed
-            if not self._start_fetch(host):
-                host.first = None  # it may wait for long
-                waiting.append(host)
-        self._unfetched = waiting
+        self._start_fetches()
         self._fetching = [host for host in self._fetching if not self._fetched(host)]
         leaving, self._leaving = self._leaving, []
         for host in leaving:
@@ -118,13 +134,28 @@ class HostTier:
             raise RuntimeError(f"a hold on {host.digest} was released twice")
         host.holds -= 1
 
+    def note_lease(self, host: HostAdapter, leased: bool) -> None:
+        """Requests have leases on the adapter on the device, or have none any more."""
+        host.leased = leased
+        self._set_priority(host)
+
+    def awaited(self) -> Iterator[str]:
+        """Yields the digests for which requests or operators' prefetches wait; predicted prefetches step back."""
+        return (digest for digest, counts in self._waiters.items() if min(counts) < Priority.PREDICTED)
+
     def bytes_awaited(self, elsewhere: Container[str]) -> int:
-        """Returns the bytes of adapters that queued requests wait for, except those `elsewhere`, those that failed and
-        those whose header is still being read."""
-        hosts = (self._all.get(digest) for digest in self._waiters if digest not in elsewhere)
+        """Returns the bytes of adapters that are `awaited`, except those `elsewhere`, those that failed and those whose
+        header is still being read."""
+        hosts = (self._all.get(digest) for digest in self.awaited() if digest not in elsewhere)
         return sum(
             host.layout.live for host in hosts if host is not None and host.layout is not None and not host.failed
         )
+
+    def reload_seconds(self, digest: str, size: int) -> float:
+        """How long an adapter that left the device would take to come back."""
+        host = self._all.get(digest)
+        here = host is not None and host.complete and not host.failed
+        return self.rates.seconds("host", size) + (0.0 if here else self.rates.seconds(self._below(digest), size))
 
     @property
     def used(self) -> int:
@@ -145,17 +176,36 @@ class HostTier:
     def _count(self, digest: str) -> HostAdapter | None:
         host = self._all.get(digest)
         if host is not None:
-            host.waiters = self._waiters[digest]
+            host.waiters = self.waiting(digest)
+            self._set_priority(host)
+            if host.unwanted and not host.complete:
+                self.loader.wake()
         return host
 
+    def _set_priority(self, host: HostAdapter) -> None:
+        counts = self._waiters.get(host.digest) if self._all.get(host.digest) is host else None
+        priority = Priority.REQUEST if host.leased else min(counts, default=host.priority) if counts else host.priority
+        if priority == host.priority:
+            return
+        if priority == Priority.REQUEST and not host.complete:
+            host.began = time.monotonic()  # a request takes the prefetch over: the seconds before are none of its own
+        host.priority = priority
+        self.loader.wake()
+
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
-        host = HostAdapter(digest, artifact, waiters=self._waiters[digest])
-        if self.loader.cache is not None and self.loader.cache.has(digest):
-            host.origin = "disk"
+        counts = self._waiters.get(digest)
+        host = HostAdapter(digest, artifact, waiters=self.waiting(digest))
+        host.priority = min(counts) if counts else Priority.REQUEST
+        host.prefetched = host.priority > Priority.REQUEST
+        host.origin = self._below(digest)
         self._all[digest] = host
         self._measuring.append(host)
         self.loader.measure(host)
         return host
+
+    def _below(self, digest: str) -> HeldTier:
+        """Where an adapter would be read from that is not in host memory."""
+        return "disk" if self.loader.cache is not None and self.loader.cache.has(digest) else "absent"
 
     def _measured(self, host: HostAdapter) -> bool:
         if host.failed:
@@ -166,12 +216,37 @@ class HostTier:
             self._unfetched.append(host)
         return True
 
+    def _start_fetches(self) -> None:
+        """The most urgent first. While one waits for room, less urgent ones take none, and give up what they have."""
+        waiting: list[HostAdapter] = []
+        self.short = None
+        for host in sorted(self._unfetched, key=lambda host: host.priority):
+            if self._all.get(host.digest) is not host or host.size > self.memory:
+                continue  # forgotten meanwhile, or will never fit: its request is told when it is placed
+            less_urgent = self.short is not None and host.priority > self.short
+            if less_urgent or not self._start_fetch(host):
+                self.short = host.priority if self.short is None else self.short
+                host.first = None  # it may wait for long
+                waiting.append(host)
+        self._unfetched = waiting
+        if self.short is not None:
+            self._reclaim(self.short)
+
+    def _reclaim(self, priority: Priority) -> None:
+        """Loads that are less urgent than `priority` end."""
+        for host in self._fetching:
+            if host.priority > priority and not host.reclaimed:
+                host.reclaimed = True
+                self.forget(host)
+                self.loader.wake()
+
     def _start_fetch(self, host: HostAdapter) -> bool:
         """False when there is no room yet."""
-        if not self._make_room(host.size):
+        spared = self._spared.get(host.digest, ()) if host.priority == Priority.PREDICTED else ()
+        if not self._make_room(host.size, spared):
             return False
         assert host.layout is not None  # measured
-        run = self._reserve(max(1, host.layout.rows))
+        run = self._reserve(max(1, host.layout.rows), spared)
         if run is None:
             return False
         host.pages = self.pool.pages.take(host.layout.pages, host.digest)
@@ -182,25 +257,41 @@ class HostTier:
         self.loader.fetch(host)
         return True
 
-    def _reserve(self, rows: int) -> int | None:
+    def _reserve(self, rows: int, spared: Container[str]) -> int | None:
         """A run of the table; idle adapters go where its free entries lie too scattered."""
-        while (run := self.table.reserve(rows)) is None:
-            idle = next((host for host in self._all.values() if self._is_idle(host)), None)
-            if idle is None:
-                return None
-            self.forget(idle)
-        return run
+        if (run := self.table.reserve(rows)) is not None:
+            return run
+        for host in self._in_order(self._idle(spared)):
+            self._evict(host)
+            if (run := self.table.reserve(rows)) is not None:
+                return run
+        return None
 
-    @staticmethod
-    def _is_idle(host: HostAdapter) -> bool:
-        return host.complete and host.unwanted and host.pages is not None
+    def _idle(self, spared: Container[str]) -> list[HostAdapter]:
+        idle = [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
+        return [host for host in idle if host.digest not in spared]
+
+    def _in_order(self, idle: list[HostAdapter]) -> list[HostAdapter]:
+        """The first to leave first."""
+        return [self._all[digest] for digest in self.eviction.order([*map(self._candidate, idle)], time.monotonic())]
+
+    def _candidate(self, host: HostAdapter) -> Candidate:
+        assert host.pages is not None  # it is idle
+        reload_s = self.rates.seconds(self._below(host.digest), host.size)
+        if host.digest in self.on_device:
+            reload_s *= REPEATED_SHARE
+        return Candidate(host.digest, len(host.pages), reload_s, host.arrived)
+
+    def _evict(self, host: HostAdapter) -> None:
+        self.eviction.note_eviction(host.digest)
+        self.forget(host)
 
     def _fetched(self, host: HostAdapter) -> bool:
         if host.failed:
             self._note_failure(host)
             return True
-        if host.complete and host.arrived > host.began:
-            self.rate += (host.size / (host.arrived - host.began) - self.rate) / 4
+        if host.complete and not host.prefetched:
+            self.rates.note(host.origin, host.size, host.arrived - host.began)
         return host.complete
 
     def _free(self, host: HostAdapter) -> None:
@@ -225,15 +316,17 @@ class HostTier:
         else:
             self.forget(host)
 
-    def _make_room(self, size: int) -> bool:
+    def _make_room(self, size: int, spared: Container[str] = ()) -> bool:
         """Evict only if that is enough."""
         used = self.used
-        idle = [host for host in self._all.values() if self._is_idle(host)]
+        if used + size <= self.memory and self._free_slots:
+            return True
+        idle = self._idle(spared)
         if used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
             return False
-        for host in idle:
-            if used + size <= self.memory and self._free_slots:
-                break
+        for host in self._in_order(idle):
             used -= host.size
-            self.forget(host)
-        return True
+            self._evict(host)
+            if used + size <= self.memory and self._free_slots:
+                return True
+        return False

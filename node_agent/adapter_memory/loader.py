@@ -14,7 +14,7 @@ from node_agent.adapter_memory.disk_cache import DiskCache
 from node_agent.adapter_memory.fetch import DAMAGE, Fetch
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.link import Link
-from node_agent.adapter_memory.loader_threads import LoaderThreads
+from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import FirstBytes, Staging
@@ -23,6 +23,28 @@ MEASURE_THREADS = 8
 """Headers, and the first layers with them (two reads an adapter), must not wait behind the bytes of large adapters."""
 STORE_THREADS = 8
 COPY_THREADS = 4
+
+
+class _Awaited:
+    """A Job of the fetching threads without work: with it a load holds up less urgent ones from its beginning on, also
+    while its header is read and while it waits for room."""
+
+    def __init__(self, host: HostAdapter) -> None:
+        self._host = host
+
+    @property
+    def priority(self) -> Priority:
+        return self._host.priority
+
+    @property
+    def over(self) -> bool:
+        return self._host.pages is not None or bool(self._host.failed) or self._host.unwanted
+
+    def take(self, now: float, held: bool) -> None:  # noqa: ARG002 - a Job's signature
+        return None
+
+    def due(self) -> None:
+        return None
 
 
 class Loader:
@@ -51,6 +73,7 @@ class Loader:
 
     def measure(self, host: HostAdapter) -> None:
         """Start to read the adapter's header; `host.layout` is its outcome."""
+        self._fetching.add(_Awaited(host))
         self._measuring.submit(self._measure, host)
 
     def fetch(self, host: HostAdapter) -> None:
@@ -89,6 +112,11 @@ class Loader:
                 states.failed = states.failed or "nobody waits for it any more"
         self._copying.wake()
 
+    def wake(self) -> None:
+        """Loads have become more or less urgent, or unwanted."""
+        self._fetching.wake()
+        self._copying.wake()
+
     def close(self) -> None:
         for link in self._links:
             link.close()
@@ -117,6 +145,7 @@ class Loader:
         except Exception as error:  # the border of a thread: whatever failed becomes the adapter's state
             host.damaged = isinstance(error, DAMAGE)
             host.failed = f"{type(error).__name__}: {error}"
+            self._fetching.wake()
         self.on_change()
 
     def _cached_header(self, host: HostAdapter) -> ArtifactHeader | None:

@@ -1,4 +1,5 @@
-"""Threads that serve the jobs of loads in turn: a piece of work from each, so that no job keeps the others out."""
+"""Threads that serve the jobs of loads in turn: a piece of work from each, so that no job keeps the others out. While a
+more urgent job is under way, less urgent ones get nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -16,15 +18,30 @@ CLOSE_SECONDS = 30.0
 """Longest wait for a piece of work that still runs at the end."""
 
 
+class Priority(IntEnum):
+    """Of a load; the lower number goes first."""
+
+    REQUEST = 0
+    ORDER = 1
+    """an operator's prefetch"""
+    PREDICTED = 2
+    """a prefetch for a call that is only forecast"""
+
+
 class Job(Protocol):
     """What a load does in one tier. Its methods are called under the threads' lock, and never block."""
+
+    @property
+    def priority(self) -> Priority:
+        """It may change at any time; whoever changes it calls `wake`."""
 
     @property
     def over(self) -> bool:
         """No work is left and none runs: the threads forget it."""
 
-    def take(self, now: float) -> Callable[[], None] | None:
-        """The next piece of work, or None when there is none yet. Must not raise, nor must the work."""
+    def take(self, now: float, held: bool) -> Callable[[], None] | None:
+        """The next piece of work, or None when there is none yet. `held`: a more urgent job is under way, and this one
+        begins nothing; it may end. Must not raise, nor must the work."""
 
     def due(self) -> float | None:
         """Returns the time at which `take` should be asked again without a `wake` (monotonic seconds), or None."""
@@ -89,21 +106,33 @@ class LoaderThreads:
                     self._call_one()
                     return work
                 now = time.monotonic()
-                due = min((at for job in self._jobs if (at := job.due()) is not None), default=now + LONGEST_WAIT)
+                first = self._first()
+                dues = (job.due() for job in self._jobs if job.priority <= first)
+                due = min((at for at in dues if at is not None), default=now + LONGEST_WAIT)
                 self._idle += 1
                 self.changed.wait(min(max(0.0, due - now), LONGEST_WAIT))
                 self._idle -= 1
             return None
 
     def _take(self) -> Callable[[], None] | None:
-        """The first job that has work goes to the end of the line."""
-        now = time.monotonic()
-        found = None
+        """The first of the most urgent jobs that has work goes to the end of the line."""
+        found, count = None, -1
+        while found is None and count != len(self._jobs):  # once more where one ended: others may go on for it
+            count = len(self._jobs)
+            found = self._take_once()
+            self._jobs = [job for job in self._jobs if not job.over]
+        return found
+
+    def _take_once(self) -> Callable[[], None] | None:
+        now, first = time.monotonic(), self._first()
         for job in self._jobs:
-            found = job.take(now)
+            found = job.take(now, held=job.priority > first)
             if found is not None:
                 self._jobs.remove(job)
                 self._jobs.append(job)
-                break
-        self._jobs = [job for job in self._jobs if not job.over]
-        return found
+                return found
+        return None
+
+    def _first(self) -> Priority:
+        """Returns the priority of the most urgent job that is not over."""
+        return min((job.priority for job in self._jobs if not job.over), default=Priority.REQUEST)

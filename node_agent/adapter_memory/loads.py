@@ -13,6 +13,7 @@ from adapters.artifact import ArtifactHeader
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
+from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.ranges import FirstBytes
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.device import Event
@@ -26,16 +27,24 @@ NEARLY_DONE = 0.25
 class HostAdapter:
     """One adapter in host memory, in the pool's dtype and row order.
 
-    The engine's thread writes `waiters`, `placed`, `holds` and what it took (`pages`, which loader threads fill,
-    `slot` and `run`); loader threads write the rest.
+    The engine's thread writes `waiters`, `placed`, `leased`, `holds`, what follows from them (`priority`, `reclaimed`)
+    and what it took (`pages`, which loader threads fill, `slot` and `run`); loader threads write the rest.
     """
 
     digest: str
     artifact: str
     waiters: int = 0
-    """queued requests that want it"""
+    """queued requests, and prefetches, that want it"""
+    priority: Priority = Priority.REQUEST
+    """of the most urgent of them and of the requests that lease it on the device; once nobody does, as it was"""
+    prefetched: bool = False
+    """no request wanted it when its load began: how long that took says nothing of the store"""
     placed: bool = False
     """the device is to copy from it"""
+    leased: bool = False
+    """a request has a lease on it on the device"""
+    reclaimed: bool = False
+    """a more urgent load needs its room"""
     holds: int = 0
     """CPU workers may read it"""
     origin: HeldTier = "absent"
@@ -74,21 +83,26 @@ class HostAdapter:
         )
 
     @property
+    def fetched(self) -> float:
+        """Returns the share of its bytes, 0 to 1, that has arrived; 0 while the header is not read."""
+        if self.header is None or not self.here:
+            return 0.0
+        return 1 - self.bytes_left(len(self.here)) / max(1, sum(block.size for block in self.header.layers))
+
+    @property
     def unwanted(self) -> bool:
         return not (self.waiters or self.placed or self.holds)
 
     @property
     def given_up(self) -> bool:
         """Nobody wants it, and what is here is not worth the rest."""
-        return self.unwanted and not self.nearly_done
+        return self.unwanted and (self.reclaimed or not self.nearly_done)
 
     @property
     def nearly_done(self) -> bool:
         """Returns whether no more than NEARLY_DONE of the bytes are still to come; False while the header is not
         read."""
-        if self.header is None or not self.here:
-            return False
-        return self.bytes_left(len(self.here)) <= NEARLY_DONE * sum(block.size for block in self.header.layers)
+        return self.fetched >= 1 - NEARLY_DONE
 
     @property
     def in_use(self) -> bool:
@@ -138,6 +152,8 @@ class DeviceAdapter:
     """when the load that brings it here began; monotonic seconds"""
     copy: CopyStates
     leases: int = 0
+    prefetched: bool = False
+    """no request wanted it when this load began: how long it took says nothing of the link"""
     served: bool = False
     """A request got its answer from it: the load goes on to its end, for more are to be expected."""
     settled: bool = False

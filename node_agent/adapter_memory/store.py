@@ -7,7 +7,7 @@ handed to them. Which adapters have room on the device, and lose it, is up to `d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,14 +16,18 @@ from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
 from cluster.messages import Adapter
 from cluster.news import Resident
+from node_agent.adapter_memory.demand import Demand
+from node_agent.adapter_memory.device_loads import DeviceLoads
 from node_agent.adapter_memory.device_room import DeviceRoom
 from node_agent.adapter_memory.disk_cache import open_cache
+from node_agent.adapter_memory.eviction import POLICIES
 from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.host_map import HostMap, SharedTable, export
 from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import Loader
+from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter, HostHold
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
@@ -61,30 +65,36 @@ class AdapterStore:
         self.simulated_link = config.load_link
         self.cache = open_cache(config.disk_cache, base)
         self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change, self.cache)
-        self.hosts = HostTier(self.loader, self.host_memory.pool, self.host_table.table, config.host_memory)
+        self.demand, policy = Demand(), POLICIES[config.eviction]
+        pool, table = self.host_memory.pool, self.host_table.table
+        self.hosts = HostTier(self.loader, pool, table, memory=config.host_memory, eviction=policy(self.demand))
         self.adapter_memory = config.adapter_memory
-        self.room = DeviceRoom(self.pool, self.table)
-        self.device = self.room.adapters
-        self._loading: list[DeviceAdapter] = []
-        """Those of `device` that are not switched in yet."""
+        self.room = DeviceRoom(self.pool, self.table, self.hosts, policy(self.demand))
+        self.device = self.hosts.on_device = self.room.adapters
+        self.loads = DeviceLoads(self.loader, self.hosts, self.room)
+        """Of those of `device` that are not switched in yet."""
         self._releasing: list[tuple[str, Sequence[Event]]] = []
 
     # --- what the engine calls for a request
 
-    def announce(self, adapter: Adapter) -> str:
-        """A request waits for the adapter: start its load. Returns where it is: none (device), host, disk or absent.
+    def announce(self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> str:
+        """A request (or a prefetch) waits for the adapter: start its load. Returns where it is: none (device), host,
+        disk or absent. `spared`: as in HostTier.announce.
 
         Each call is answered by one `retract`, when the request leaves the queue.
         """
-        self.hosts.announce(adapter.digest)
+        self.hosts.announce(adapter.digest, priority, spared)
         if self.ready(adapter.digest):
             return "none"
         host = self.hosts.load(adapter)
         return "host" if host.complete and not host.failed else host.origin
 
-    def retract(self, digest: str) -> None:
-        """A request waits no more."""
-        self.hosts.retract(digest)
+    def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
+        """A request (or a prefetch) waits no more."""
+        self.hosts.retract(digest, priority)
+        entry = self.device.get(digest)
+        if entry is not None:
+            self.loads.end_unwanted(entry)
 
     def acquire(
         self, adapter: Adapter, order: Sequence[int] | None = None
@@ -96,6 +106,8 @@ class AdapterStore:
         entry = self.device.get(adapter.digest)
         if entry is None:
             found = self._place(adapter, order)
+            if isinstance(found, NoRoom) and self.loads.reclaim(Priority.REQUEST):
+                return Pending()
             if not isinstance(found, DeviceAdapter):
                 return found
             entry = found
@@ -103,8 +115,11 @@ class AdapterStore:
             return Pending()  # it is about to go; the next load begins then
         elif entry.copy.failed:
             return LoadFailed(entry.copy.failed, entry.host.damaged)
+        if not (entry.leases or entry.settled) and entry.host.priority > Priority.REQUEST:
+            entry.began = time.monotonic()  # a prefetch began it: the seconds before are none of the request's own
         entry.leases += 1
-        self.device.move_to_end(adapter.digest)
+        self.hosts.note_lease(entry.host, True)
+        self.room.note_call(adapter.digest)
         return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
 
     def release(self, lease: Lease, after: Sequence[Event], served: bool = False) -> None:
@@ -169,12 +184,13 @@ class AdapterStore:
 
     def host_seconds(self, lease: Lease, layer: int) -> float:
         """How long a layer that is not in host memory will take to get there, as loads went lately."""
-        return self.device[lease.digest].host.bytes_left(layer) / self.hosts.rate
+        host = self.device[lease.digest].host
+        return self.hosts.rates.seconds(host.origin, host.bytes_left(layer))
 
     @property
     def loads_in_flight(self) -> int:
         """That share the link to the device."""
-        return len(self._loading)
+        return len(self.loads.awaited)
 
     def failure(self, lease: Lease) -> LoadFailed | None:
         """Why the load failed; None unless it did."""
@@ -241,7 +257,25 @@ class AdapterStore:
             raise RuntimeError(f"adapter {lease.digest} is not in host memory")
         return slot
 
+    # --- for prefetches
+
+    def place(self, adapter: Adapter, spared: Container[str] = ()) -> NoRoom | Pending | TooLarge | LoadFailed | None:
+        """Begins to copy an adapter that lies in host memory to the device, evicting none that is `spared`. Nobody
+        leases it: until the copy has ended, requests may take its room. Returns None, or why not."""
+        found = self._place(adapter, None, spared)
+        return None if isinstance(found, DeviceAdapter) else found
+
+    @property
+    def urgent_loads(self) -> bool:
+        """Returns whether a request, or an operator's prefetch, waits for a load or for its beginning."""
+        return self.loads_in_flight > 0 or any(not self.ready(digest) for digest in self.hosts.awaited())
+
     # --- residency
+
+    def expect(self, chances: Mapping[str, float]) -> None:
+        """Replaces the forecast: by digest, the probability of a call within 30 s. An adapter that is absent is judged
+        by its own calls alone. Raises ValueError unless each is between 0 and 1."""
+        self.demand.expect(chances)
 
     def pin(self, digest: str) -> None:
         """Once on the device, the adapter stays there until it is unpinned."""
@@ -282,7 +316,7 @@ class AdapterStore:
         for digest, events in releasing:
             self.release(Lease(digest, -1, ()), events)
         self.hosts.poll()
-        self._loading = [entry for entry in self._loading if not self._advance_load(entry)]
+        self.loads.poll()
 
     def close(self) -> None:
         self.loader.close()
@@ -306,8 +340,9 @@ class AdapterStore:
 
     @property
     def loading_bytes(self) -> int:
-        """On their way to the device, or awaited there by queued requests; layers that have arrived do not count."""
-        return sum(entry.bytes_left for entry in self._loading) + self.hosts.bytes_awaited(self.device)
+        """On their way to the device, or awaited there by queued requests; layers that have arrived do not count, nor
+        do predicted prefetches, which a request finds out of its way."""
+        return sum(entry.bytes_left for entry in self.loads.awaited) + self.hosts.bytes_awaited(self.device)
 
     @property
     def leases(self) -> int:
@@ -321,7 +356,7 @@ class AdapterStore:
     # --- inside
 
     def _place(
-        self, adapter: Adapter, order: Sequence[int] | None
+        self, adapter: Adapter, order: Sequence[int] | None, spared: Container[str] = ()
     ) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
         """Room on the device for an adapter that has none; each layer is copied once it is in host memory."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
@@ -334,49 +369,18 @@ class AdapterStore:
             return TooLarge(host.size, self.largest)
         if host.pages is None:
             return Pending()  # host memory is full of loads; this one is next in line
-        place = self.room.take(adapter.digest, host.layout)
+        place = self.room.take(adapter.digest, host.layout, spared=spared)
         if place is None:
             return NoRoom()
-        if not self.loader.claim(host):  # it ended a moment ago
-            self.room.give(adapter.digest, host.layout, place)
-            return Pending()  # the next call says how
-        began = time.monotonic() if host.complete else host.began
-        copy = CopyStates.of(len(host.layout.layers))
-        if order is not None:
-            self.loader.set_order(copy, order)
-        entry = DeviceAdapter(host, host.layout, *place, began, copy)
-        self.room.move_in(entry)
-        self._loading.append(entry)
-        self.loader.copy(host, entry.pages, copy)
-        return entry
+        return self.loads.begin(host, place, order) or Pending()  # the next call says how it ended
 
     def _drop_lease(self, digest: str) -> None:
         entry = self.device[digest]
         if entry.leases <= 0:
             raise RuntimeError(f"a lease on {digest} was released twice")
         entry.leases -= 1
+        self.hosts.note_lease(entry.host, entry.leases > 0)
         if entry.copy.failed and entry.idle:
             self.room.evict(digest)
-        elif not (entry.leases or entry.settled) and self._may_give_up(entry):
-            self.loader.abandon(entry.copy)
-
-    def _may_give_up(self, entry: DeviceAdapter) -> bool:
-        """Nobody wants the adapter that is on its way, and much of it has still to come from the store."""
-        digest = entry.host.digest
-        return not (entry.served or digest in self.room.pinned or self.hosts.waiting(digest) or entry.host.nearly_done)
-
-    def _advance_load(self, entry: DeviceAdapter) -> bool:
-        """Take note of a copy that has ended, one way or the other; False while it goes on."""
-        host, copy = entry.host, entry.copy
-        if not copy.ended.is_set():
-            return False
-        host.placed, entry.settled = False, True
-        if not copy.failed:
-            entry.weights = [views for views in copy.views if views is not None]
-            entry.load_seconds = copy.arrived - entry.began
-            return True
-        if not (host.failed or copy.abandoned):
-            self.hosts.forget(host)  # the copy failed: the next request reads the store again
-        if entry.leases == 0:
-            self.room.evict(host.digest)
-        return True
+        else:
+            self.loads.end_unwanted(entry)

@@ -1,7 +1,9 @@
-"""GET /adapters, POST /adapters/prefetch and /adapters/evict: what operators ask and order, passed on to the engine."""
+"""GET /adapters, POST /adapters/prefetch and /adapters/evict: what operators ask and order; POST /adapters/wanted: what
+the gateway expects to be called. All are passed on to the engine."""
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import TypeVar
 
@@ -13,7 +15,7 @@ from starlette.routing import Route
 from adapters.names import DIGEST
 from cluster.errors import ServiceError
 from cluster.messages import VersionMismatch, check_version
-from cluster.residency import EvictOrder, Moved, PrefetchOrder
+from cluster.residency import MAX_WANTED, EvictOrder, Moved, PrefetchOrder, WantedResidency
 from node_agent.api.request import read_body
 from node_agent.api.requests import RequestRegistry
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
@@ -21,8 +23,10 @@ from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 ANSWER_SECONDS = 10.0
 """The engine answers between two iterations. A prefetch that takes longer goes on, and its caller is told so."""
 ORDER_BYTES = 1 << 16
+WANTED_BYTES = 1 << 18
+"""MAX_WANTED adapters, with room for ranks and long artifact keys."""
 
-Order = TypeVar("Order", PrefetchOrder, EvictOrder)
+Order = TypeVar("Order", PrefetchOrder, EvictOrder, WantedResidency)
 
 
 def adapter_routes(registry: RequestRegistry) -> list[Route]:
@@ -41,10 +45,15 @@ def adapter_routes(registry: RequestRegistry) -> list[Route]:
         digest = _checked((await _order(request, EvictOrder)).digest)
         return _packed(Moved(digest, (await _ask(registry, Evict(_id(), digest))).tier))
 
+    async def wanted(request: Request) -> Response:
+        registry.want(_check_wanted(await _order(request, WantedResidency, WANTED_BYTES)))
+        return Response(status_code=204)
+
     return [
         Route("/adapters", adapters, methods=["GET"]),
         Route("/adapters/prefetch", prefetch, methods=["POST"]),
         Route("/adapters/evict", evict, methods=["POST"]),
+        Route("/adapters/wanted", wanted, methods=["POST"]),
     ]
 
 
@@ -55,8 +64,8 @@ async def _ask(registry: RequestRegistry, question: Question) -> Answer:
     return answer
 
 
-async def _order(request: Request, kind: type[Order]) -> Order:
-    body = await read_body(request, ORDER_BYTES)
+async def _order(request: Request, kind: type[Order], limit: int = ORDER_BYTES) -> Order:
+    body = await read_body(request, limit)
     try:
         order = msgspec.msgpack.decode(body, type=kind)
         check_version(order.v)
@@ -69,6 +78,19 @@ def _checked(digest: str) -> str:
     if not DIGEST.fullmatch(digest):
         raise ServiceError("validation_failed", "digest must be 64 lower-case hexadecimal digits")
     return digest
+
+
+def _check_wanted(residency: WantedResidency) -> WantedResidency:
+    """Raises ServiceError (`validation_failed`)."""
+    if len(residency.adapters) > MAX_WANTED:
+        raise ServiceError("validation_failed", f"adapters has more than {MAX_WANTED}", param="adapters")
+    if not 0 <= residency.seconds < math.inf:
+        raise ServiceError("validation_failed", "seconds must be a finite number, 0 or more", param="seconds")
+    for want in residency.adapters:
+        _checked(want.adapter.digest)
+        if not 0 <= want.chance <= 1 or want.adapter.bytes < 0:
+            raise ServiceError("validation_failed", "chance must be in [0, 1], and bytes at least 0", param="chance")
+    return residency
 
 
 def _id() -> str:

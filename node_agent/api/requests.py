@@ -16,6 +16,7 @@ from cluster.messages import NEWEST_VERSION, GenerateRequest
 from cluster.news import News, NodeRecord, Resident, StrictRoom, rank_sums, whole
 from cluster.queue_shares import QueueShares, room_for_others
 from cluster.received import Received
+from cluster.residency import WantedResidency
 from node_agent.api.engine_link import EngineLink, LinkDown
 from node_agent.api.questions import Questions
 from node_agent.api.reply import RETRY_AFTER, RequestEvent
@@ -36,6 +37,7 @@ from node_agent.ipc import (
     Ready,
     Stats,
     Submit,
+    Want,
 )
 
 EVENT_LIMIT = 4096
@@ -161,6 +163,10 @@ class RequestRegistry:
     async def ask(self, question: Question, seconds: float) -> Answer | None:
         """The engine's answer; None when there is none within `seconds`. Raises ServiceError."""
         return await self._questions.ask(self._send, question, seconds)
+
+    def want(self, residency: WantedResidency) -> None:
+        """Passes on what is to be brought in. Raises ServiceError."""
+        self._send(Want(residency))
 
     def _check(self, request: GenerateRequest) -> None:
         if self.draining:
@@ -327,6 +333,10 @@ class RequestRegistry:
             tightest_tpot=stats.tightest_tpot if stats else None,
             strict=self._strict_room(waiting),
             received=self._received,
+            prefetches=stats.prefetches if stats else 0,
+            prefetch_useful_bytes=stats.prefetch_useful_bytes if stats else 0,
+            prefetch_late_bytes=stats.prefetch_late_bytes if stats else 0,
+            prefetch_wasted_bytes=stats.prefetch_wasted_bytes if stats else 0,
             device=ready.device if ready else "",
             error=self.error,
             pool=self._config.pool,

@@ -13,3 +13,5 @@ class Limits:
     max_cold: int
     chunk_tokens: int
     queue_limit: int
+    prefetch_waste: float | None = 0.25
+    """Share of the bytes of predicted prefetches, 0 to 1, above which they back off; None: there are none."""

@@ -21,6 +21,7 @@ from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
+from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prompt_events import score_events, split_scores
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
@@ -60,7 +61,8 @@ class Engine:
             cold_start, self._start_cold, self._book, runner, self.pulse, self._device_events, limits.max_cold
         )
         self.hot = HotPasses(runner, self._tensors, self.pulse)
-        self.orders = Orders(store)
+        self.prefetcher = Prefetcher(store, limits.prefetch_waste)
+        self.orders = Orders(store, self.prefetcher)
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
         self.measuring: float | None = None
@@ -101,6 +103,7 @@ class Engine:
         request.after_idle = self.scheduler.callers.note(request)
         if request.adapter is not None:
             request.found = self.store.announce(request.adapter)
+            self.prefetcher.note_call(request.adapter.digest)
         self.queue.add(request)
 
     def cancel(self, request_id: str) -> None:
@@ -128,6 +131,7 @@ class Engine:
         self._expire()
         self._admit()
         self.orders.poll(may_place=not self.queue)
+        self.prefetcher.poll()
 
     def compute_cold(self) -> int:
         """The cold passes, before the hot one: the first token of an adapter that is on its way need not wait for the

@@ -71,6 +71,7 @@ def build_engine(
         max_cold=config.max_cold,
         chunk_tokens=config.chunk_tokens,
         queue_limit=config.queue_limit,
+        prefetch_waste=config.prefetch_waste if config.prefetch == "auto" else None,
     )
     workers = start_workers(config, store, base, threads)
     starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))

@@ -37,6 +37,10 @@ def stats_of(engine: Engine) -> Stats:
         measuring=engine.measuring,
         tightest_tpot=tightest if tightest < math.inf else None,
         strict=_strict_room(engine),
+        prefetches=engine.prefetcher.underway,
+        prefetch_useful_bytes=engine.prefetcher.record.useful_bytes,
+        prefetch_late_bytes=engine.prefetcher.record.late_bytes,
+        prefetch_wasted_bytes=engine.prefetcher.record.wasted_bytes,
     )
 
 

@@ -119,7 +119,8 @@ def test_news_are_small_however_much_a_node_does() -> None:
         id="node-eu-west-1-0123456789abcdef.example", epoch="0123456789abcdef", seq=most, state="draining",
         running=10_000, queued=10_000, kv_blocks_free=most, contexts=most, max_rank=512, request_ranks=most,
         adapter_ranks=most, prompt_tokens_left=most, tightest_tpot=0.0123, strict=room, loading_bytes=most,
-        adapter_bytes_free=most, forecast_ratio=1.0123, measuring=0.123, received=received,
+        adapter_bytes_free=most, forecast_ratio=1.0123, measuring=0.123, received=received, prefetches=2,
+        prefetch_useful_bytes=most, prefetch_late_bytes=most, prefetch_wasted_bytes=most,
     )  # fmt: skip
     assert len(msgspec.msgpack.encode(News(heartbeat, None, Changes(most, most)))) <= 400
 

@@ -19,7 +19,7 @@ from garnish.file_schema import FILE, document, text
 ROOT = Path(__file__).parents[2]
 VALIDATOR = Draft202012Validator(document())
 
-WORDS = st.sampled_from(["auto", "none", "keys", "off", "wait", "x", "./a", "aws", "7", "Prod", "", "${env:X}"])
+WORDS = st.sampled_from(["auto", "none", "keys", "off", "wait", "lru", "x", "./a", "aws", "7", "Prod", "", "${env:X}"])
 SIZES = st.sampled_from(["4GiB", "0GiB", "1.5MB", "10", "3 kB", "12XB", "1GB/s", "200MB/s", "15m", "2h", "-1s", "0"])
 NUMBERS = st.sampled_from([0, 1, 2, 3, -1, 80, 70000, 20000, 0.5, 1.0, 2.5])
 VALUES = WORDS | SIZES | NUMBERS | st.sampled_from([None, True, [], {}, ["x"], {"link": "1GB/s"}, {"bytes": "1GiB"}])
@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = {
     ),
     "node": (
         "device", "runner", "dtype", "adapter_memory", "kv_memory", "host_memory", "cpu_workers", "cold_start",
-        "predictor", "tensor_parallel", "disk_cache", "simulate",
+        "eviction", "prefetch", "prefetch_waste", "predictor", "tensor_parallel", "disk_cache", "simulate",
     ),
     "infra": ("state",),
     "tenants": {"weight", "slo", "limits"},

@@ -40,7 +40,7 @@ registry: /data/registry
 auth: keys
 gateway: {host: 0.0.0.0, port: "8081", workers: 1, secret_file: ./secret}
 node: {device: cpu, runner: transformers, dtype: bfloat16, adapter_memory: 4GiB, kv_memory: auto, host_memory: 32GiB,
-       cpu_workers: auto, cold_start: wait, predictor: none, tensor_parallel: 1,
+       cpu_workers: auto, cold_start: wait, prefetch: off, prefetch_waste: 0.5, tensor_parallel: 1,
        simulate: {link: 1GB/s, store: 200MB/s, worker_repeats: 7}}
 tenants: {acme: {weight: 1}, globex: null}
 functions:
@@ -55,6 +55,7 @@ infra: {state: s3://acme-terraform/garnish}
     assert (service.node.adapter_memory, service.node.kv_memory, service.node.host_memory) == (4 << 30, None, 32 << 30)
     assert (service.node.simulate.link, service.node.simulate.store) == (1e9, 2e8)
     assert service.node.simulate.worker_repeats == 7
+    assert (service.node.prefetch, service.node.prefetch_waste) == ("off", 0.5)
     assert service.node_pools["l40s"].scale_to_zero_after == 600
     scaling = service.node_pools["here"].scaling
     assert (scaling.queue_wait, scaling.attainment, scaling.up, scaling.down) == (0.25, 0.9, 15.0, 120.0)
@@ -151,7 +152,6 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
         ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
         ("gateway.policy", "gateway: {policy: best}"),
         ("node.runner", "node: {runner: lightllm}"),
-        ("node.predictor", "node: {predictor: lstm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
         ("functions.f.provisioned", "functions: {f: {adapter: a, provisioned: 1}}"),
         ("functions.f.idle_ttl", "functions: {f: {adapter: a, idle_ttl: 15m}}"),
@@ -162,6 +162,22 @@ def test_what_is_not_built_is_refused(tmp_path: Path, field: str, text: str) -> 
     with pytest.raises(ServiceFileError, match="not built yet") as refused:
         load(tmp_path, HEAD + text)
     assert (refused.value.field, refused.value.line) == (field, 3)
+
+
+@pytest.mark.parametrize("predictor", ["auto", "none", "lstm"])
+def test_a_key_of_earlier_versions_is_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, predictor: str
+) -> None:
+    service = load(tmp_path, HEAD + f"node: {{predictor: {predictor}}}")
+    assert "node.predictor is ignored" in caplog.text
+    assert service.node.prefetch == "auto"
+
+
+@pytest.mark.parametrize("text", ["prefetch: lstm", "prefetch_waste: 1.5", "prefetch_waste: -0.1"])
+def test_how_prefetching_can_not_be_set(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ServiceFileError) as refused:
+        load(tmp_path, HEAD + f"node: {{{text}}}")
+    assert refused.value.field == f"node.{text.partition(':')[0]}"
 
 
 def test_limits_that_are_enforced(tmp_path: Path) -> None:

@@ -261,14 +261,6 @@ def test_usage_and_pins(world: World, make_store: Callable[..., AdapterStore]) -
     store.release(third, [])
 
 
-def test_the_victim_can_be_chosen(world: World, make_store: Callable[..., AdapterStore]) -> None:
-    store = make_store(adapter_slots=2)
-    store.room.choose_victim = lambda digests: digests[-1]
-    for adapter in world.adapters[:3]:
-        store.release(loaded_lease(store, adapter), [])
-    assert set(store.device) == {world.adapters[0].digest, world.adapters[2].digest}
-
-
 def test_nan_stays_with_its_adapter(make_engine: MakeEngine, drawn_adapters: list[Path]) -> None:
     """One adapter's weights become NaN on the device: what shares batch and pages with it writes the same as before."""
     engine = make_engine(max_rows=4)

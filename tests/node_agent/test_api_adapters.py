@@ -9,15 +9,24 @@ import msgspec
 import pytest
 
 from cluster.messages import Adapter
-from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
+from cluster.residency import (
+    MAX_WANTED,
+    AdapterState,
+    AdapterStates,
+    EvictOrder,
+    Moved,
+    PrefetchOrder,
+    WantedAdapter,
+    WantedResidency,
+)
 from node_agent.api import adapters as api_adapters
 from node_agent.api import questions as api_questions
-from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch
+from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Want
 from tests.node_agent.served_node import Node, run_scenario, served_node
 
 DIGEST = "d" * 64
 ADAPTER = Adapter(DIGEST, f"artifacts/v1/base/{DIGEST}", 1000, (8,))
-ROUTES = ("/adapters", "/adapters/prefetch", "/adapters/evict")
+ROUTES = ("/adapters", "/adapters/prefetch", "/adapters/evict", "/adapters/wanted")
 
 
 async def ask(node: Node, path: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -25,7 +34,7 @@ async def ask(node: Node, path: str, body: bytes | None = None) -> tuple[int, by
         return response.status, await response.read()
 
 
-def packed(order: PrefetchOrder | EvictOrder) -> bytes:
+def packed(order: PrefetchOrder | EvictOrder | WantedResidency) -> bytes:
     return msgspec.msgpack.encode(order)
 
 
@@ -112,14 +121,14 @@ def test_orders_that_are_none_do_not_reach_the_engine(tmp_path: Path, stories_di
         (b"{}", 400),
         (msgspec.msgpack.encode({"digest": DIGEST, "v": 99, "adapter": msgspec.to_builtins(ADAPTER)}), 400),
         (msgspec.msgpack.encode(bad_names), 422),
-        (b"x" * (api_adapters.ORDER_BYTES + 1), 413),
+        (b"x" * (api_adapters.WANTED_BYTES + 1), 413),
     ]
 
     async def scenario() -> None:
         async with served_node(tmp_path, stories_dir) as node:
             engine = await node.engine()
             for body, expected in bodies:
-                for path in ROUTES[1:]:
+                for path in ROUTES[1:3]:
                     assert (await ask(node, path, body))[0] == expected
             listing = asyncio.create_task(ask(node, "/adapters"))
             assert isinstance(await engine.hear(), ListAdapters), "the first that it hears of"
@@ -135,5 +144,55 @@ def test_the_routes_need_the_secret(tmp_path: Path, stories_dir: Path) -> None:
             for path in ROUTES:
                 status, body = await ask(node, path, None if path == "/adapters" else b"")
                 assert (status, error_of(body)) == (401, "unauthenticated")
+
+    run_scenario(scenario())
+
+
+def test_what_is_wanted_reaches_the_engine(tmp_path: Path, stories_dir: Path) -> None:
+    """As many as may be, with long names; fields of a later version are left out."""
+    artifact = "artifacts/" + "n" * 1000
+    adapters = [Adapter(f"{i:064x}", artifact, 1000, tuple(range(1, 129))) for i in range(MAX_WANTED)]
+    most = WantedResidency([WantedAdapter(adapter, "host", 0.5, pinned=True) for adapter in adapters], 30.0)
+    later = {**msgspec.to_builtins(most), "a_later_field": 1}
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            assert (await ask(node, "/adapters/wanted", packed(most)))[0] == 503
+            engine = await node.engine()
+            for body in (packed(most), msgspec.msgpack.encode(later)):
+                assert await ask(node, "/adapters/wanted", body) == (204, b"")
+                assert await engine.hear() == Want(most)
+
+    run_scenario(scenario())
+
+
+def test_wants_that_are_none_do_not_reach_the_engine(tmp_path: Path, stories_dir: Path) -> None:
+    def body(seconds: float = 1.0, count: int = 1, v: int = 3, **changes: object) -> bytes:
+        adapter = {**msgspec.to_builtins(ADAPTER), **{k: changes.pop(k) for k in ("digest", "bytes") if k in changes}}
+        entry = {"adapter": adapter, "tier": "device", "chance": 0.5, **changes}
+        return msgspec.msgpack.encode({"adapters": [entry] * count, "seconds": seconds, "v": v})
+
+    bodies = [
+        (b"", 400),
+        (b"\xc1", 400),
+        (b"{}", 400),
+        (body(v=99), 400),
+        (body(tier="disk"), 400),
+        (body(chance="likely"), 400),
+        (body(count=MAX_WANTED + 1), 422),
+        *((body(chance=chance), 422) for chance in (-0.1, 1.1, float("nan"), float("inf"))),
+        *((body(seconds=seconds), 422) for seconds in (-1.0, float("nan"), float("inf"))),
+        (body(digest="../../secret"), 422),
+        (body(bytes=-1), 422),
+        (b"x" * (api_adapters.WANTED_BYTES + 1), 413),
+    ]
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            for bad, expected in bodies:
+                assert (await ask(node, "/adapters/wanted", bad))[0] == expected
+            assert (await ask(node, "/adapters/wanted", body()))[0] == 204
+            assert isinstance(await engine.hear(), Want), "the first that it hears of"
 
     run_scenario(scenario())

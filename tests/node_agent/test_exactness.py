@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,15 +54,8 @@ def shared_engine(make_engine: MakeEngine, drawn_adapters: list[Path]) -> Iterat
     """A pool that holds about half of the adapters, so that eviction goes on all the time; some must have."""
     engine = make_engine(adapter_memory=POOL, chunk_tokens=24, max_rows=16, block_tokens=4)
     cases = [Case(directory, engine.deploy(directory), [], 0) for directory in drawn_adapters]
-    evicted: list[str] = []
-
-    def choose_victim(digests: Sequence[str]) -> str:
-        evicted.append(digests[0])
-        return digests[0]
-
-    engine.engine.store.room.choose_victim = choose_victim
     yield engine, [Case(None, None, [], 0), *cases]
-    assert evicted, "every adapter fits: the pool is too large for this test"
+    assert engine.engine.store.room.eviction.evictions, "every adapter fits: the pool is too large for this test"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,7 +12,7 @@ import pytest
 
 from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
-from node_agent.adapter_memory.loader_threads import LoaderThreads
+from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import HostHold
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import DiskCacheConfig, LinkConfig
@@ -23,6 +23,8 @@ from tests.node_agent.adapter_world import Turnstile, World, assert_layer
 class Steps:
     """A job of `left` pieces, which it writes down."""
 
+    priority = Priority.REQUEST
+
     def __init__(self, name: str, left: int, done: list[str], ended: threading.Event, not_before: float = 0.0) -> None:
         self.name, self.left, self.done, self.ended, self.not_before = name, left, done, ended, not_before
 
@@ -30,8 +32,8 @@ class Steps:
     def over(self) -> bool:
         return self.left == 0
 
-    def take(self, now: float) -> Callable[[], None] | None:
-        if not self.left or now < self.not_before:
+    def take(self, now: float, held: bool) -> Callable[[], None] | None:
+        if held or not self.left or now < self.not_before:
             return None
         self.left -= 1
         return self._work

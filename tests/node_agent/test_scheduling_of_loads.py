@@ -235,7 +235,7 @@ def test_a_load_that_nobody_waits_for_is_dropped(make_engine: MakeEngine, by_siz
 
 
 def test_host_memory_is_bounded_and_used_last_stays(make_engine: MakeEngine, by_size: list[Path]) -> None:
-    engine = make_engine(adapter_slots=1)
+    engine = make_engine(adapter_slots=1, eviction="lru")
     paths = by_size[4:8]
     adapters = [engine.deploy(path) for path in paths]
     hosts = engine.engine.store.hosts

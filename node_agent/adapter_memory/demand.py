@@ -1,0 +1,92 @@
+"""How much each adapter is asked for: the calls that came, and the forecast of those to come."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp, log, log1p
+
+RECENT_S = 120.0
+LONG_S = 3600.0
+"""Time constants of the two counts of calls, each of which decays exponentially: recency and frequency. Tuned by
+benchmarks/eviction.py on half of its traces."""
+FORECAST_S = 30.0
+"""The horizon of the probabilities that `expect` is told."""
+FORECAST_WEIGHT = 0.5
+"""Of a forecast against the adapter's own calls, where there is one."""
+RARELY, SURELY = 0.001, 0.99
+"""Probabilities beyond which a forecast says no more than `at most` and `at least` this."""
+MOST_REMEMBERED = 8192
+"""Adapters whose calls are remembered; those not called for longest are forgotten."""
+_DECAY = (1 / RECENT_S + 1 / LONG_S) / 2
+_LOG_WINDOWS = (log(RECENT_S) + log(LONG_S)) / 2
+
+
+@dataclass(slots=True)
+class _Calls:
+    last: float
+    """monotonic seconds"""
+    recent: float = 1.0
+    long: float = 1.0
+    """calls, decayed with RECENT_S and LONG_S until `last`"""
+    count: int = 1
+
+    def add(self, now: float) -> None:
+        gap = max(0.0, now - self.last)
+        self.recent = self.recent * exp(-gap / RECENT_S) + 1
+        self.long = self.long * exp(-gap / LONG_S) + 1
+        self.last, self.count = now, self.count + 1
+
+
+class Demand:
+    """One for both tiers of a node."""
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[str, _Calls] = OrderedDict()
+        """least recently called first"""
+        self._levels: dict[str, float] = {}
+        """By digest: the logarithm of the rate that its calls suggest, plus `_DECAY` times now: a constant between two
+        calls."""
+        self._forecast: dict[str, tuple[float, bool]] = {}
+        """By digest: the logarithm of the rate that is forecast, and whether it is `at least` that."""
+
+    def note_call(self, digest: str, now: float) -> None:
+        """Counts one call. `now`: monotonic seconds."""
+        calls = self._calls.get(digest)
+        if calls is None:
+            calls = self._calls[digest] = _Calls(now)
+            if len(self._calls) > MOST_REMEMBERED:
+                del self._levels[self._calls.popitem(last=False)[0]]
+        else:
+            calls.add(now)
+            self._calls.move_to_end(digest)
+        self._levels[digest] = (log(calls.recent) + log(calls.long)) / 2 - _LOG_WINDOWS + calls.last * _DECAY
+
+    def calls(self, digest: str) -> int:
+        """Returns how many calls are remembered; 0 if the adapter is unknown."""
+        found = self._calls.get(digest)
+        return found.count if found is not None else 0
+
+    def expect(self, chances: Mapping[str, float]) -> None:
+        """Replaces the forecast: by digest, the probability of a call within FORECAST_S. Raises ValueError unless each
+        is between 0 and 1."""
+        for digest, chance in chances.items():
+            if not 0 <= chance <= 1:
+                raise ValueError(f"the chance of a call of adapter {digest} is {chance}: expected 0 to 1")
+        self._forecast = {
+            digest: (log(-log1p(-min(max(chance, RARELY), SURELY)) / FORECAST_S), chance >= SURELY)
+            for digest, chance in chances.items()
+        }
+
+    def log_rate(self, digest: str, since: float, now: float) -> float:
+        """Returns the logarithm of the calls per second that are to be expected: the geometric mean of what recency,
+        frequency and forecast, if there is one, suggest. An adapter without remembered calls counts as called once,
+        at `since`."""
+        level = self._levels.get(digest)
+        own = (since * _DECAY - _LOG_WINDOWS if level is None else level) - now * _DECAY
+        forecast = self._forecast.get(digest)
+        if forecast is None:
+            return own
+        rate, at_least = forecast
+        return own + FORECAST_WEIGHT * (max(rate, own) - own if at_least else rate - own)

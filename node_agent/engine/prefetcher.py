@@ -1,0 +1,257 @@
+"""Predicted prefetches: what the gateway wants here is brought in while link and store have nothing else to do.
+
+A call always comes first: a prefetch begins only while no load of a request goes on or is awaited; it stands still when
+one begins (node_agent.adapter_memory.loader_threads), and its room is a request's to take. It evicts only adapters that
+are less likely to be called (`Spared`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from cluster.residency import WantedAdapter, WantedResidency
+from node_agent.adapter_memory.loader_threads import Priority
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.prefetch_load import PrefetchLoad
+from node_agent.engine.prefetch_record import MOST_AT_ONCE, Bounds, PrefetchRecord
+from node_agent.types import LoadFailed, TooLarge
+
+LONGEST_WANT_S = 600.0
+"""For so long at most a message holds."""
+LOOK_INTERVAL_S = 0.1
+"""Between two looks at what to begin, and at what came of earlier prefetches."""
+UNUSED_S = 300.0
+"""After which a prefetched adapter that is neither wanted nor was called counts as wasted."""
+HYSTERESIS = 2.0
+"""An adapter is evicted for one whose chance is so many times its own, at least."""
+RECENT_S = 30.0
+"""An adapter that was called or brought in within so many seconds, and of which no chance is known, is not evicted."""
+FULL_REST_S = 10.0
+"""Before the next try for an adapter that found no room in a tier."""
+FAILED_REST_S = 60.0
+"""The same where it could not be loaded, or an operator evicted it."""
+LEEWAY = 8
+"""An eighth of the device's adapter memory is what may be wasted without counting in full (PrefetchRecord)."""
+
+log = logging.getLogger("garnish.engine")
+
+
+@dataclass(eq=False)
+class _Underway:
+    want: WantedAdapter
+    load: PrefetchLoad
+    progress: float = 0.0
+    """at the last look"""
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """A prefetched adapter that has not been called yet."""
+
+    bytes: int
+    at: float
+
+
+class Prefetcher:
+    """Called by the engine's thread alone."""
+
+    def __init__(self, store: AdapterStore, waste: float | None) -> None:
+        """`waste`: share of the prefetched bytes above which it backs off; None: nothing is prefetched."""
+        self._store, self._enabled = store, waste is not None
+        self.record = PrefetchRecord(waste or 0.0, store.adapter_memory // LEEWAY)
+        self._wants: dict[str, WantedAdapter] = {}
+        """Most wanted first."""
+        self._until = 0.0
+        self._underway: dict[str, _Underway] = {}
+        self._brought: dict[str, _Brought] = {}
+        self._rests: dict[str, float] = {}
+        self._touched: OrderedDict[str, float] = OrderedDict()
+        """When adapters were last called or brought in; within RECENT_S."""
+        self._look_at = 0.0
+
+    @property
+    def underway(self) -> int:
+        """Prefetches that are under way."""
+        return len(self._underway)
+
+    def want(self, residency: WantedResidency) -> None:
+        """Replaces what was wanted before."""
+        if not self._enabled:
+            return
+        self._until = time.monotonic() + min(residency.seconds, LONGEST_WANT_S)
+        wants: dict[str, WantedAdapter] = {}
+        for want in residency.adapters:
+            wants.setdefault(want.adapter.digest, want)
+        self._replace_wants(wants)
+
+    def clear(self) -> None:
+        """Nothing is wanted any more."""
+        if self._wants:
+            self._replace_wants({})
+
+    def cancel(self, digest: str) -> None:
+        """An operator evicts the adapter: it is not brought in again at once."""
+        self._rests[digest] = time.monotonic() + FAILED_REST_S
+        self._drop(digest)
+        self._brought.pop(digest, None)
+
+    def note_call(self, digest: str) -> None:
+        """A request for the adapter has come, and waits for it (AdapterStore.announce): it takes over a prefetch that
+        is under way."""
+        if not self._enabled:
+            return
+        now = time.monotonic()
+        self._touch(digest, now)
+        each, brought = self._underway.pop(digest, None), self._brought.pop(digest, None)
+        if each is not None:
+            size, progress, waits = each.want.adapter.bytes, each.load.progress, each.load.waits
+            each.load.end()
+            if not each.want.pinned:
+                self.record.note(now, useful=size * progress, late=size * (1 - progress) if waits else 0)
+        if brought is not None:
+            self.record.note(now, useful=brought.bytes)
+
+    def poll(self) -> None:
+        """Let prefetches go on, note what came of earlier ones, and begin others if nothing else is to be loaded."""
+        now = time.monotonic()
+        if self._wants and now >= self._until:
+            self.clear()
+        for each in list(self._underway.values()):
+            self._advance(each, now)
+        if now >= self._look_at:
+            self._look_at = now + LOOK_INTERVAL_S
+            self._forget_old(now)
+            self._judge(now)
+            self._begin(now)
+
+    def may_go(self, digest: str, wanted: str) -> bool:
+        """Whether an idle adapter may be evicted for a wanted one: it is less likely to be called."""
+        want, other = self._wants.get(wanted), self._wants.get(digest)
+        if want is None or self._store.hosts.waiting(digest):
+            return False
+        if other is not None:
+            return not other.pinned and other.chance * HYSTERESIS <= _chance(want)
+        return want.pinned or time.monotonic() - self._touched.get(digest, -RECENT_S) >= RECENT_S
+
+    # --- inside
+
+    def _replace_wants(self, wants: dict[str, WantedAdapter]) -> None:
+        self._wants = wants
+        self._store.expect({digest: _chance(want) for digest, want in wants.items()})
+        for digest, each in list(self._underway.items()):
+            if digest in wants:
+                each.want = wants[digest]
+            else:
+                self._drop(digest)
+
+    def _drop(self, digest: str) -> None:
+        """What has come of a prefetch is wasted, unless all of it lies in host memory now, for a later call."""
+        each = self._underway.pop(digest, None)
+        if each is None:
+            return
+        progress = each.load.progress
+        each.load.end()
+        if progress == 1:
+            self._note_brought(each)
+        else:
+            self._waste(each, progress)
+
+    def _waste(self, each: _Underway, share: float) -> None:
+        if not each.want.pinned:
+            self.record.note(time.monotonic(), wasted=each.want.adapter.bytes * share)
+
+    def _note_brought(self, each: _Underway) -> None:
+        digest, now = each.want.adapter.digest, time.monotonic()
+        self._touch(digest, now)
+        if not each.want.pinned:
+            self._brought[digest] = _Brought(each.want.adapter.bytes, now)
+
+    def _advance(self, each: _Underway, now: float) -> None:
+        adapter, progress = each.want.adapter, each.load.progress
+        if progress < each.progress:  # a request took its room, and it begins anew
+            self._waste(each, each.progress)
+        each.progress = progress
+        if self._store.hosts.lacks_room(adapter.digest):
+            self._drop(adapter.digest)  # others may find some
+            self._rests[adapter.digest] = now + FULL_REST_S
+            return
+        outcome = each.load.advance(may_place=not self._store.urgent_loads)
+        if outcome is None:
+            return
+        del self._underway[adapter.digest]
+        if isinstance(outcome, (TooLarge, LoadFailed)):
+            log.warning("a predicted prefetch failed", extra={"digest": adapter.digest, "reason": str(outcome)})
+            self._waste(each, each.progress)
+            self._rests[adapter.digest] = now + FAILED_REST_S
+            return
+        if outcome == "host":
+            self._rests[adapter.digest] = now + FULL_REST_S
+        if outcome == "device" or not each.load.was_staged:
+            self._note_brought(each)
+
+    def _judge(self, now: float) -> None:
+        for digest, brought in list(self._brought.items()):
+            host = self._store.hosts.get(digest)
+            is_here = self._store.on_device(digest) or (host is not None and host.complete)
+            if is_here and (digest in self._wants or now - brought.at < UNUSED_S):
+                continue
+            del self._brought[digest]
+            self.record.note(now, wasted=brought.bytes)
+
+    def _begin(self, now: float) -> None:
+        if not self._wants or self._store.urgent_loads:
+            return
+        bounds = self.record.bounds(now)
+        for digest, want in self._wants.items():
+            if len(self._underway) >= MOST_AT_ONCE:
+                return
+            if digest in self._underway or digest in self._rests or self._store.hosts.waiting(digest):
+                continue
+            if self._is_held_back(want, bounds) or self._is_there(want):
+                continue
+            load = PrefetchLoad(
+                self._store,
+                want.adapter,
+                Priority.PREDICTED,
+                to_device=want.tier == "device",
+                spared=Spared(self, digest),
+            )
+            self._underway[digest] = _Underway(want, load)
+
+    def _is_held_back(self, want: WantedAdapter, bounds: Bounds) -> bool:
+        if want.pinned:
+            return False
+        return len(self._underway) >= bounds.at_once or want.chance < bounds.least_chance
+
+    def _is_there(self, want: WantedAdapter) -> bool:
+        """Whether it is where it is wanted, or on its way there."""
+        if self._store.on_device(want.adapter.digest):
+            return True
+        host = self._store.hosts.get(want.adapter.digest)
+        return want.tier == "host" and host is not None and host.complete
+
+    def _touch(self, digest: str, now: float) -> None:
+        self._touched[digest] = now
+        self._touched.move_to_end(digest)
+
+    def _forget_old(self, now: float) -> None:
+        while self._touched and next(iter(self._touched.values())) <= now - RECENT_S:
+            self._touched.popitem(last=False)
+        self._rests = {digest: until for digest, until in self._rests.items() if until > now}
+
+
+class Spared:
+    """The adapters that are not to be evicted for a wanted one: a container of digests."""
+
+    def __init__(self, prefetcher: Prefetcher, wanted: str) -> None:
+        self._prefetcher, self._wanted = prefetcher, wanted
+
+    def __contains__(self, digest: object) -> bool:
+        return not self._prefetcher.may_go(str(digest), self._wanted)
+
+
+def _chance(want: WantedAdapter) -> float:
+    return 1.0 if want.pinned else want.chance

@@ -1,0 +1,90 @@
+"""A store whose reads a test lets through one by one, and a prefetcher over it: for the tests of prefetches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from adapters.artifact import read_header
+from adapters.store import ObjectStore
+from cluster.messages import Adapter
+from cluster.residency import WantedAdapter, WantedResidency
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.prefetcher import Prefetcher
+from tests.node_agent.adapter_world import World, header_only
+
+
+class Stile:
+    """The real store; each ranged read of an object's weights waits until the test lets one more of them through."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+        self._changed = threading.Condition()
+        self._allowed: Counter[str] = Counter()
+        self._open = False
+        self.begun: list[tuple[str, int]] = []
+        """Reads that have come, by object and first byte."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        found = self._inner.get_range(key, start, length)
+        return found if start else header_only(found)
+
+    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+        with self._changed:
+            self.begun.append((key, start))
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._open or self._allowed[key] > 0, 60)
+            self._allowed[key] -= 1
+        return self._inner.get_range_into(key, start, buffer)
+
+    def let(self, adapter: Adapter, count: int = 1) -> None:
+        with self._changed:
+            self._allowed[adapter.artifact] += count
+            self._changed.notify_all()
+
+    def open_all(self) -> None:
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+    def reads(self, adapter: Adapter) -> int:
+        with self._changed:
+            return sum(key == adapter.artifact for key, _ in self.begun)
+
+
+def wanted(*wants: WantedAdapter, seconds: float = 600.0) -> WantedResidency:
+    return WantedResidency(list(wants), seconds)
+
+
+def want(adapter: Adapter, chance: float = 0.9, **fields: object) -> WantedAdapter:
+    return WantedAdapter(adapter, chance=chance, **{"tier": "device", **fields})  # type: ignore[arg-type]
+
+
+def poll_until(store: AdapterStore, prefetcher: Prefetcher, condition: Callable[[], bool]) -> None:
+    """As the engine polls, once per iteration."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        store.poll()
+        prefetcher.poll()
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.0005)
+
+
+def here(store: AdapterStore, adapter: Adapter) -> int:
+    """Layers with bytes that have come to host memory."""
+    host = store.hosts.get(adapter.digest)
+    if host is None or host.header is None:
+        return 0
+    return sum(bool(block.size and there) for block, there in zip(host.header.layers, host.here, strict=False))
+
+
+def full_adapters(world: World) -> list[Adapter]:
+    """Those with bytes in every layer."""
+    return [a for a in world.adapters if all(block.size for block in read_header(world.objects, a.artifact).layers)]
+
+
+def sums(prefetcher: Prefetcher) -> tuple[int, int, int]:
+    record = prefetcher.record
+    return record.useful_bytes, record.late_bytes, record.wasted_bytes
