@@ -12,7 +12,7 @@ from torch import nn
 from cluster.forecast.lstm_cells import EMBEDDING, FEATURES, MOMENT, UNITS, Parameters
 from cluster.forecast.lstm_training import Observations, Trainer
 
-BATCH = 256
+BATCH = 128
 LEARNING_RATE = 2e-3
 UNSEEN_SHARE = 0.5
 """Of a batch: taken as of functions that were not seen before, so that the shared embedding is trained."""
