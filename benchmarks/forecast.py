@@ -13,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy; matrices are
 
 import gc
 import time
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -35,15 +36,33 @@ BEGIN = MONDAY + 8 * 3600.0
 """The trace's minute 480; its date is not known."""
 TOP = 10
 """The busiest functions of the sample make nine tenths of its calls; half of them are among those reported."""
-WARM_UP_S, QUICK_WARM_UP_S = 1800.0, 60.0
-"""Before it, nothing is judged."""
 EVERY = 10
 """Ticks between the forecasts that are judged"""
 DECISIVE = 2
 """The horizon of 30 s, as in Predictive-LoRA"""
-WINDOWS_S = (30.0, 10.0, 60.0, 120.0)
-SIZES = (1000, 10_000, 40_000)
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is replayed."""
+
+    functions: int | None = None
+    """So many of the busiest; None: all."""
+    minutes: int = 480
+    short_minutes: int = 120
+    """Of drift, and of windows"""
+    days: int = 14
+    """Of ServeGen"""
+    training_steps: int = 1500
+    warm_up_s: float = 1800.0
+    """Before it, nothing is judged."""
+    windows_s: tuple[float, ...] = (10.0, 30.0, 60.0, 120.0)
+    sizes: tuple[int, ...] = (1000, 10_000, 40_000)
+    timed_s: int = 15
+
+
+QUICK = Scale(60, 7, 12, 1, 4, 60.0, (30.0,), (1000,), 5)
 
 
 def with_lstm(trainer: Trainer, window_s: float = 30.0) -> dict[str, Any]:
@@ -77,7 +96,7 @@ def rows_of(kind: str, judged: Judged, names: list[str], horizons: range, of: np
     ]  # fmt: skip
 
 
-def functions_held_out(minutes: np.ndarray, parameters: Parameters, warm_up_s: float, seed: int) -> list[Row]:
+def functions_held_out(minutes: np.ndarray, parameters: Parameters, *, warm_up_s: float, seed: int) -> list[Row]:
     """Every predictor on functions that nothing was chosen on."""
     arrivals = second_arrivals(minutes, seed + 1, BEGIN)
     plain, wide = Forecaster(), Forecaster(known=with_lstm(Trainer(parameters)))
@@ -105,9 +124,9 @@ def days_held_out(seed: int, days: int) -> list[Row]:
     judged = replay(forecaster, servegen_arrivals(seed, days), EVERY, days / 2 * 86_400)
     names, last = names_of(forecaster, "mix"), range(3, 4)
     rows = rows_of("day", judged, names, last, np.ones(len(judged.unix), bool))
-    hour, weekday = judged.unix % 86_400 // 3600, (judged.unix - MONDAY) // 86_400 % 7
-    for number in range(24):
-        rows += rows_of("day_hour", judged, names, last, hour == number, hour=number)
+    hours, weekday = judged.unix % 86_400 // 3600 // 3 * 3, (judged.unix - MONDAY) // 86_400 % 7
+    for number in range(0, 24, 3):
+        rows += rows_of("day_hour", judged, names, last, hours == number, hour=number)
     for number in range(7):
         rows += rows_of("weekday", judged, names, last, weekday == number, weekday=number)
     return rows
@@ -152,19 +171,19 @@ def freeze(forecaster: Freezing, trainer: FreezingTrainer, at: int | None, tick:
     forecaster.frozen = trainer.frozen = at is not None and tick >= at
 
 
-def windows(minutes: np.ndarray, lengths: tuple[float, ...], steps: int, warm_up_s: float, seed: int) -> list[Row]:
+def windows(minutes: np.ndarray, scale: Scale, seed: int) -> list[Row]:
     """The last window, and the network without further training, by the length of a window; on functions held out."""
     known: dict[str, Any] = {
-        f"{window:g}": lambda table, window=window: LastWindow(table, window) for window in lengths
+        f"{window:g}": lambda table, window=window: LastWindow(table, window) for window in scale.windows_s
     }
     forecaster = Forecaster(known=known)
-    judged = replay(forecaster, second_arrivals(minutes[1::2], seed, BEGIN), EVERY, warm_up_s)
+    judged = replay(forecaster, second_arrivals(minutes[1::2], seed, BEGIN), EVERY, scale.warm_up_s)
     rows = []
-    for number, window in enumerate(lengths):
+    for number, window in enumerate(scale.windows_s):
         found = metrics(judged.chances[:, DECISIVE, number], judged.came[:, DECISIVE])
         rows.append({"kind": "window", "predictor": "last_window", "window_s": window, **found})
         lots = record(minutes, window, seed)
-        parameters = train([pick(lot, 0) for lot in lots], steps, seed)
+        parameters = train([pick(lot, 0) for lot in lots], scale.training_steps // 2, seed)
         tests = [pick(lot, 1) for lot in lots[len(lots) // 4 :]]
         odds = np.concatenate([first_odds(parameters, lot) for lot in tests])
         came = np.concatenate([lot.came for lot in tests])[:, DECISIVE] > 0
@@ -234,21 +253,17 @@ def figures_of(rows: list[Row]) -> dict[str, float]:
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     torch.set_num_threads(1)
-    quick = options.quick
-    length, short, steps, days = (8, 8, 4, 1) if quick else (480, 120, 1500, 14)
-    warm_up_s = QUICK_WARM_UP_S if quick else WARM_UP_S
-    begin = time.process_time()
-    minutes = minute_counts()[: 60 if quick else None]
-    rows = cost(SIZES[:1] if quick else SIZES, 5 if quick else 15)
-    parameters = train(record(minutes[0::2, :length], 30.0, options.seed), steps, options.seed)
-    rows += functions_held_out(minutes[1::2, :length], parameters, warm_up_s, options.seed)
-    rows += days_held_out(options.seed, days)
-    rows += drift(minutes[1::2, :short], parameters, options.seed)
-    rows += windows(minutes[:, :short], WINDOWS_S[: 1 if quick else None], steps // 2, warm_up_s, options.seed)
-    settings = {
-        "functions": len(minutes), "minutes": length, "short_minutes": short, "training_steps": steps, "days": days,
-        "every_s": EVERY, "cpu_s": round(time.process_time() - begin, 1),
-    }  # fmt: skip
+    scale, seed, begin = QUICK if options.quick else Scale(), options.seed, time.process_time()
+    minutes = minute_counts()[: scale.functions]
+    chosen_on, reported = minutes[0::2], minutes[1::2]
+    rows = cost(scale.sizes, scale.timed_s)
+    parameters = train(record(chosen_on[:, : scale.minutes], 30.0, seed), scale.training_steps, seed)
+    held_out = reported[:, : scale.minutes]
+    rows += functions_held_out(held_out, parameters, warm_up_s=scale.warm_up_s, seed=seed)
+    rows += days_held_out(seed, scale.days)
+    rows += drift(reported[:, : scale.short_minutes], parameters, seed)
+    rows += windows(minutes[:, : scale.short_minutes], scale, seed)
+    settings = {**asdict(scale), "functions": len(minutes), "cpu_s": round(time.process_time() - begin, 1)}
     publish(report("forecast", settings, options.seed, rows, figures_of(rows)), options.json)
 
 
