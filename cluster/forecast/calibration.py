@@ -38,12 +38,12 @@ class Calibration:
         self._came = np.zeros((horizons, predictors, BINS))
         self._all = np.zeros((horizons, predictors, BINS))
 
-    def chances(self, odds: Array, horizon: int | None = None, first: int = 0) -> Array:
+    def chances(self, odds: Array, horizon: int | None = None) -> Array:
         """f32[functions, horizons, predictors] from log-odds of that shape, or f32[functions, predictors] of one
-        horizon. The first of these predictors has the number `first`."""
+        horizon; without the last predictors, if there are fewer."""
         which = slice(None) if horizon is None else horizon
-        came, total = self._came[which, first:], self._all[which, first:]
-        rate = ((came + self._expected) / (total + PRIOR_WEIGHT)).astype(np.float32)[..., : odds.shape[-1], :]
+        came, total = (counted[which, ..., : odds.shape[-1], :] for counted in (self._came, self._all))
+        rate = ((came + self._expected) / (total + PRIOR_WEIGHT)).astype(np.float32)
         cell, part = _place(odds)
         lines = np.arange(rate[..., 0].size).reshape(rate.shape[:-1]) * BINS
         flat, at = rate.ravel(), lines + cell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import compress
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from cluster.forecast.seasonal import Seasonal
 from cluster.forecast.table import Array, FunctionTable
 from cluster.forecast.weights import Weights
 
-PARTS: dict[str, Callable[[FunctionTable], Predictor]] = {
+Maker = Callable[[FunctionTable], Predictor]
+PARTS: dict[str, Maker] = {
     "last_window": LastWindow,
     "ewma": Ewma,
     "seasonal": Seasonal,
@@ -28,7 +30,8 @@ DEFAULT = "mix"
 MAX_FUNCTIONS = 40_000
 """Forecast at once; beyond them the least recently called ones are forgotten."""
 ACTIVE_S = 1800.0
-"""Functions that have not been called for so long are forgotten."""
+"""Functions that have not been called for so long are not forecast. They are known for the longest horizon more: that
+nothing came has to be learned as well."""
 FADING = 0.9998
 """What calibration keeps, at every lot of outcomes, of what it knew before."""
 
@@ -36,19 +39,21 @@ FADING = 0.9998
 class Forecaster:
     """Learns from the calls of every second. Not safe for use by several threads."""
 
-    def __init__(self, predictor: str = DEFAULT) -> None:
-        """Raises ValueError, which names the predictors that there are."""
-        if predictor != DEFAULT and predictor not in PARTS:
-            raise ValueError(f"unknown predictor {predictor!r}; known are {', '.join((DEFAULT, *PARTS))}")
-        self._table = FunctionTable(MAX_FUNCTIONS, ACTIVE_S)
-        self.parts = tuple(PARTS) if predictor == DEFAULT else (predictor,)
-        self._predictors = [PARTS[name](self._table) for name in self.parts]
+    def __init__(self, predictor: str = DEFAULT, *, known: Mapping[str, Maker] = PARTS) -> None:
+        """`known`: what there is to choose from, or to mix. Raises ValueError, which names them."""
+        if predictor != DEFAULT and predictor not in known:
+            raise ValueError(f"unknown predictor {predictor!r}; known are {', '.join((DEFAULT, *known))}")
+        self._table = FunctionTable(MAX_FUNCTIONS, ACTIVE_S + HORIZONS_S[-1] + 1)
+        self.parts = tuple(known) if predictor == DEFAULT else (predictor,)
+        self._predictors = [known[name](self._table) for name in self.parts]
         size = len(self.parts)
         self._outcomes = Outcomes(self._table, size + 1)
         self._weights = Weights(self._table, len(HORIZONS_S), size)
         self._calibration = Calibration(len(HORIZONS_S), size + 1)
         """Of the parts, and behind them of their mixture."""
         self._errors = ErrorsLately()
+        self._odds: tuple[float, Array] = -np.inf, np.zeros((0, len(HORIZONS_S), size + 1), np.float32)
+        """Log-odds f32[functions, horizons, parts and their mixture], not yet calibrated, and when they held."""
         self._unix: float | None = None
         self._now = 0.0
 
@@ -67,28 +72,39 @@ class Forecaster:
         second = Second(self._now, elapsed, now, rows, calls, idle)
         for predictor in self._predictors:
             predictor.observe(second)
-        self._outcomes.take(self._now, self._odds(self._now))
+        odds = self._look()
+        self._outcomes.take(self._now, np.where(self._active()[:, None, None], odds, np.nan))
 
     def forecast(self, now: float) -> dict[str, Chances]:
         """Returns the chances of every function that was called in the last 30 minutes."""
+        keys, chances = self.each(now)
+        rising = np.maximum.accumulate(chances[:, :, -1], axis=1)
+        return dict(zip(keys, map(Chances._make, rising.tolist()), strict=True))
+
+    def each(self, now: float) -> tuple[list[str], Array]:
+        """Returns f32[functions, horizons, parts and their mixture], calibrated, and the functions' keys."""
         self._now += 0.0 if self._unix is None else max(0.0, now - self._unix)
         self._unix = now
-        self._table.expire(self._now)
-        odds = self._odds(self._now)
-        chances = self._calibration.chances(odds[:, :, -1:], first=len(self.parts))[:, :, 0]
-        rising = np.maximum.accumulate(chances, axis=1)
-        return dict(zip(self._table.keys, map(Chances._make, rising.tolist()), strict=True))
+        active = self._active()
+        odds = self._odds[1] if self._odds[0] == self._now else self._look()
+        return list(compress(self._table.keys, active.tolist())), self._calibration.chances(odds[active])
 
     def error(self) -> dict[str, float]:
         """Returns log loss and Brier score of what was forecast lately, for each field of Chances; of those horizons
         alone of which something could be judged."""
         return self._errors.lately()
 
-    def _odds(self, now: float) -> Array:
-        """f32[functions, horizons, parts and their mixture], not yet calibrated."""
-        odds = log_odds(np.stack([predictor.chances(now) for predictor in self._predictors], axis=2))
+    def _active(self) -> Array:
+        """bool[functions]: called in the last 30 minutes."""
+        active: Array = self._table.last_call.live >= self._now - ACTIVE_S
+        return active
+
+    def _look(self) -> Array:
+        """Returns the log-odds that hold now."""
+        odds = log_odds(np.stack([predictor.chances(self._now) for predictor in self._predictors], axis=2))
         mixture = self._weights.mix(self._calibration.chances(odds))
-        return np.concatenate([odds, log_odds(mixture)[:, :, None]], axis=2)
+        self._odds = self._now, np.concatenate([odds, log_odds(mixture)[:, :, None]], axis=2)
+        return self._odds[1]
 
     def _learn(self) -> None:
         for horizon, rows, odds, came in self._outcomes.due(self._now):

@@ -7,9 +7,10 @@ import numpy as np
 from cluster.forecast.predictor import HORIZONS, Second
 from cluster.forecast.table import Array, FunctionTable
 
-EDGES_S = np.array([0, 1, 2, 3, 5, 8, 12, 20, 30, 45, *range(60, 1801, 60)], dtype=np.float64)
-"""Ascending; bin i holds the idle times in (edge i, edge i + 1]. A minute wide as in the paper, finer below a minute."""
-SHARED_WEIGHT = 8.0
+EDGES_S = np.array([0, 1, 2, 3, 5, 8, 12, 20, 30, 45, *range(60, 2101, 60)], dtype=np.float64)
+"""Ascending; bin i holds the idle times in (edge i, edge i + 1], the last bin longer ones. A minute wide as in the
+paper, finer below one. The last edge is a horizon behind the longest idle time of which a forecast is made."""
+SHARED_WEIGHT = 2.0
 """Idle times that the histogram of all functions counts as in that of one."""
 HALF_LIFE = 64.0
 """After so many more of its idle times, one counts half in a function's histogram."""
@@ -22,25 +23,22 @@ class IdleTimes:
     histogram of them and that of all functions. Inside a bin, idle times are spread evenly."""
 
     def __init__(self, table: FunctionTable) -> None:
-        bins = len(EDGES_S) - 1
+        bins = len(EDGES_S)
         self._last_call = table.last_call
         self._own = table.column((bins,))
         self._shared = np.ones(bins)
 
     def observe(self, second: Second) -> None:
-        ended = second.idle <= EDGES_S[-1]
-        rows = second.rows[ended]
-        bins = np.searchsorted(EDGES_S, second.idle[ended], side="left") - 1
-        self._own.live[rows] *= np.float32(0.5 ** (1 / HALF_LIFE))
-        self._own.live[rows, np.maximum(bins, 0)] += 1
-        self._shared *= 0.5 ** (len(rows) / SHARED_HALF_LIFE)
-        self._shared += np.bincount(np.maximum(bins, 0), minlength=len(self._shared))
+        bins = np.maximum(np.searchsorted(EDGES_S, second.idle, side="left") - 1, 0)
+        self._own.live[second.rows] *= np.float32(0.5 ** (1 / HALF_LIFE))
+        self._own.live[second.rows, bins] += 1
+        self._shared *= 0.5 ** (len(bins) / SHARED_HALF_LIFE)
+        self._shared += np.bincount(bins, minlength=len(self._shared))
 
     def chances(self, now: float) -> Array:
         shared = np.float32(SHARED_WEIGHT) * (self._shared / self._shared.sum()).astype(np.float32)
-        survival = np.zeros((len(self._own.live), len(EDGES_S)), np.float32)
+        survival = np.cumsum((self._own.live + shared)[:, ::-1], axis=1)[:, ::-1]
         """f32[functions, edges]: idle times longer than each edge"""
-        survival[:, :-1] = np.cumsum((self._own.live + shared)[:, ::-1], axis=1)[:, ::-1]
         idle = now - self._last_call.live
         lasting = np.maximum(_at(survival, idle), np.float32(1e-6))
         ending = np.stack([_at(survival, idle + horizon) for horizon in HORIZONS], axis=1)

@@ -76,6 +76,13 @@ class FunctionTable:
         self._columns.append(made)
         return made
 
+    def last_calls(self, keys: list[str]) -> Array:
+        """Returns f64: when these functions were called last; minus infinity where they have left."""
+        known = [(number, row) for number, key in enumerate(keys) if (row := self._rows.get(key)) is not None]
+        last = np.full(len(keys), -np.inf)
+        last[[number for number, _ in known]] = self.last_call.live[[row for _, row in known]]
+        return last
+
     def expire(self, now: float) -> None:
         """Functions that have not been called for too long leave."""
         self._remove(self.last_call.live < now - self._idle_s)
