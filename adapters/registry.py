@@ -133,9 +133,7 @@ class Registry:
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())
             entry = self._listed(tenant, record, deploy)
-            if deploy.before_listed is not None:
-                announce, deploy.before_listed = deploy.before_listed, None
-                announce(deployment_of(name, entry.version, layout, created=deploy.created))
+            _announce(name, entry, deploy)
             changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
             if changed.policy.warm:
                 note_schedule(self.store, tenant, name)
@@ -359,6 +357,13 @@ class Registry:
                 continue
             return manifest
         raise StoreUnavailable(f"function {record.name} has too many unfinished versions; remove them first")
+
+
+def _announce(name: str, entry: VersionEntry, deploy: _Deploy) -> None:
+    """Calls `before_listed`, once however often the commit is tried."""
+    if deploy.before_listed is not None:
+        announce, deploy.before_listed = deploy.before_listed, None
+        announce(deployment_of(name, entry.version, deploy.layout, created=deploy.created))
 
 
 def _present(name: str, version: int, manifest: Manifest | None) -> Manifest:

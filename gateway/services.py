@@ -123,6 +123,11 @@ class Services:
         self._forget_tenant(tenant)
         self.peers.publish(TenantChanged(tenant))
 
+    def function_changed(self, tenant: str, function: str) -> None:
+        """After any change of the function by this process."""
+        self.residency.forget(tenant, function)
+        self.peers.publish(FunctionChanged(tenant, function))
+
     async def revoke(self, tenant: str, function: str, why: str) -> None:
         """End the function's generations, on all workers. Those that Redis does not reach read it in the registry's
         epoch within a second."""
@@ -219,7 +224,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             opened = _Opened(base, inspector, store, secret, usage, session, shared)
             services = _make_services(config, metrics, opened)
             services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
-            services.peers.on_message = services.heard
+            services.peers.on_message, services.functions.on_change = services.heard, services.function_changed
             await services.callers.learn_tenants()
             leader = _leader(config, metrics, store, shared, services.residency)
             async with (
@@ -244,18 +249,13 @@ def _leader(
 
 
 def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:
-    shared, store, publish = opened.shared, opened.store, opened.shared.peers.publish
+    shared, store = opened.shared, opened.store
     registry, tenants = Registry(store, opened.base, opened.inspector.inspect), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     explanations = Explanations()
-
-    def changed(tenant: str, function: str) -> None:
-        residency.forget(tenant, function)
-        publish(FunctionChanged(tenant, function))
-
-    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed, changed)
+    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
     node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
     residency = _make_residency(opened, metrics, functions, threads, node_calls)
     dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions, residency)
@@ -284,9 +284,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         metrics=metrics,
         explanations=explanations,
         residency=residency,
-        warming=Warming(
-            shared.cluster, opened.base.fingerprint, functions, node_calls, hold=residency.hold, clock=monotonic
-        ),
+        warming=Warming(shared.cluster, opened.base.fingerprint, functions, node_calls, hold=residency.hold),
         deploys=_deploy_slots(config),
         sources=Sources(config.allowed_sources),
         source_threads=LeavableThreads(SOURCE_THREADS),

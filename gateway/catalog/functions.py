@@ -54,11 +54,10 @@ class Functions:
         threads: StoreThreads,
         clock: Callable[[], float],
         confirmed: Callable[[str], float],
-        changed: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`confirmed`: when it was last known that a record is as it was read, by its key. `changed` is told
-        of each function that this process has changed."""
-        self._changed = changed
+        """`confirmed`: when it was last known that a record is as it was read, by its key."""
+        self.on_change: Callable[[str, str], None] = lambda *_: None
+        """Told of each function (tenant, name) that this process has changed."""
         self._registry = registry
         self._threads = threads
         self._rebuilds = Rebuilds(registry, self.forget)
@@ -97,8 +96,7 @@ class Functions:
             return await self._threads.write(change, tenant, name, *args)
         finally:
             self.forget(tenant, name)
-            if self._changed is not None:
-                self._changed(tenant, name)
+            self.on_change(tenant, name)
 
     def forget(self, tenant: str, name: str) -> None:
         """After a change by anyone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -58,7 +59,7 @@ class Warming:
         node_calls: NodeCalls,
         *,
         hold: Callable[[Held], None],
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster, self._base, self._functions, self._node_calls = cluster, base, functions, node_calls
         self._hold, self._clock = hold, clock
@@ -81,18 +82,25 @@ class Warming:
     async def warm(self, order: WarmOrder) -> WarmReply:
         """Has nodes load what is not there yet, and waits ANSWER_SECONDS at most. Raises ServiceError: `unavailable`
         without nodes, `rate_limited`, and what the nodes say when none of them takes anything."""
+        places = await self._places(order)
+        reply = await self._bring(order, places)
+        for version, node in places:
+            self._hold(Held(order.tenant, order.function, version.adapter, node.id, order.tier))
+        return reply
+
+    async def _places(self, order: WarmOrder) -> list[Place]:
         nodes = await self._cluster.table()
         homes = Homes(nodes, self._base)
         if not len(homes):
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
-        places = [
+        return [
             (version, nodes.record(row))
             for version in order.versions
             for row in homes.of(version.adapter.digest, order.copies)
         ]
-        answers = self._load(order, nodes, places)
-        for version, node in places:
-            self._hold(Held(order.tenant, order.function, version.adapter, node.id, order.tier))
+
+    async def _bring(self, order: WarmOrder, places: Sequence[Place]) -> WarmReply:
+        answers = self._load(order, await self._cluster.table(), places)
         if answers:
             await asyncio.wait(answers.values(), timeout=ANSWER_SECONDS)
         _raise_refusal(answers.values(), len(places))
@@ -104,7 +112,7 @@ class Warming:
         end, problem = self._clock() + seconds, None
         while True:
             try:
-                reply = await self.warm(order)
+                reply = await self._bring(order, await self._places(order))
                 problem = next((place.error for place in reply.places if place.error), None)
             except ServiceError as error:
                 problem = error.message
