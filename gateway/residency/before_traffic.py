@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 WARM = parameter(
     "query", "warm", f"First bring it to its node; what is not there after {WARM_SECONDS:g} s is a warning", BOOLEAN
 )
+SLACK_SECONDS = 30.0
+"""After which a deploy's thread gives up an event loop that does not answer: it has stopped."""
 
 
 async def warm_targets(services: Services, tenant: str, name: str, versions: Iterable[str]) -> list[str]:
@@ -34,7 +36,8 @@ def warm_first(services: Services, tenant: str, problems: list[str]) -> Callable
     def wait(made: Deployment) -> None:
         adapter = Adapter(made.digest, artifact_key(services.base.fingerprint, made.digest), made.bytes, made.ranks)
         order = WarmOrder(tenant, made.function, [Version(made.version or 0, adapter)])
-        problems.extend(asyncio.run_coroutine_threadsafe(_warmed(services, order), loop).result())
+        waiting = asyncio.run_coroutine_threadsafe(_warmed(services, order), loop)
+        problems.extend(waiting.result(WARM_SECONDS + SLACK_SECONDS))
 
     return wait
 
