@@ -297,7 +297,7 @@ def _make_residency(
     shared, shown = opened.shared, ResidencyMetrics(metrics.registry)
     parts = Parts(
         history=CallHistory(Forecaster, monotonic, time),
-        schedules=WarmSchedules(opened.store, threads, functions, clock=monotonic, unix=time),
+        schedules=WarmSchedules(opened.store, threads, functions, unix=time),
         orders=ResidencyOrders(node_calls, shown, monotonic),
         metrics=shown,
     )

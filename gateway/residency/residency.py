@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -41,7 +41,8 @@ PLAN_SECONDS = 2.0
 TOGETHER_PLANNED = 64
 """Wishes that are planned without a pause for the event loop."""
 MAX_RESOLVED = 32
-"""Functions of which it is not known what their calls get, and that are looked up in one turn."""
+"""Functions that are looked up in one turn, because it is not known what their calls get."""
+RESOLVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Residency:
         """Returns what the leader is to do."""
         return [
             Job("forecast", self._observe, SECOND, "nodes"),
+            self._parts.schedules.job(),
             Job("residency", self._order, PLAN_SECONDS, "nodes"),
         ]
 
@@ -146,30 +148,35 @@ class Residency:
 
     async def _order(self, turn: Turn) -> None:
         forecast = await self._history.forecast()
-        schedules = await self._parts.schedules.wishes()
+        await self._resolve([likely.key for likely in forecast.likely])
         plan = Plan(await self._cluster.table(), self._base)
-        planned = 0
-        async for wish in self._wishes(schedules, forecast):
+        for number, wish in enumerate(self._wishes(forecast)):
             plan.add(wish)
-            planned += 1
-            if planned % TOGETHER_PLANNED == 0:
+            if number % TOGETHER_PLANNED == 0:
                 await asyncio.sleep(0)
+                turn.check()
         self._note(plan.wants(), forecast)
         messages = {node: [want.message() for want in wants] for node, wants in self._wants.items()}
         await self._parts.orders.send(turn, plan.nodes, messages)
 
-    async def _wishes(self, schedules: Sequence[Wish], forecast: Forecast) -> AsyncIterator[Wish]:
+    async def _resolve(self, keys: Sequence[str]) -> None:
+        """Looks up what calls of functions get of which that is not known; those that take long, in another turn."""
+        unknown = [key for key in keys if self._history.versions(key) is None][:MAX_RESOLVED]
+
+        async def resolve(key: str) -> None:
+            self._history.learn(key, await live_versions(self._functions, key))
+
+        with suppress(TimeoutError, StoreUnavailable):
+            async with asyncio.timeout(RESOLVE_SECONDS):
+                await asyncio.gather(*map(resolve, unknown))
+
+    def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
         """What was ordered and scheduled, then what is forecast, the likeliest first."""
         for held in self._held.now():
             key = function_key(held.tenant, held.function)
             yield Wish(key, held.adapter, "order", 1.0, held.tier, node=held.node)
-        for wish in schedules:
-            yield wish
-        unknown = MAX_RESOLVED
+        yield from self._parts.schedules.wishes
         for likely in forecast.likely:
-            if self._history.versions(likely.key) is None and unknown > 0:
-                unknown -= 1
-                self._history.learn(likely.key, await live_versions(self._functions, likely.key))
             for adapter, share in self._history.versions(likely.key) or ():
                 yield Wish(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
 
@@ -200,10 +207,11 @@ class Residency:
 
 
 async def live_versions(functions: Functions, key: str) -> list[tuple[Adapter, float]]:
-    """Returns the adapters that `latest` stands for, with their shares of its calls; none where it can't be known."""
+    """Returns the adapters that `latest` stands for, with their shares of its calls; none of a function that is gone.
+    Raises StoreUnavailable."""
     tenant, _, name = key.partition("/")
     try:
         choices = await functions.choices(tenant, name, None)
-    except (NotFound, StoreUnavailable, CorruptRecord):
+    except (NotFound, CorruptRecord):
         return []
     return [(adapter_of(each.version), each.share) for each in choices if each.is_whole]

@@ -12,10 +12,11 @@ from adapters.store import ObjectStore
 from adapters.warm_windows import CronProblem, WarmWindow, window_state
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
+from gateway.leader.turn import Job, Turn
 from gateway.residency.plan import Wish
 
 LOOK_SECONDS = 10.0
-"""Between two reads of the schedules: a window opens and closes so late at most."""
+"""Between two looks at the schedules: a window opens and closes so late at most."""
 TOGETHER = 50
 """Functions that are looked at without a pause for the event loop."""
 
@@ -23,7 +24,7 @@ log = logging.getLogger("gateway")
 
 
 class WarmSchedules:
-    """Of the leader. `clock`: monotonic seconds; `unix`: the time of day."""
+    """Of the leader. `unix`: the time of day."""
 
     def __init__(
         self,
@@ -31,41 +32,40 @@ class WarmSchedules:
         threads: StoreThreads,
         functions: Functions,
         *,
-        clock: Callable[[], float],
         unix: Callable[[], float],
     ) -> None:
-        self._store, self._threads, self._functions = store, threads, functions
-        self._clock, self._unix = clock, unix
-        self._looked = float("-inf")
+        self._store, self._threads, self._functions, self._unix = store, threads, functions, unix
         self._failing = False
-        self._wishes: list[Wish] = []
+        self.wishes: list[Wish] = []
+        """What is wanted now, as it was LOOK_SECONDS ago; while the registry is away, as it was."""
         self._states: dict[WarmWindow, tuple[bool, float]] = {}
         """Whether windows are open, and until when that stays so."""
 
-    async def wishes(self) -> list[Wish]:
-        """Returns what is wanted now, as it was LOOK_SECONDS ago at most; while the registry is away, as it was."""
-        if self._clock() - self._looked >= LOOK_SECONDS:
-            self._looked = self._clock()
-            try:
-                await self._look(await self._threads.read(read_schedules, self._store))
-                self._failing = False
-            except (StoreUnavailable, CorruptRecord) as error:
-                if not self._failing:
-                    log.warning("warm windows can't be read; those that are known go on", extra={"why": str(error)})
-                self._failing = True
-        return self._wishes
+    def job(self) -> Job:
+        return Job("schedules", self.look, LOOK_SECONDS, "nodes")
 
-    async def _look(self, schedules: Schedules) -> None:
+    async def look(self, turn: Turn) -> None:
+        try:
+            await self._look(turn, await self._threads.read(read_schedules, self._store))
+            self._failing = False
+        except (StoreUnavailable, CorruptRecord) as error:
+            if not self._failing:
+                log.warning("warm windows can't be read; those that are known go on", extra={"why": str(error)})
+            self._failing = True
+
+    async def _look(self, turn: Turn, schedules: Schedules) -> None:
         now, wishes, empty = self._unix(), list[Wish](), list[str]()
         self._states = {window: state for window, state in self._states.items() if now < state[1]}
         for number, key in enumerate(schedules.functions):
             if number % TOGETHER == 0:
                 await asyncio.sleep(0)
+                turn.check()
             found = await self._now(key, now)
             if found is None:
                 empty.append(key)
             wishes += found or ()
-        self._wishes = wishes
+        self.wishes = wishes
+        turn.work += len(wishes)
         if empty:
             await self._threads.write(forget_schedules, self._store, empty)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from adapters.functions import Policy
 from adapters.local_store import LocalStore
 from adapters.schedules import note_schedule, read_schedules
 from adapters.warm_windows import WarmWindow
-from gateway.residency.schedules import LOOK_SECONDS, WarmSchedules
+from gateway.leader.turn import Turn
+from gateway.residency.schedules import WarmSchedules
 
 NINE = 1_767_603_600.0
 """2026-01-05, 9:00 UTC."""
@@ -61,7 +63,6 @@ class World:
             self.store,
             self.threads,  # type: ignore[arg-type]
             self.functions,  # type: ignore[arg-type]
-            clock=lambda: self.now,
             unix=lambda: NINE + self.now,
         )
 
@@ -69,7 +70,8 @@ class World:
         """By function, digests and copies."""
         self.now = now
         found: dict[str, list[tuple[str, int]]] = {}
-        for wish in asyncio.run(self.schedules.wishes()):
+        asyncio.run(self.schedules.look(Turn(math.inf, lambda: 0.0, lambda: True)))
+        for wish in self.schedules.wishes:
             assert (wish.cause, wish.chance, wish.tier) == ("schedule", 1.0, "device")
             found.setdefault(wish.key, []).append((wish.adapter.digest, wish.copies))
         return found
@@ -85,7 +87,6 @@ def test_windows_are_opened_and_closed_in_time(tmp_path: Path) -> None:
     one, two = ([(DIGESTS[1], copies), (DIGESTS[2], copies)] for copies in (1, 2))
     assert world.wanted(0.0) == {"t/f": one}, "of the versions that can be loaded"
     assert world.wanted(61.0) == {"t/f": two}, "as many as any open window asks for"
-    assert world.wanted(61.0 + LOOK_SECONDS / 2) == {"t/f": two}
     assert world.wanted(125.0) == {"t/f": one}
     assert world.wanted(300.0) == {}
     assert world.wanted(24 * 3600.0) == {"t/g": one}
@@ -97,7 +98,7 @@ def test_a_registry_that_is_away_changes_nothing(tmp_path: Path, caplog: pytest.
     known = world.wanted(0.0)
     assert known
     world.threads.away = True
-    assert [world.wanted(number * LOOK_SECONDS) for number in (1, 2, 3)] == [known] * 3
+    assert [world.wanted(number) for number in (1.0, 2.0, 3.0)] == [known] * 3
     assert len(caplog.records) == 1
 
 
