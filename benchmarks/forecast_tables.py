@@ -104,25 +104,24 @@ def drift_table(document: dict[str, Any]) -> str:
     cells = []
     for (horizon, predictor), of in _grouped(_of(document, "drift"), "horizon_s", "predictor").items():
         online, frozen = (next(row for row in of if row["frozen"] == wanted) for wanted in (False, True))
-        if predictor in ("lstm", "mix_with_lstm"):
-            losses = (f"{row['log_loss']:.4f}" for row in (online, frozen))
-            cells.append((f"{horizon:g} s", NAMES[predictor], *losses))
+        losses = (f"{row['log_loss']:.4f}" for row in (online, frozen))
+        cells.append((f"{horizon:g} s", NAMES[predictor], *losses))
     return "\n".join([wrapped(text), "", *table(("horizon", "predictor", "online", "frozen"), cells)])
 
 
 def cost_table(document: dict[str, Any]) -> str:
     text = (
-        "`mix`: processor time of a second (observing and forecasting), and resident memory with as many functions "
-        "again that have left and are remembered."
+        "Processor time of a second (observing and forecasting), and resident memory with as many functions again that "
+        "have left; `lstm` with its training."
     )
     cells = (
         (
-            str(row["functions"]), f"{row['ms']:.1f} ms", f"{row['worst_ms']:.1f} ms",
+            f"{NAMES[row['predictor']]}, {row['functions']}", f"{row['ms']:.1f} ms", f"{row['worst_ms']:.1f} ms",
             f"{row['ms'] / row['functions'] * 1000:.1f} ms", f"{row['mb']:.0f} MB",
         )
         for row in _of(document, "cost")
     )  # fmt: skip
-    head = ("functions", "median", "worst", "per 1,000", "memory")
+    head = ("functions", "mean", "worst", "mean per 1,000", "memory")
     return "\n".join([wrapped(text), "", *table(head, cells)])
 
 

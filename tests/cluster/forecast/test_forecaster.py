@@ -86,7 +86,7 @@ def test_silence_is_forecast(predictor: str) -> None:
 
 
 def test_unknown_predictor() -> None:
-    with pytest.raises(ValueError, match="'arima'; known are mix, last_window, ewma, seasonal, histogram"):
+    with pytest.raises(ValueError, match="'arima'; known are mix, last_window, ewma, seasonal, histogram, lstm"):
         Forecaster("arima")
 
 

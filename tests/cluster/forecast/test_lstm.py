@@ -206,8 +206,7 @@ def test_forecasts_follow_the_states() -> None:
 
 
 def test_in_the_forecaster() -> None:
-    trainer = Trainer(draw_parameters(np.random.default_rng(0)))
-    forecaster = Forecaster("lstm", known={"lstm": lambda table: Lstm(table, trainer)})
+    forecaster = Forecaster("lstm")
     for second in range(1, 200):
         forecaster.observe(MONDAY + second, {"a": 40} if second % 3 == 0 else {"b": 1} if second == 50 else {})
         found = forecaster.forecast(MONDAY + second)
