@@ -60,14 +60,17 @@ class Forecaster:
         """Log-odds f32[functions, horizons, parts and their mixture], not yet calibrated, and when they held."""
         self._unix: float | None = None
         self._now = 0.0
+        """Of a clock that never goes back"""
+        self._observed_at: float | None = None
 
     def observe(self, now: float, counts: Mapping[str, int]) -> None:
         """Takes the calls per function key during the second that ends at `now`, in unix seconds.
 
         Seconds may be missed, and the clock may go back.
         """
-        elapsed = 1.0 if self._unix is None else max(0.0, now - self._unix)
-        self._unix, self._now = now, self._now + elapsed
+        self._advance(now)
+        elapsed = 1.0 if self._observed_at is None else self._now - self._observed_at
+        self._observed_at = self._now
         self._table.expire(self._now)
         called = {key: count for key, count in counts.items() if count > 0}
         rows, idle = self._table.record(list(called), self._now)
@@ -80,7 +83,8 @@ class Forecaster:
         self._outcomes.take(self._now, np.where(self._active()[:, None, None], odds, np.nan))
 
     def forecast(self, now: float) -> dict[str, Chances]:
-        """Returns the chances of every function that was called in the last 30 minutes."""
+        """Returns the chances of every function that was called in the last 30 minutes: what was said when the last
+        second was observed, if that is less than a second ago."""
         keys, chances = self.each(now, slice(-1, None))
         rising = np.maximum.accumulate(chances[:, :, 0], axis=1)
         return dict(zip(keys, map(Chances._make, rising.tolist()), strict=True))
@@ -88,18 +92,21 @@ class Forecaster:
     def each(self, now: float, predictors: slice = ALL) -> tuple[list[str], Array]:
         """Returns the functions' keys and f32[functions, horizons, parts and their mixture], calibrated; only these
         `predictors` of the latter."""
-        self._now += 0.0 if self._unix is None else max(0.0, now - self._unix)
-        self._unix = now
+        self._advance(now)
         active = self._active()
-        odds = self._odds[1] if self._odds[0] == self._now else self._look()
-        return list(compress(self._table.keys, active.tolist())), self._calibration.chances(
-            odds[active][:, :, predictors], ALL, predictors
-        )
+        odds = self._odds[1] if self._now - self._odds[0] < 1.0 else self._look()
+        chances = self._calibration.chances(odds[active][:, :, predictors], ALL, predictors)
+        return list(compress(self._table.keys, active.tolist())), chances
 
     def error(self) -> dict[str, float]:
         """Returns log loss and Brier score of what was forecast lately, for each field of Chances; of those horizons
         alone of which something could be judged."""
         return self._errors.lately()
+
+    def _advance(self, unix: float) -> None:
+        if self._unix is not None:
+            self._now += max(0.0, unix - self._unix)
+        self._unix = unix
 
     def _active(self) -> Array:
         """bool[functions]: called in the last 30 minutes."""

@@ -51,7 +51,6 @@ class Lstm:
         self._waiting: list[_Waiting] = []
         self._rng = np.random.default_rng(0)
         self._requests = 0
-
         self._new_state = np.zeros(UNITS, np.float32)
         """Of a function that enters."""
         self._refresh()
