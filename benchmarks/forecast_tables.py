@@ -24,7 +24,7 @@ def function_table(document: dict[str, Any]) -> str:
     every, without = ([row for row in rows if (row["without_top"] > 0) == rest] for rest in (False, True))
     text = (
         f"On {SAMPLE}; {DRAWN}. {document['settings']['functions'] // 2} functions on which nothing was chosen or "
-        f"trained, {every[0]['forecasts']} forecasts; in brackets without the busiest ones."
+        f"trained, {every[0]['forecasts']} forecasts; in brackets without those among the ten busiest."
     )
     cells = list[tuple[str, ...]]()
     for row, rest in zip(every, without, strict=True):
@@ -36,7 +36,21 @@ def function_table(document: dict[str, Any]) -> str:
         area = f"{row['pr_area']:.3f} ({rest['pr_area']:.3f})"
         cells.append((f"{row['horizon_s']:g} s", NAMES[row["predictor"]], *numbers, *shares, area))
     head = ("horizon", "predictor", "log loss", "Brier", "accuracy", "balanced accuracy", "precision-recall area")
-    return "\n".join([caption(document, text), "", *table(head, cells)])
+    return "\n".join([caption(document, text), "", *table(head, cells), "", wrapped(_gains(document))])
+
+
+def _gains(document: dict[str, Any]) -> str:
+    """What the mixture brings, and how well its probabilities hold."""
+    figures = document["figures"]
+    mixed = [row for row in _of(document, "function") if row["predictor"] == "mix" and not row["without_top"]]
+    horizons = [f"{row['horizon_s']:g}s" for row in mixed]
+    parts = ", ".join(f"{figures[f'mix_over_best_part_{horizon}']:.3f}" for horizon in horizons)
+    network = ", ".join(f"{figures[f'lstm_gain_{horizon}']:+.2%}" for horizon in horizons)
+    errors = ", ".join(f"{row['calibration_error']:.2%}" for row in mixed)
+    return (
+        f"Log loss of `mix` over that of its best part, by horizon: {parts}. What `lstm` takes off it: {network}. What "
+        f"`mix` says differs from what comes, in ten bins of probability, by {errors} in the mean."
+    )
 
 
 def popularity_table(document: dict[str, Any]) -> str:

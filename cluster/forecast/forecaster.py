@@ -27,7 +27,8 @@ PARTS: dict[str, Maker] = {
     "histogram": IdleTimes,
 }
 PREDICTORS: dict[str, Maker] = PARTS | {"lstm": Lstm}
-"""The network is no part of the mixture: it costs more than all others, and adds nothing (docs/results/forecast.md)."""
+"""The network is no part of the mixture: it takes nearly as long as all others together, and adds nothing
+(docs/results/forecast.md)."""
 DEFAULT = "mix"
 """All of PARTS, each weighed by what it got right lately."""
 MAX_FUNCTIONS = 40_000
