@@ -13,9 +13,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy; matrices are
 
 import gc
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from benchmarks.forecast_training import Recorder, train
 from benchmarks.report import arguments, publish, report
 from benchmarks.trace import minute_counts
 from cluster.forecast.chances import HORIZONS_S
-from cluster.forecast.forecaster import PARTS, Forecaster
+from cluster.forecast.forecaster import PARTS, Forecaster, Maker
 from cluster.forecast.lstm import Lstm
 from cluster.forecast.lstm_cells import Parameters, draw_parameters, read_out, states
 from cluster.forecast.lstm_training import Observations, Trainer
@@ -36,10 +36,12 @@ BEGIN = MONDAY + 8 * 3600.0
 """The trace's minute 480; its date is not known."""
 TOP = 10
 """The busiest functions of the sample make nine tenths of its calls; half of them are among those reported."""
-EVERY = 10
-"""Ticks between the forecasts that are judged"""
+EVERY = 7
+"""Ticks between the forecasts that are judged: no divisor of the minutes, and ten minutes, that traces count in."""
 DECISIVE = 2
 """The horizon of 30 s, as in Predictive-LoRA"""
+CALLED_EVERY = 120
+"""Seconds between the calls of a function where time is measured, in the mean"""
 Row = dict[str, Any]
 
 
@@ -54,19 +56,19 @@ class Scale:
     """Of drift, and of windows"""
     days: int = 14
     """Of ServeGen"""
-    training_steps: int = 1500
+    training_steps: int = 1200
     warm_up_s: float = 1800.0
     """Before it, nothing is judged."""
     windows_s: tuple[float, ...] = (10.0, 30.0, 60.0, 120.0)
     sizes: tuple[int, ...] = (1000, 10_000, 40_000)
-    timed_s: int = 15
+    timed_s: int = 30
 
 
-QUICK = Scale(60, 7, 12, 1, 4, 60.0, (30.0,), (1000,), 5)
+QUICK = Scale(60, 7, 12, 1, 3, 60.0, (30.0,), (1000,), 2)
 
 
-def with_lstm(trainer: Trainer, window_s: float = 30.0) -> dict[str, Any]:
-    return {**PARTS, "lstm": lambda table: Lstm(table, trainer, window_s)}
+def with_lstm(trainer: Trainer) -> dict[str, Maker]:
+    return {**PARTS, "lstm": partial(Lstm, trainer=trainer)}
 
 
 def names_of(forecaster: Forecaster, mixture: str) -> list[str]:
@@ -76,7 +78,7 @@ def names_of(forecaster: Forecaster, mixture: str) -> list[str]:
 def record(minutes: np.ndarray, window_s: float, seed: int) -> list[Observations]:
     """What the network would have been trained on."""
     recorder = Recorder(draw_parameters(np.random.default_rng(seed)))
-    forecaster = Forecaster("lstm", known=with_lstm(recorder, window_s))
+    forecaster = Forecaster(mixed={"lstm": partial(Lstm, trainer=recorder, window_s=window_s)})
     for second, counts in enumerate(second_arrivals(minutes, seed, BEGIN).counts, 1):
         forecaster.observe(BEGIN + second, counts)
     return recorder.lots
@@ -99,7 +101,7 @@ def rows_of(kind: str, judged: Judged, names: list[str], horizons: range, of: np
 def functions_held_out(minutes: np.ndarray, parameters: Parameters, *, warm_up_s: float, seed: int) -> list[Row]:
     """Every predictor on functions that nothing was chosen on."""
     arrivals = second_arrivals(minutes, seed + 1, BEGIN)
-    plain, wide = Forecaster(), Forecaster(known=with_lstm(Trainer(parameters)))
+    plain, wide = Forecaster(), Forecaster(mixed=with_lstm(Trainer(parameters)))
     found = replay(plain, arrivals, EVERY, warm_up_s)
     with_network = replay(wide, arrivals, EVERY, warm_up_s)
     more = with_network.chances[:, :, -2:]
@@ -155,14 +157,15 @@ def drift(minutes: np.ndarray, parameters: Parameters, seed: int) -> list[Row]:
     shuffled = minutes.copy()
     shuffled[:, half:] = shuffled[np.random.default_rng(seed).permutation(len(minutes)), half:]
     arrivals = second_arrivals(shuffled, seed + 2, BEGIN)
-    everything, rows = range(len(HORIZONS_S)), list[Row]()
+    rows = []
     for frozen in (False, True):
         trainer = FreezingTrainer(parameters)
-        forecaster = Freezing(known=with_lstm(trainer))
         freeze_at = half * 60 if frozen else None
-        judged = replay(forecaster, arrivals, EVERY, half * 60.0, partial(freeze, forecaster, trainer, freeze_at))
-        names = names_of(forecaster, "mix_with_lstm")
-        rows += rows_of("drift", judged, names, everything, np.ones(len(judged.unix), bool), frozen=frozen)
+        forecasters = {"mix": Freezing(), "lstm": Freezing(mixed={"lstm": partial(Lstm, trainer=trainer)})}
+        for name, forecaster in forecasters.items():
+            judged = replay(forecaster, arrivals, EVERY, half * 60.0, partial(freeze, forecaster, trainer, freeze_at))
+            last = replace(judged, chances=judged.chances[:, :, -1:])
+            rows += rows_of("drift", last, [name], range(len(HORIZONS_S)), last.unix > 0, frozen=frozen)
     return rows
 
 
@@ -173,17 +176,14 @@ def freeze(forecaster: Freezing, trainer: FreezingTrainer, at: int | None, tick:
 
 def windows(minutes: np.ndarray, scale: Scale, seed: int) -> list[Row]:
     """The last window, and the network without further training, by the length of a window; on functions held out."""
-    known: dict[str, Any] = {
-        f"{window:g}": lambda table, window=window: LastWindow(table, window) for window in scale.windows_s
-    }
-    forecaster = Forecaster(known=known)
+    forecaster = Forecaster(mixed={f"{window:g}": partial(LastWindow, window_s=window) for window in scale.windows_s})
     judged = replay(forecaster, second_arrivals(minutes[1::2], seed, BEGIN), EVERY, scale.warm_up_s)
     rows = []
     for number, window in enumerate(scale.windows_s):
         found = metrics(judged.chances[:, DECISIVE, number], judged.came[:, DECISIVE])
         rows.append({"kind": "window", "predictor": "last_window", "window_s": window, **found})
         lots = record(minutes, window, seed)
-        parameters = train([pick(lot, 0) for lot in lots], scale.training_steps // 2, seed)
+        parameters = train([pick(lot, 0) for lot in lots], scale.training_steps // 3, seed)
         tests = [pick(lot, 1) for lot in lots[len(lots) // 4 :]]
         odds = np.concatenate([first_odds(parameters, lot) for lot in tests])
         came = np.concatenate([lot.came for lot in tests])[:, DECISIVE] > 0
@@ -208,22 +208,32 @@ def first_odds(parameters: Parameters, lot: Observations) -> np.ndarray:
 def cost(sizes: tuple[int, ...], seconds: int) -> list[Row]:
     """Processor time of a second, and memory with as many functions again that have left and are remembered."""
     rows = []
-    for size in sizes:
-        gc.collect()
-        before, rng, forecaster = resident_mb(), np.random.default_rng(0), Forecaster()
-        forecaster.observe(MONDAY, {f"tenant/early-{number}": 1 for number in range(size)})
-        keys = [f"tenant/function-{number}" for number in range(size)]
-        forecaster.observe(MONDAY + 7200.0, dict.fromkeys(keys, 1))
-        times = []
-        for second in range(1, seconds + 1):
-            called = {keys[number]: 1 for number in rng.integers(0, size, max(1, size // 120))}
-            begin = time.process_time()
-            forecaster.observe(MONDAY + 7200.0 + second, called)
-            forecaster.forecast(MONDAY + 7200.0 + second)
-            times.append((time.process_time() - begin) * 1e3)
-        memory = resident_mb() - before
-        rows.append({"kind": "cost", "functions": size, "ms": median(times), "worst_ms": max(times), "mb": memory})
+    for predictor in ("mix", "lstm"):
+        for size in sizes:
+            gc.collect()
+            before, forecaster = resident_mb(), Forecaster(predictor)
+            forecaster.observe(MONDAY, {f"tenant/early-{number}": 1 for number in range(size)})
+            times = timed(forecaster, MONDAY + 7200.0, [f"tenant/function-{number}" for number in range(size)], seconds)
+            rows.append(
+                {
+                    "kind": "cost", "predictor": predictor, "functions": size, "ms": mean(times),
+                    "worst_ms": max(times), "mb": resident_mb() - before,
+                }
+            )  # fmt: skip
     return rows
+
+
+def timed(forecaster: Forecaster, begin: float, keys: list[str], seconds: int) -> list[float]:
+    """Milliseconds of each second, a whole window at least, after all of these functions have entered."""
+    rng, times = np.random.default_rng(0), list[float]()
+    forecaster.observe(begin, dict.fromkeys(keys, 1))
+    for second in range(1, seconds + 2):
+        called = {keys[number]: 1 for number in rng.integers(0, len(keys), len(keys) // CALLED_EVERY)}
+        started = time.process_time()
+        forecaster.observe(begin + second, called)
+        forecaster.forecast(begin + second)
+        times.append((time.process_time() - started) * 1e3)
+    return times[1:]
 
 
 def resident_mb() -> float:
@@ -244,7 +254,7 @@ def figures_of(rows: list[Row]) -> dict[str, float]:
         found[f"lstm_gain_{horizon:g}s"] = 1 - one("mix_with_lstm", "log_loss", horizon, 0) / one(
             "mix", "log_loss", horizon, 0
         )
-    costs = [row for row in rows if row["kind"] == "cost"]
+    costs = [row for row in rows if row["kind"] == "cost" and row["predictor"] == "mix"]
     found["predict_ms"] = max(row["ms"] / row["functions"] * 1000 for row in costs)
     found["memory_mb"] = costs[-1]["mb"]
     return found

@@ -24,7 +24,7 @@ def function_table(document: dict[str, Any]) -> str:
     every, without = ([row for row in rows if (row["without_top"] > 0) == rest] for rest in (False, True))
     text = (
         f"On {SAMPLE}; {DRAWN}. {document['settings']['functions'] // 2} functions on which nothing was chosen or "
-        f"trained, {every[0]['forecasts']} forecasts; in brackets without the busiest ones."
+        f"trained, {every[0]['forecasts']} forecasts; in brackets without those among the ten busiest."
     )
     cells = list[tuple[str, ...]]()
     for row, rest in zip(every, without, strict=True):
@@ -36,7 +36,21 @@ def function_table(document: dict[str, Any]) -> str:
         area = f"{row['pr_area']:.3f} ({rest['pr_area']:.3f})"
         cells.append((f"{row['horizon_s']:g} s", NAMES[row["predictor"]], *numbers, *shares, area))
     head = ("horizon", "predictor", "log loss", "Brier", "accuracy", "balanced accuracy", "precision-recall area")
-    return "\n".join([caption(document, text), "", *table(head, cells)])
+    return "\n".join([caption(document, text), "", *table(head, cells), "", wrapped(_gains(document))])
+
+
+def _gains(document: dict[str, Any]) -> str:
+    """What the mixture brings, and how well its probabilities hold."""
+    figures = document["figures"]
+    mixed = [row for row in _of(document, "function") if row["predictor"] == "mix" and not row["without_top"]]
+    horizons = [f"{row['horizon_s']:g}s" for row in mixed]
+    parts = ", ".join(f"{figures[f'mix_over_best_part_{horizon}']:.3f}" for horizon in horizons)
+    network = ", ".join(f"{figures[f'lstm_gain_{horizon}']:+.2%}" for horizon in horizons)
+    errors = ", ".join(f"{row['calibration_error']:.2%}" for row in mixed)
+    return (
+        f"Log loss of `mix` over that of its best part, by horizon: {parts}. What `lstm` takes off it: {network}. What "
+        f"`mix` says differs from what comes, in ten bins of probability, by {errors} in the mean."
+    )
 
 
 def popularity_table(document: dict[str, Any]) -> str:
@@ -104,25 +118,24 @@ def drift_table(document: dict[str, Any]) -> str:
     cells = []
     for (horizon, predictor), of in _grouped(_of(document, "drift"), "horizon_s", "predictor").items():
         online, frozen = (next(row for row in of if row["frozen"] == wanted) for wanted in (False, True))
-        if predictor in ("lstm", "mix_with_lstm"):
-            losses = (f"{row['log_loss']:.4f}" for row in (online, frozen))
-            cells.append((f"{horizon:g} s", NAMES[predictor], *losses))
+        losses = (f"{row['log_loss']:.4f}" for row in (online, frozen))
+        cells.append((f"{horizon:g} s", NAMES[predictor], *losses))
     return "\n".join([wrapped(text), "", *table(("horizon", "predictor", "online", "frozen"), cells)])
 
 
 def cost_table(document: dict[str, Any]) -> str:
     text = (
-        "`mix`: processor time of a second (observing and forecasting), and resident memory with as many functions "
-        "again that have left and are remembered."
+        "Processor time of a second (observing and forecasting), and resident memory with as many functions again that "
+        "have left; `lstm` with its training."
     )
     cells = (
         (
-            str(row["functions"]), f"{row['ms']:.1f} ms", f"{row['worst_ms']:.1f} ms",
+            f"{NAMES[row['predictor']]}, {row['functions']}", f"{row['ms']:.1f} ms", f"{row['worst_ms']:.1f} ms",
             f"{row['ms'] / row['functions'] * 1000:.1f} ms", f"{row['mb']:.0f} MB",
         )
         for row in _of(document, "cost")
     )  # fmt: skip
-    head = ("functions", "median", "worst", "per 1,000", "memory")
+    head = ("functions", "mean", "worst", "mean per 1,000", "memory")
     return "\n".join([wrapped(text), "", *table(head, cells)])
 
 

@@ -9,6 +9,7 @@ from cluster.forecast.table import Array
 FARTHEST, STEP = 8.0, 0.5
 """Log-odds are told apart from -FARTHEST to FARTHEST, in bins at every STEP."""
 BINS = round(2 * FARTHEST / STEP) + 1
+ALL = slice(None)
 PRIOR_WEIGHT = 10.0
 """Outcomes that a bin's own log-odds count as."""
 
@@ -38,11 +39,10 @@ class Calibration:
         self._came = np.zeros((horizons, predictors, BINS))
         self._all = np.zeros((horizons, predictors, BINS))
 
-    def chances(self, odds: Array, horizon: int | None = None) -> Array:
+    def chances(self, odds: Array, horizon: int | slice = ALL, predictors: slice = ALL) -> Array:
         """f32[functions, horizons, predictors] from log-odds of that shape, or f32[functions, predictors] of one
-        horizon; without the last predictors, if there are fewer."""
-        which = slice(None) if horizon is None else horizon
-        came, total = (counted[which, ..., : odds.shape[-1], :] for counted in (self._came, self._all))
+        horizon. They are those of the `predictors`."""
+        came, total = (counted[horizon, ..., predictors, :] for counted in (self._came, self._all))
         rate = ((came + self._expected) / (total + PRIOR_WEIGHT)).astype(np.float32)
         cell, part = _place(odds)
         lines = np.arange(rate[..., 0].size).reshape(rate.shape[:-1]) * BINS

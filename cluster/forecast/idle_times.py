@@ -10,6 +10,7 @@ from cluster.forecast.table import Array, FunctionTable
 EDGES_S = np.array([0, 1, 2, 3, 5, 8, 12, 20, 30, 45, *range(60, 2101, 60)], dtype=np.float64)
 """Ascending; bin i holds the idle times in (edge i, edge i + 1], the last bin longer ones. A minute wide as in the
 paper, finer below one. The last edge is a horizon behind the longest idle time of which a forecast is made."""
+WIDTHS_S = np.diff(EDGES_S)
 SHARED_WEIGHT = 2.0
 """Idle times that the histogram of all functions counts as in that of one."""
 HALF_LIFE = 64.0
@@ -23,34 +24,32 @@ class IdleTimes:
     histogram of them and that of all functions. Inside a bin, idle times are spread evenly."""
 
     def __init__(self, table: FunctionTable) -> None:
-        bins = len(EDGES_S)
         self._last_call = table.last_call
-        self._own = table.column((bins,))
-        self._shared = np.ones(bins)
+        self._own = table.column((len(EDGES_S),))
+        """How many idle times of the function were longer than each edge, the later the more they count"""
+        self._shared = np.arange(len(EDGES_S), 0.0, -1.0)
+        """The same of all functions; to begin with, one in each bin"""
 
     def observe(self, second: Second) -> None:
-        bins = np.maximum(np.searchsorted(EDGES_S, second.idle, side="left") - 1, 0)
-        self._own.live[second.rows] *= np.float32(0.5 ** (1 / HALF_LIFE))
-        self._own.live[second.rows, bins] += 1
-        self._shared *= 0.5 ** (len(bins) / SHARED_HALF_LIFE)
-        self._shared += np.bincount(bins, minlength=len(self._shared))
+        longer = second.idle[:, None] > EDGES_S
+        longer[:, 0] = True  # also the idle time of a second that was observed twice
+        self._own.live[second.rows] = self._own.live[second.rows] * np.float32(0.5 ** (1 / HALF_LIFE)) + longer
+        self._shared *= 0.5 ** (len(longer) / SHARED_HALF_LIFE)
+        self._shared += longer.sum(axis=0)
 
     def chances(self, now: float) -> Array:
-        shared = np.float32(SHARED_WEIGHT) * (self._shared / self._shared.sum()).astype(np.float32)
-        survival = np.cumsum((self._own.live + shared)[:, ::-1], axis=1)[:, ::-1]
-        """f32[functions, edges]: idle times longer than each edge"""
         idle = now - self._last_call.live
-        lasting = np.maximum(_at(survival, idle), np.float32(1e-6))
-        ending = np.stack([_at(survival, idle + horizon) for horizon in HORIZONS], axis=1)
+        lasting = np.maximum(self._longer(idle), np.float32(1e-6))
+        ending = np.stack([self._longer(idle + horizon) for horizon in HORIZONS], axis=1)
         chances: Array = np.clip(1 - ending / lasting[:, None], 0.0, 1.0)
         return chances
 
-
-def _at(survival: Array, idle: Array) -> Array:
-    """f32[functions]: each row of `survival` at its idle time, linear between edges."""
-    idle = np.clip(idle, 0.0, EDGES_S[-1])
-    edge = np.minimum(np.searchsorted(EDGES_S, idle, side="right") - 1, len(EDGES_S) - 2)
-    part = ((idle - EDGES_S[edge]) / (EDGES_S[edge + 1] - EDGES_S[edge])).astype(np.float32)
-    row = np.arange(len(survival))
-    found: Array = survival[row, edge] * (1 - part) + survival[row, edge + 1] * part
-    return found
+    def _longer(self, idle: Array) -> Array:
+        """f32[functions]: the weight of idle times longer than f64[functions], linear between edges."""
+        idle = np.minimum(idle, EDGES_S[-1])
+        edge = np.clip(np.searchsorted(EDGES_S, idle, side="right") - 1, 0, len(EDGES_S) - 2)
+        part = ((idle - EDGES_S[edge]) / WIDTHS_S[edge]).astype(np.float32)
+        shared = (SHARED_WEIGHT * self._shared / self._shared[0]).astype(np.float32)
+        own, at = self._own.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
+        found: Array = (own[at] + shared[edge]) * (1 - part) + (own[at + 1] + shared[edge + 1]) * part
+        return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.forecast.chances import HORIZONS_S
-from cluster.forecast.lstm_cells import FEATURES, MOMENT, UNITS, read_out, states
+from cluster.forecast.lstm_cells import FEATURES, MOMENT, UNITS, draw_parameters, read_out, states
 from cluster.forecast.lstm_training import UPDATE_EVERY, Observations, Trainer, embedding_of
 from cluster.forecast.outcomes import TOLERANCE_S
 from cluster.forecast.predictor import Second
@@ -38,8 +38,10 @@ class _Waiting:
 class Lstm:
     """At the end of each window the network goes over the last ones of every function; in between the readout runs."""
 
-    def __init__(self, table: FunctionTable, trainer: Trainer, window_s: float = WINDOW_S) -> None:
-        self._table, self._trainer, self._window_s = table, trainer, window_s
+    def __init__(self, table: FunctionTable, trainer: Trainer | None = None, window_s: float = WINDOW_S) -> None:
+        """Without a `trainer` it begins with drawn parameters."""
+        self._table, self._window_s = table, window_s
+        self._trainer = trainer or Trainer(draw_parameters(np.random.default_rng(0)))
         self._counts = table.column((STEPS + 1,))
         """Calls in the last windows, and in the one that runs"""
         self._state = table.column((UNITS,))
@@ -49,7 +51,6 @@ class Lstm:
         self._waiting: list[_Waiting] = []
         self._rng = np.random.default_rng(0)
         self._requests = 0
-
         self._new_state = np.zeros(UNITS, np.float32)
         """Of a function that enters."""
         self._refresh()

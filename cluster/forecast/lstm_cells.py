@@ -7,9 +7,12 @@ sees the upper layer's state and what has been seen since the window ended.
 from __future__ import annotations
 
 import io
+import math
 import zipfile
+import zlib
 
 import numpy as np
+from numpy.lib import format as npy
 
 from cluster.forecast.chances import HORIZONS_S
 from cluster.forecast.table import Array
@@ -44,23 +47,34 @@ def draw_parameters(rng: np.random.Generator) -> Parameters:
 def pack(parameters: Parameters) -> bytes:
     """Returns them as an .npz file, which `unpack` reads."""
     stream = io.BytesIO()
-    np.savez(stream, **parameters)  # type: ignore[arg-type]  # its stub takes keywords for its own flag
+    contiguous = {name: np.ascontiguousarray(value) for name, value in parameters.items()}
+    np.savez(stream, **contiguous)  # type: ignore[arg-type]  # its stub takes keywords for its own flag
     return stream.getvalue()
 
 
 def unpack(stored: bytes) -> Parameters:
-    """Raises ValueError if these are not parameters of this network; nothing in them is executed."""
+    """Raises ValueError if these are not parameters of this network.
+
+    Nothing in them is executed, and no more is read than the network has.
+    """
     try:
-        with np.load(io.BytesIO(stored), allow_pickle=False) as archive:
-            found = {name: archive[name] for name in SHAPES}
-    except (KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        with zipfile.ZipFile(io.BytesIO(stored)) as archive:
+            return {name: _read(archive, name, shape) for name, shape in SHAPES.items()}
+    except (KeyError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"no parameters of the network: {error}") from error
-    for name, shape in SHAPES.items():
-        if found[name].shape != shape or found[name].dtype != np.float32 or not np.isfinite(found[name]).all():
-            raise ValueError(
-                f"{name} must be finite float32 of shape {shape}, not {found[name].dtype} of {found[name].shape}"
-            )
-    return found
+
+
+def _read(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...]) -> Array:
+    with archive.open(f"{name}.npy") as stream:
+        if npy.read_magic(stream) != (1, 0):
+            raise ValueError(f"{name} must be an array in version 1.0 of the format")
+        found, by_column, kind = npy.read_array_header_1_0(stream)
+        if (found, by_column, kind) != (shape, False, np.dtype(np.float32)):
+            raise ValueError(f"{name} must be float32 of shape {shape} by row, not {kind} of {found}")
+        values = np.frombuffer(stream.read(4 * math.prod(shape)), np.float32).reshape(shape)
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} must be finite")
+    return values
 
 
 def states(parameters: Parameters, windows: Array, embedding: Array) -> Array:

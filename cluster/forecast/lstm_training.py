@@ -12,7 +12,7 @@ from cluster.forecast.table import Array
 REPLAY = 10_000
 """Observations that are kept; the oldest give way."""
 UPDATE_EVERY = 100
-"""Requests"""
+"""Requests; there is at most one update a second."""
 BATCH = 64
 LEARNING_RATE = 1e-3
 MAX_EMBEDDINGS = 40_000

@@ -21,9 +21,7 @@ class Outcomes:
     def __init__(self, table: FunctionTable, predictors: int) -> None:
         """`predictors`: of so many the log-odds are kept."""
         self._table = table
-        self._waiting = [
-            table.column((slots, predictors), fill=np.nan, dtype=np.float16) for slots in SLOTS
-        ]  # fmt: skip
+        self._waiting = [table.column((slots, predictors), fill=np.nan, dtype=np.float16) for slots in SLOTS]
         self._taken_at = [[-np.inf] * slots for slots in SLOTS]
 
     def due(self, now: float) -> Iterator[tuple[int, Array, Array, Array]]:

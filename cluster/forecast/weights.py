@@ -40,5 +40,5 @@ class Weights:
         mean: Array = (self._shared / np.maximum(self._outcomes, 1.0)).astype(np.float32)
         belief = -self._trust * (self._loss.live + np.float32(SHARED_WEIGHT) * mean)
         weights = np.exp(belief - belief.max(axis=2, keepdims=True))
-        mixed: Array = (weights * chances).sum(axis=2) / weights.sum(axis=2)
+        mixed: Array = np.einsum("fhp,fhp->fh", weights, chances) / np.einsum("fhp->fh", weights)
         return mixed

@@ -85,8 +85,24 @@ def test_silence_is_forecast(predictor: str) -> None:
     assert all(np.isfinite(value) for value in forecaster.error().values())
 
 
+def test_forecasts_in_between_change_nothing() -> None:
+    """Nor do those asked for late or early: what is learned depends on what was observed alone."""
+    quiet, asked = Forecaster(), Forecaster()
+    rng = np.random.default_rng(4)
+    asked.forecast(MONDAY - 5)
+    for second in range(1, 120):
+        counts = {str(number): 1 for number in rng.integers(0, 6, 2)}
+        for forecaster in (quiet, asked):
+            forecaster.observe(MONDAY + second, counts)
+        found = asked.forecast(MONDAY + second)
+        assert asked.forecast(MONDAY + second + 0.4) == found == quiet.forecast(MONDAY + second)
+    later = quiet.forecast(MONDAY + 119 + 60)
+    assert all(later[key].within_30_s < found[key].within_30_s for key in found)
+    assert asked.forecast(MONDAY + 119 + 60) == later
+
+
 def test_unknown_predictor() -> None:
-    with pytest.raises(ValueError, match="'arima'; known are mix, last_window, ewma, seasonal, histogram"):
+    with pytest.raises(ValueError, match="'arima'; known are mix, last_window, ewma, seasonal, histogram, lstm"):
         Forecaster("arima")
 
 

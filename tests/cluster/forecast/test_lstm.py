@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import zipfile
 
 import numpy as np
 import pytest
 import torch
+from numpy.lib import format as npy
 from torch import nn
 
 from cluster.forecast.forecaster import Forecaster
@@ -106,7 +108,11 @@ def bad_files() -> list[bytes]:
     wrong_shape = good | {"readout": np.zeros((3, 4), np.float32)}
     not_finite = good | {"readout_bias": np.full(4, np.nan, np.float32)}
     wrong_type = good | {"readout_bias": np.zeros(4)}
+    huge = io.BytesIO()
+    with zipfile.ZipFile(huge, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("lower.npy", "w") as entry:
+        npy.write_array_header_1_0(entry, {"shape": (1 << 40,), "fortran_order": False, "descr": "<f4"})
     return [
+        huge.getvalue(),
         b"",
         b"no file",
         pack(good)[:1000],
@@ -206,8 +212,7 @@ def test_forecasts_follow_the_states() -> None:
 
 
 def test_in_the_forecaster() -> None:
-    trainer = Trainer(draw_parameters(np.random.default_rng(0)))
-    forecaster = Forecaster("lstm", known={"lstm": lambda table: Lstm(table, trainer)})
+    forecaster = Forecaster("lstm")
     for second in range(1, 200):
         forecaster.observe(MONDAY + second, {"a": 40} if second % 3 == 0 else {"b": 1} if second == 50 else {})
         found = forecaster.forecast(MONDAY + second)
