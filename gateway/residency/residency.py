@@ -43,6 +43,7 @@ TOGETHER_PLANNED = 64
 MAX_RESOLVED = 32
 """Functions that are looked up in one turn, because it is not known what their calls get."""
 RESOLVE_SECONDS = 1.0
+"""For all of them together."""
 
 
 @dataclass(frozen=True)
