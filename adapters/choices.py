@@ -34,6 +34,11 @@ class Choice(msgspec.Struct, frozen=True):
     pending: bool = False
     """Whether its artifact for the present base is still to be made, or tried again: `Registry.make_artifact`."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a node can load it now."""
+        return not (self.refused or self.damaged or self.pending)
+
 
 def pick(choices: Sequence[Choice], point: float) -> Resolved:
     """The version into whose share `point` falls, where shares lie side by side from 0.

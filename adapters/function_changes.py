@@ -14,6 +14,7 @@ from adapters.errors import InvalidRequest, NoSuchFunction, NotFound, Preconditi
 from adapters.functions import FunctionRecord, Policy, parse_policy, with_alias, with_aliases
 from adapters.names import NAME_RULE, is_alias, is_name
 from adapters.nearest import did_you_mean
+from adapters.schedules import note_schedule
 from adapters.store import ObjectStore
 
 
@@ -61,6 +62,8 @@ class FunctionChanges:
             changed = parse_policy(policy, record.policy, within="")
             if changed == record.policy:
                 return record
+            if changed.warm:
+                note_schedule(self.store, tenant, name)
             return msgspec.structs.replace(record, generation=record.generation + 1, policy=changed)
 
         return self.change(tenant, name, matches, apply)

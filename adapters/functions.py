@@ -11,6 +11,7 @@ from msgspec import Meta
 from adapters.aliases import Alias, history_room, moved
 from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.slo import SloClass
+from adapters.warm_windows import MAX_WINDOWS, CronProblem, WarmWindow, check_windows
 
 MAX_VERSIONS = 10_000
 MAX_ALIASES = 1000
@@ -45,6 +46,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     defaults: Defaults = Defaults()
     max_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     """Generations of the function that run at once, by all gateway workers together; more are answered 429."""
+    warm: Annotated[list[WarmWindow], Meta(max_length=MAX_WINDOWS)] = []
+    """When its adapter is wanted on nodes before calls come."""
     slo_class: SloClass | None = None
     """None: the tenant's. A higher one than the tenant's has the effect of the tenant's."""
 
@@ -132,6 +135,11 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
         told, _, path = str(error).partition(" - at `$.")
         field = f"{within}{path.rstrip('`')}"
         raise InvalidRequest(field, f"{field}: {told}") from None
+    try:
+        check_windows(stated.warm)
+    except CronProblem as problem:
+        index, told = problem.args
+        raise InvalidRequest(f"{within}warm[{index}].cron", f"{within}warm[{index}].cron: {told}") from None
     return msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.choices import Choice, Resolved, pick
 from adapters.contents import Contents, Inspect
+from adapters.deployment import Deployment, deployment_of
 from adapters.epoch import update_marked
 from adapters.errors import (
     ArtifactPending,
@@ -52,6 +53,7 @@ from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
 from adapters.quota import Quota, QuotaReservation
 from adapters.records import read_each, read_record, read_records
+from adapters.schedules import note_schedule
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, check_values, inspect_files
 
@@ -72,24 +74,9 @@ class _Deploy:
     weights: Path
     source: str | None
     room: QuotaReservation
+    before_listed: Callable[[Deployment], None] | None = None
     manifest: Manifest | None = None
     created: bool = False
-
-
-class Deployment(msgspec.Struct, frozen=True):
-    """What a deploy did, or (version None) what a dry run would do."""
-
-    function: str
-    version: int | None
-    digest: str
-    ranks: tuple[int, ...]
-    targets: tuple[str, ...]
-    bytes: int
-    warnings: tuple[str, ...]
-    created: bool
-    """Whether a new version was made; False when this adapter was deployed under this name before, and in a dry run."""
-    dtype: str
-    """Of the tensors as stored: `bytes` counts them in it."""
 
 
 class Registry:
@@ -118,7 +105,7 @@ class Registry:
             self._check_name(name)
         check_options(alias, policy)
         layout = check_values(self._inspect(config, weights), weights)
-        return _deployment(name, None, layout, created=False)
+        return deployment_of(name, None, layout, created=False)
 
     def deploy(
         self,
@@ -129,10 +116,12 @@ class Registry:
         alias: str | None = None,
         policy: dict[str, Any] | None = None,
         source: str | None = None,
+        before_listed: Callable[[Deployment], None] | None = None,
     ) -> Deployment:
         """Store an adapter as a version of a function and point an alias (`latest`) to it.
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
+        `before_listed` is called once, when all is stored and no call can get the version yet.
         Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy, StoreUnavailable, and
         Conflict when the function has too many versions or aliases, or the tenant too many adapters.
         """
@@ -144,17 +133,20 @@ class Registry:
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())
             entry = self._listed(tenant, record, deploy)
+            _announce(name, entry, deploy)
             changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
+            if changed.policy.warm:
+                note_schedule(self.store, tenant, name)
             return with_version(changed, entry, alias or "latest", time.time())
 
         with self.quota.deploying(tenant) as room:
-            deploy = _Deploy(layout=layout, config=config, weights=weights, source=source, room=room)
+            deploy = _Deploy(layout, config, weights, source, room, before_listed)
             record = update_marked(self.store, function_key(tenant, name), FunctionRecord, commit)
             if deploy.created:
                 room.made()
         self._end_if_deleted(tenant, name)
         entry = _find_digest(record, layout.digest)
-        return _deployment(name, entry.version if entry else None, layout, created=deploy.created)
+        return deployment_of(name, entry.version if entry else None, layout, created=deploy.created)
 
     def resolve(self, tenant: str, name: str, qualifier: str | None = None, point: float = 0.0) -> Resolved:
         """The version that a call gets now; `point` in [0, 1) says on which side of a split alias it falls.
@@ -367,6 +359,13 @@ class Registry:
         raise StoreUnavailable(f"function {record.name} has too many unfinished versions; remove them first")
 
 
+def _announce(name: str, entry: VersionEntry, deploy: _Deploy) -> None:
+    """Calls `before_listed`, once however often the commit is tried."""
+    if deploy.before_listed is not None:
+        announce, deploy.before_listed = deploy.before_listed, None
+        announce(deployment_of(name, entry.version, deploy.layout, created=deploy.created))
+
+
 def _present(name: str, version: int, manifest: Manifest | None) -> Manifest:
     if manifest is None:
         raise StoreUnavailable(f"the manifest of version {version} of {name} is missing from the registry")
@@ -384,17 +383,3 @@ def _check_tenant(tenant: str) -> None:
 
 def _find_digest(record: FunctionRecord, digest: str) -> VersionEntry | None:
     return next((entry for entry in record.versions if entry.digest == digest), None)
-
-
-def _deployment(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:
-    return Deployment(
-        function=name,
-        version=version,
-        digest=layout.digest,
-        ranks=layout.ranks,
-        targets=layout.targets,
-        bytes=layout.bytes,
-        warnings=layout.warnings,
-        created=created,
-        dtype=layout.dtype,
-    )

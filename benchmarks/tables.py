@@ -17,6 +17,15 @@ from benchmarks.autoscale_report import autoscale_text
 from benchmarks.cold_tables import coldstart_table, planning_table, remote_store_table, streaming_table
 from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
 from benchmarks.eviction_tables import eviction_table, eviction_traces_table
+from benchmarks.forecast_tables import (
+    cost_table,
+    day_table,
+    drift_table,
+    function_table,
+    popularity_table,
+    time_table,
+    window_table,
+)
 from benchmarks.front_page import ENGINE, SERVE, Reports
 from benchmarks.gateway_tables import (
     control_plane_table,
@@ -136,6 +145,15 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "confirmed": one("routing_ablation", confirmed_table),
         "screen": one("routing_screen", screen_table),
         "by-length": one("routing_ablation", length_table),
+    },
+    ROOT / "docs" / "results" / "forecast.md": {
+        "functions": one("forecast", function_table),
+        "popularity": one("forecast", popularity_table),
+        "days": one("forecast", day_table),
+        "times": one("forecast", time_table),
+        "windows": one("forecast", window_table),
+        "drift": one("forecast", drift_table),
+        "cost": one("forecast", cost_table),
     },
     ROOT / "docs" / "design" / "cold-start.md": {
         "coldstart": one("coldstart", coldstart_table),

@@ -27,6 +27,7 @@ from garnish.protocol import (
     delete_version_call,
     deploy_call,
     error_of,
+    forecast_call,
     function_call,
     functions_call,
     invoke_call,
@@ -38,8 +39,10 @@ from garnish.protocol import (
     tenant_call,
     usage_call,
     versions_call,
+    warm_call,
 )
 from gateway.api.schema import InvokeReply
+from gateway.residency.messages import ForecastReply, Tier, WarmReply
 from gateway.routes.aliases import AliasReply
 from gateway.routes.deploy import DeployReply
 from gateway.routes.functions import FunctionList, FunctionReply, VersionList
@@ -95,12 +98,15 @@ class Client:
         call = invoke_call(name, prompt, stream, options)
         return self._events(call) if stream else self._reply(call, InvokeReply)
 
-    def deploy(self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False) -> DeployReply:
+    def deploy(
+        self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False, *, warm: bool = False
+    ) -> DeployReply:
         """Deploy a PEFT adapter's directory, `hf:org/name`, or what lies in an allowed `s3://bucket/prefix`.
 
-        With `dry_run` it is only validated.
+        With `dry_run` it is only validated. `warm`, here and below: a node has it before calls come; the reply's
+        `warnings` say when that took too long.
         """
-        with deploy_call(name, adapter, alias, dry_run) as call:
+        with deploy_call(name, adapter, alias, dry_run, warm) as call:
             return self._reply(call, DeployReply)
 
     def functions(self, limit: int = 100, after: str | None = None) -> FunctionList:
@@ -114,16 +120,29 @@ class Client:
         """Returns where an alias points, and where it pointed before."""
         return self._reply(alias_call(name, alias), AliasReply)
 
-    def set_alias(self, name: str, alias: str, target: AliasTarget, if_match: int | None = None) -> AliasReply:
+    def set_alias(
+        self, name: str, alias: str, target: AliasTarget, if_match: int | None = None, *, warm: bool = False
+    ) -> AliasReply:
         """Point an alias to a version, or to several: `{3: 0.9, 4: 0.1}`.
 
         `if_match`, here and below: the `generation` of a reply; `precondition_failed` when the function has changed.
         """
-        return self._reply(set_alias_call(name, alias, target, if_match), AliasReply)
+        return self._reply(set_alias_call(name, alias, target, if_match, warm), AliasReply)
 
-    def roll_back(self, name: str, alias: str = "latest", if_match: int | None = None) -> AliasReply:
+    def roll_back(
+        self, name: str, alias: str = "latest", if_match: int | None = None, *, warm: bool = False
+    ) -> AliasReply:
         """Point an alias to what it pointed to before; again: one further back."""
-        return self._reply(rollback_call(name, alias, if_match), AliasReply)
+        return self._reply(rollback_call(name, alias, if_match, warm), AliasReply)
+
+    def warm(self, name: str, version: str | None = None, *, tier: Tier = "device", copies: int = 1) -> WarmReply:
+        """Bring what calls of the function would run (or a version, or an alias's) to its nodes now. Loads may still go
+        on when it returns: the reply says where each is, and the same call again where it is then."""
+        return self._reply(warm_call(name, version, tier, copies), WarmReply)
+
+    def forecast(self, name: str) -> ForecastReply:
+        """Returns whether calls of the function are expected soon, and which nodes are asked to have it ready."""
+        return self._reply(forecast_call(name), ForecastReply)
 
     def set_policy(self, name: str, policy: Mapping[str, Any], if_match: int | None = None) -> FunctionReply:
         """Change the stated fields of a function's policy; None takes one back."""
@@ -233,12 +252,12 @@ class AsyncClient:
         return self._events(call) if stream else await self._reply(call, InvokeReply)
 
     async def deploy(
-        self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False
+        self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False, *, warm: bool = False
     ) -> DeployReply:
         """Does what `Client.deploy` does, asynchronously."""
         if is_hub_place(adapter):
             adapter = await asyncio.to_thread(local_folder, adapter, f"garnish deploy {name} {{}}")
-        with deploy_call(name, adapter, alias, dry_run) as call:
+        with deploy_call(name, adapter, alias, dry_run, warm) as call:
             return await self._reply(call, DeployReply)
 
     async def functions(self, limit: int = 100, after: str | None = None) -> FunctionList:
@@ -252,13 +271,25 @@ class AsyncClient:
         """Does what `Client.alias` does, asynchronously."""
         return await self._reply(alias_call(name, alias), AliasReply)
 
-    async def set_alias(self, name: str, alias: str, target: AliasTarget, if_match: int | None = None) -> AliasReply:
+    async def set_alias(
+        self, name: str, alias: str, target: AliasTarget, if_match: int | None = None, *, warm: bool = False
+    ) -> AliasReply:
         """Does what `Client.set_alias` does, asynchronously."""
-        return await self._reply(set_alias_call(name, alias, target, if_match), AliasReply)
+        return await self._reply(set_alias_call(name, alias, target, if_match, warm), AliasReply)
 
-    async def roll_back(self, name: str, alias: str = "latest", if_match: int | None = None) -> AliasReply:
+    async def roll_back(
+        self, name: str, alias: str = "latest", if_match: int | None = None, *, warm: bool = False
+    ) -> AliasReply:
         """Does what `Client.roll_back` does, asynchronously."""
-        return await self._reply(rollback_call(name, alias, if_match), AliasReply)
+        return await self._reply(rollback_call(name, alias, if_match, warm), AliasReply)
+
+    async def warm(self, name: str, version: str | None = None, *, tier: Tier = "device", copies: int = 1) -> WarmReply:
+        """Does what `Client.warm` does, asynchronously."""
+        return await self._reply(warm_call(name, version, tier, copies), WarmReply)
+
+    async def forecast(self, name: str) -> ForecastReply:
+        """Does what `Client.forecast` does, asynchronously."""
+        return await self._reply(forecast_call(name), ForecastReply)
 
     async def set_policy(self, name: str, policy: Mapping[str, Any], if_match: int | None = None) -> FunctionReply:
         """Does what `Client.set_policy` does, asynchronously."""

@@ -16,6 +16,7 @@ from garnish.connection import Connection
 from garnish.errors import GarnishError
 from garnish.hub import local_folder
 from gateway.api import schema
+from gateway.residency.messages import WARM_SECONDS
 
 SOURCE = "s3://"
 """How an adapter's place begins that is no directory of ours."""
@@ -93,7 +94,7 @@ def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]
 
 
 @contextmanager
-def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool) -> Iterator[Call]:
+def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool, warm: bool = False) -> Iterator[Call]:
     """`adapter`: a directory, whose two files are kept open while the request is sent, `hf:org/name` on the Hugging
     Face Hub, which is fetched first, or `s3://bucket/prefix`.
 
@@ -103,9 +104,9 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
         yield Call(
             method="POST",
             url=f"/deploy/{quote(name, safe='')}",
-            params={"dry_run": "true"} if dry_run else {},
+            params=_flags(dry_run=dry_run, warm=warm),
             json={"source": adapter, **({} if alias is None else {"alias": alias})},
-            timeout=_waiting(CALL_SECONDS),
+            timeout=_waiting(CALL_SECONDS + WARM_SECONDS),
         )
         return
     use = f"garnish deploy {name} {{}}"
@@ -115,10 +116,10 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
             yield Call(
                 method="POST",
                 url=f"/deploy/{quote(name, safe='')}",
-                params={"dry_run": "true"} if dry_run else {},
+                params=_flags(dry_run=dry_run, warm=warm),
                 data={} if alias is None else {"alias": alias},
                 files={CONFIG_FILE: (CONFIG_FILE, config), WEIGHTS_FILE: (WEIGHTS_FILE, weights)},
-                timeout=_waiting(CALL_SECONDS),
+                timeout=_waiting(CALL_SECONDS + WARM_SECONDS),
             )
     except OSError as error:
         raise GarnishError("invalid_request", f"{adapter} can't be read: {error.strerror}") from None
@@ -156,17 +157,44 @@ def alias_call(name: str, alias: str) -> Call:
     return Call(method="GET", url=_alias_url(name, alias))
 
 
-def set_alias_call(name: str, alias: str, target: AliasTarget, if_match: int | None) -> Call:
+def set_alias_call(name: str, alias: str, target: AliasTarget, if_match: int | None, warm: bool = False) -> Call:
     if isinstance(target, int):
         body: dict[str, Any] = {"version": target}
     else:
         body = {"weights": {str(version): share for version, share in target.items()}}
-    return Call(method="PUT", url=_alias_url(name, alias), json=body, headers=_condition(if_match))
+    return Call(
+        method="PUT",
+        url=_alias_url(name, alias),
+        params=_flags(warm=warm),
+        json=body,
+        headers=_condition(if_match),
+        timeout=_waiting(WARM_SECONDS),
+    )
 
 
-def rollback_call(name: str, alias: str, if_match: int | None) -> Call:
-    url = f"/functions/{quote(name, safe='')}/rollback"
-    return Call(method="POST", url=url, json={"alias": alias}, headers=_condition(if_match))
+def rollback_call(name: str, alias: str, if_match: int | None, warm: bool = False) -> Call:
+    return Call(
+        method="POST",
+        url=f"/functions/{quote(name, safe='')}/rollback",
+        params=_flags(warm=warm),
+        json={"alias": alias},
+        headers=_condition(if_match),
+        timeout=_waiting(WARM_SECONDS),
+    )
+
+
+def warm_call(name: str, version: str | None, tier: str, copies: int) -> Call:
+    body = {"tier": tier, "copies": copies, **({} if version is None else {"version": version})}
+    return Call(method="POST", url=f"/functions/{quote(name, safe='')}/warm", json=body)
+
+
+def forecast_call(name: str) -> Call:
+    return Call(method="GET", url=f"/functions/{quote(name, safe='')}/forecast")
+
+
+def _flags(**flags: bool) -> dict[str, str]:
+    """Returns the query parameters of those that are set: an older service does not know them all."""
+    return {name: "true" for name, value in flags.items() if value}
 
 
 def policy_call(name: str, policy: Mapping[str, Any], if_match: int | None) -> Call:

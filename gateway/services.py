@@ -25,6 +25,7 @@ from adapters.sources import Sources
 from adapters.store import ObjectStore
 from adapters.tenants import Tenants
 from cluster.errors import ServiceError
+from cluster.forecast.forecaster import Forecaster
 from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from cluster.secret import read_secret
@@ -52,6 +53,12 @@ from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
 from gateway.leader.turn import Job
+from gateway.residency.history import CallHistory
+from gateway.residency.metrics import ResidencyMetrics
+from gateway.residency.orders import ResidencyOrders
+from gateway.residency.residency import Parts, Residency
+from gateway.residency.schedules import WarmSchedules
+from gateway.residency.warming import Warming
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
 from gateway.workers.attainment import Attainment
@@ -105,6 +112,8 @@ class Services:
     node_calls: NodeCalls
     metrics: Metrics
     explanations: Explanations
+    residency: Residency
+    warming: Warming
     deploys: DeploySlots
     sources: Sources
     source_threads: LeavableThreads
@@ -113,6 +122,11 @@ class Services:
         """After any change of the tenant, its keys included."""
         self._forget_tenant(tenant)
         self.peers.publish(TenantChanged(tenant))
+
+    def function_changed(self, tenant: str, function: str) -> None:
+        """After any change of the function by this process."""
+        self.residency.forget(tenant, function)
+        self.peers.publish(FunctionChanged(tenant, function))
 
     async def revoke(self, tenant: str, function: str, why: str) -> None:
         """End the function's generations, on all workers. Those that Redis does not reach read it in the registry's
@@ -130,6 +144,7 @@ class Services:
         match mark.key.split("/"):
             case ["tenants", tenant, "functions", name, _]:
                 self.functions.forget(tenant, name)
+                self.residency.forget(tenant, name)
                 if mark.ended:
                     self._end_calls(tenant, name, mark.ended, mark.id)
             case ["tenants", tenant, _]:
@@ -150,6 +165,7 @@ class Services:
         match message:
             case FunctionChanged(tenant, function):
                 self.functions.forget(tenant, function)
+                self.residency.forget(tenant, function)
             case TenantChanged(tenant):
                 self._forget_tenant(tenant)
             case CallsRevoked(tenant, function, why, number):
@@ -160,6 +176,8 @@ class Services:
                 found = self.explanations.find(call, whose)
                 if found is not None:
                     self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(found.reply())))
+            case ExplanationAnswered(number, reply):
+                self.peers.answer(number, reply)
 
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)
@@ -206,37 +224,41 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             opened = _Opened(base, inspector, store, secret, usage, session, shared)
             services = _make_services(config, metrics, opened)
             services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
-            services.peers.on_message = services.heard
+            services.peers.on_message, services.functions.on_change = services.heard, services.function_changed
             await services.callers.learn_tenants()
-            leader = _leader(config, metrics, store, shared)
+            leader = _leader(config, metrics, store, shared, services.residency)
             async with (
                 services.name_watch.running(),
                 services.windows.running(),
                 services.dispatcher.migration.running(),
+                services.warming.running(),
+                services.residency.running(),
                 leader.running(),
             ):
                 yield services
 
 
-def _leader(config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared: Shared) -> Leader:
-    leases, seconds = shared.leases, LEASE_SECONDS
-    if config.redis is None:
-        leases, seconds = StoreLeases(store, monotonic), STORE_LEASE_SECONDS
-    jobs = [Job("usage_compaction", UsageCompaction(store, monotonic).run)]
-    return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic, seconds)
+def _leader(
+    config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared: Shared, residency: Residency
+) -> Leader:
+    alone = config.redis is None
+    leases: Leases = StoreLeases(store, monotonic) if alone else shared.leases
+    seconds = STORE_LEASE_SECONDS if alone else LEASE_SECONDS
+    jobs = [Job("usage_compaction", UsageCompaction(store, monotonic).run), *residency.jobs()]
+    return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic, seconds, alone=alone)
 
 
 def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:
-    shared, store, publish = opened.shared, opened.store, opened.shared.peers.publish
+    shared, store = opened.shared, opened.store
     registry, tenants = Registry(store, opened.base, opened.inspector.inspect), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     explanations = Explanations()
-    functions = Functions(
-        config, registry, threads, monotonic, name_watch.confirmed, lambda *name: publish(FunctionChanged(*name))
-    )
-    dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions)
+    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
+    node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
+    residency = _make_residency(opened, metrics, functions, threads, node_calls)
+    dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions, residency)
     return Services(
         config=config,
         base=opened.base,
@@ -258,17 +280,38 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         record_rates=RecordRates(monotonic),
         secret=opened.secret,
         dispatcher=dispatcher,
-        node_calls=NodeCalls(opened.session, opened.secret, connect=config.connect_seconds),
+        node_calls=node_calls,
         metrics=metrics,
         explanations=explanations,
+        residency=residency,
+        warming=Warming(shared.cluster, opened.base.fingerprint, functions, node_calls, hold=residency.hold),
         deploys=_deploy_slots(config),
         sources=Sources(config.allowed_sources),
         source_threads=LeavableThreads(SOURCE_THREADS),
     )
 
 
+def _make_residency(
+    opened: _Opened, metrics: Metrics, functions: Functions, threads: StoreThreads, node_calls: NodeCalls
+) -> Residency:
+    shared, shown = opened.shared, ResidencyMetrics(metrics.registry)
+    parts = Parts(
+        history=CallHistory(Forecaster, monotonic, time),
+        schedules=WarmSchedules(opened.store, threads, functions, unix=time),
+        orders=ResidencyOrders(node_calls, shown, monotonic),
+        metrics=shown,
+    )
+    base = opened.base.fingerprint
+    return Residency(shared.residency, shared.cluster, base, functions, parts, clock=monotonic, unix=time)
+
+
 def _make_dispatcher(
-    config: GatewayConfig, metrics: Metrics, opened: _Opened, explanations: Explanations, functions: Functions
+    config: GatewayConfig,
+    metrics: Metrics,
+    opened: _Opened,
+    explanations: Explanations,
+    functions: Functions,
+    residency: Residency,
 ) -> Dispatcher:
     """Makes the dispatcher and what counts its calls; the routes and the other workers ask for those counts, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
@@ -282,6 +325,7 @@ def _make_dispatcher(
         hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
         limits=shared.limits,
         functions=functions,
+        residency=residency,
         metrics=metrics,
         last_hour=LastHour(monotonic),
         attainment=Attainment(monotonic),

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
+from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, Warm, open_client
 
 if TYPE_CHECKING:
     from garnish.client import Client
     from garnish.screen import Screen
+    from gateway.residency.messages import ForecastReply
     from gateway.routes.deploy import DeployReply
     from gateway.routes.functions import FunctionReply
 
@@ -33,6 +34,7 @@ def deploy(
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Make the service hold what the file says.")] = None,
     alias: Annotated[str | None, typer.Option("--alias", help="The alias to move (default: latest).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate; with -f: only show the plan.")] = False,
+    warm: Warm = False,
     yes: Annotated[bool, typer.Option("--yes", help="With -f: carry out the plan without asking.")] = False,
     url: Url = None,
     state: State = DEFAULT_STATE,
@@ -43,7 +45,9 @@ def deploy(
     from garnish.cli.reconcile import deploy_file
     from garnish.screen import Screen
 
-    if (file is None) == (name is None or path is None) or (file is not None and (name, alias) != (None, None)):
+    if (file is None) == (name is None or path is None) or (
+        file is not None and (name, alias, warm) != (None, None, False)
+    ):
         raise typer.BadParameter("expected NAME PATH, or -f FILE")
     with Screen(as_json) as screen:
         if file is not None:
@@ -51,7 +55,7 @@ def deploy(
             return
         assert name is not None
         assert path is not None
-        screen.result(_deploy_one(_Wanted(name, path, alias, tenant), dry_run, url, state, screen))
+        screen.result(_deploy_one(_Wanted(name, path, alias, tenant, warm), dry_run, url, state, screen))
 
 
 class _Wanted(NamedTuple):
@@ -59,6 +63,7 @@ class _Wanted(NamedTuple):
     adapter: str | Path
     alias: str | None
     tenant: str | None
+    warm: bool
 
 
 def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, screen: Screen) -> DeployReply:
@@ -66,7 +71,7 @@ def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, sc
 
     screen.progress(f"deploying {wanted.name}")
     with open_client(url, state, wanted.tenant) as client:
-        reply = client.deploy(wanted.name, wanted.adapter, wanted.alias, dry_run)
+        reply = client.deploy(wanted.name, wanted.adapter, wanted.alias, dry_run, warm=wanted.warm)
     screen.end_progress()
     outcome = "valid" if dry_run else f"version {reply.version}"
     screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {shown_bytes(reply.bytes)}")
@@ -136,15 +141,43 @@ def describe(
 
     screen = Screen(as_json, header=not no_header)
     with open_client(url, state, tenant) as client:
-        found = client.function(name)
+        found, forecast = client.function(name), _forecast(client, name)
     screen.line(f"name: {found.name}")
     screen.line(f"generation: {found.generation}")
     for alias, target in found.aliases.items():
         screen.line(f"alias {alias}: {pointed(target)}")
     for field, value in found.policy.items():
         screen.line(f"policy {field}: {msgspec.json.encode(value).decode()}")
+    screen.line(f"calls expected: {_expected(forecast)}")
     _show_versions(found, screen)
     screen.result(found)
+
+
+def _forecast(client: Client, name: str) -> ForecastReply | None:
+    """Returns None where the service is of a release that forecasts nothing."""
+    from garnish.errors import GarnishError
+
+    try:
+        return client.forecast(name)
+    except GarnishError as error:
+        if error.type != "not_found":
+            raise
+        return None
+
+
+def _expected(forecast: ForecastReply | None) -> str:
+    from gateway.residency.messages import WATCH_SECONDS
+
+    if forecast is None or forecast.watched is None:
+        return "not known"
+    if forecast.chances is None:
+        expected = "none of late" if forecast.watched > WATCH_SECONDS else "not known yet"
+    else:
+        expected = (
+            f"{forecast.chances['within_30_s']:.0%} within 30 s, {forecast.chances['within_300_s']:.0%} within 5 min"
+        )
+    places = ", ".join(sorted({f"{place.node}:{place.tier} ({place.cause})" for place in forecast.wanted}))
+    return f"{expected}; wanted on {places or 'no node'}"
 
 
 def _show_versions(found: FunctionReply, screen: Screen) -> None:

@@ -24,6 +24,7 @@ from garnish.cli import (
     simulate,
     usage,
     versions,
+    warm,
 )
 from garnish.errors import FrontDoorError
 
@@ -39,6 +40,7 @@ app = typer.Typer(
 serve.register(app)
 functions.register(app)
 versions.register(app)
+warm.register(app)
 invoke.register(app)
 nodes.register(app)
 explain.register(app)

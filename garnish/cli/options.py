@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NoHeader = Annotated[bool, typer.Option("--no-header", help="Leave out the table's header line.")]
+Warm = Annotated[bool, typer.Option("--warm", help="First bring it to a node; calls get it a minute later at most.")]
 File = Annotated[Path, typer.Option("-f", "--file", help="The service file.")]
 State = Annotated[Path, typer.Option("--state", help="Directory of registry, keys and logs.")]
 Url = Annotated[str | None, typer.Option("--url", help="The service's address (default: GARNISH_URL, or the state's).")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.functions import Name, pointed
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
+from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, Warm, open_client
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
@@ -31,6 +31,7 @@ def alias(
         list[str] | None, typer.Argument(help="A version (4), or shares of the calls (3=0.9 4=0.1); none: show it.")
     ] = None,
     if_match: IfMatch = None,
+    warm: Warm = False,
     url: Url = None,
     state: State = DEFAULT_STATE,
     tenant: Tenant = None,
@@ -43,7 +44,9 @@ def alias(
     wanted = parse_target(target) if target else None
     screen = Screen(as_json, header=not no_header)
     with open_client(url, state, tenant) as client:
-        reply = client.alias(name, alias) if wanted is None else client.set_alias(name, alias, wanted, if_match)
+        reply = (
+            client.alias(name, alias) if wanted is None else client.set_alias(name, alias, wanted, if_match, warm=warm)
+        )
     _show(screen, reply, with_history=wanted is None)
 
 
@@ -51,6 +54,7 @@ def rollback(
     name: Name,
     alias: Annotated[str, typer.Option("--alias", help="The alias to roll back.")] = "latest",
     if_match: IfMatch = None,
+    warm: Warm = False,
     url: Url = None,
     state: State = DEFAULT_STATE,
     tenant: Tenant = None,
@@ -61,7 +65,7 @@ def rollback(
 
     screen = Screen(as_json)
     with open_client(url, state, tenant) as client:
-        reply = client.roll_back(name, alias, if_match)
+        reply = client.roll_back(name, alias, if_match, warm=warm)
     _show(screen, reply, with_history=False)
 
 
@@ -88,6 +92,8 @@ def _show(screen: Screen, reply: AliasReply, *, with_history: bool) -> None:
 
     target = reply.weights if reply.version is None else reply.version
     screen.line(f"{reply.function}:{reply.alias} -> {pointed(target)}")
+    for warning in reply.warnings:
+        screen.note(f"warning: {warning}")
     if with_history and reply.history:
         rows = [
             [

@@ -30,6 +30,7 @@ from gateway.calls.resumption import may_resume, resumption_of
 from gateway.calls.running import Running, interruptible
 from gateway.calls.trace_log import log_call
 from gateway.catalog.functions import Functions
+from gateway.residency.residency import Residency
 from gateway.scheduling.placement import RETRY_AFTER, Placed
 from gateway.workers.attainment import Attainment, judge
 from gateway.workers.called import CalledDigests
@@ -57,6 +58,7 @@ class Dispatcher:
     hold: Hold
     limits: LimitState
     functions: Functions
+    residency: Residency
     metrics: Metrics
     last_hour: LastHour
     attainment: Attainment
@@ -76,6 +78,8 @@ class Dispatcher:
 
     def generations(self, invocation: Invocation) -> list[Generation]:
         """One per choice, none of them begun."""
+        if (adapter := invocation.target.adapter) is not None:
+            self.residency.note_call(invocation.tenant, invocation.target.function, adapter)
         return [Generation(self, invocation, request) for request in invocation.requests]
 
 

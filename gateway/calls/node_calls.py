@@ -30,6 +30,10 @@ class _Refusal(msgspec.Struct, frozen=True):
     error: _Told
 
 
+class PathUnknown(ServiceError):
+    """The node is of a release that does not take such orders."""
+
+
 class NodeCalls:
     def __init__(self, session: aiohttp.ClientSession, secret: str, *, connect: float) -> None:
         self._session = session
@@ -56,11 +60,22 @@ class NodeCalls:
         except msgspec.DecodeError as error:
             raise _failed(node, f"said something that is no record ({error})") from error
 
-    async def order(self, node: NodeRecord, path: str) -> None:
-        """POST without a body or an answer. Raises as `ask`."""
-        await self._call(node, "POST", path, b"")
+    async def order(self, node: NodeRecord, path: str, order: msgspec.Struct | None = None) -> None:
+        """POST without an answer. Raises as `ask`, and PathUnknown."""
+        status, body = await self._exchange(node, "POST", path, b"" if order is None else msgspec.msgpack.encode(order))
+        if status == 404:
+            raise PathUnknown("node_failed", f"node {node.id} does not know {path}")
+        if status >= 300:
+            raise _refusal(node, status, body)
 
     async def _call(self, node: NodeRecord, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        status, answer = await self._exchange(node, method, path, body)
+        if status >= 300:
+            raise _refusal(node, status, answer)
+        return status, answer
+
+    async def _exchange(self, node: NodeRecord, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Returns what the node answers, whatever it is. Raises ServiceError when it can't be asked."""
         options: dict[str, Any] = {"headers": self._headers, "timeout": self._timeout, "allow_redirects": False}
         try:
             async with self._session.request(method, node.url + path, data=body, **options) as response:
@@ -71,8 +86,6 @@ class NodeCalls:
                         raise _failed(node, f"answered with more than {ANSWER_BYTES} bytes")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _failed(node, f"could not be asked ({type(error).__name__})") from error
-        if response.status >= 300:
-            raise _refusal(node, response.status, bytes(answer))
         return response.status, bytes(answer)
 
 

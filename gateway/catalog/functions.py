@@ -54,11 +54,10 @@ class Functions:
         threads: StoreThreads,
         clock: Callable[[], float],
         confirmed: Callable[[str], float],
-        changed: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`confirmed`: when it was last known that a record is as it was read, by its key. `changed` is told
-        of each function that this process has changed."""
-        self._changed = changed
+        """`confirmed`: when it was last known that a record is as it was read, by its key."""
+        self.on_change: Callable[[str, str], None] = lambda *_: None
+        """Told of each function (tenant, name) that this process has changed."""
         self._registry = registry
         self._threads = threads
         self._rebuilds = Rebuilds(registry, self.forget)
@@ -97,8 +96,7 @@ class Functions:
             return await self._threads.write(change, tenant, name, *args)
         finally:
             self.forget(tenant, name)
-            if self._changed is not None:
-                self._changed(tenant, name)
+            self.on_change(tenant, name)
 
     def forget(self, tenant: str, name: str) -> None:
         """After a change by anyone."""
@@ -128,11 +126,16 @@ class Functions:
         return choices
 
 
+def adapter_of(found: Resolved) -> Adapter:
+    """Returns the version as nodes are told of it."""
+    return Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks)
+
+
 def _target(found: Resolved) -> Target:
     return Target(
         function=found.function,
         version=found.version,
-        adapter=Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks),
+        adapter=adapter_of(found),
         defaults=found.policy.defaults,
         timeout=found.policy.timeout,
         max_concurrency=found.policy.max_concurrency,

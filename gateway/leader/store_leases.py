@@ -17,7 +17,7 @@ from cluster.leases import NOBODY, Lease
 from gateway.catalog.threads import LeavableThreads
 
 STORE_LEASE_SECONDS = 60.0
-"""Ten times as long as in Redis: a store asks money for each write, and what the leader does has time."""
+"""Far longer than in Redis: a store asks money for each write, and what the leader does has time."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Literal
+
+PAUSE_SECONDS = 2.0
+Scope = Literal["registry", "nodes"]
 
 
 class TurnEnded(Exception):
@@ -28,8 +32,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Job:
-    """`run` is called once per beat while this worker leads. It does a bounded part of its work, returns or raises
+    """`run` is called again and again while this worker leads. It does a bounded part of its work, returns or raises
     TurnEnded at the turn's deadline, and goes on in the next turn. Two leaders may run it at once."""
 
     name: str
     run: Callable[[Turn], Awaitable[None]]
+    pause_seconds: float = PAUSE_SECONDS
+    """Between two turns."""
+    scope: Scope = "registry"
+    """What has one leader: all gateways of a registry, or those that know the same nodes. Without Redis each gateway
+    has its own."""

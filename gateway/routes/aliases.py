@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -9,16 +10,17 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adapters.aliases import MAX_SHARES
+from adapters.aliases import MAX_SHARES, rolled_back
 from adapters.errors import NotFound
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
 from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 from gateway.http.bodies import read_message
-from gateway.http.params import etag, if_match
+from gateway.http.params import etag, flag, if_match
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
+from gateway.residency.before_traffic import WARM, warm_targets
 
 if TYPE_CHECKING:
     from gateway.services import Services
@@ -69,6 +71,8 @@ class AliasReply(msgspec.Struct, frozen=True):
     """Of the function, as in the ETag."""
     history: list[AliasPast]
     """Earlier targets, the latest first."""
+    warnings: list[str] = []
+    """What was not warm when the alias was moved."""
 
 
 @routes.tenant(
@@ -86,6 +90,7 @@ async def get_alias(request: Request, services: Services, tenant: str) -> Respon
     "PUT /functions/{name}/aliases/{alias}",
     "Point an alias, new or known, to a version, or split its calls between some",
     {200: AliasReply},
+    parameters=(WARM,),
     body=AliasTarget,
     errors=(409,),
     etag=True,
@@ -99,16 +104,18 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
     weights = {str(wanted.version): 1.0} if wanted.weights is None else wanted.weights
+    warnings = await warm_targets(services, tenant, name, weights) if flag(request, "warm") else []
     record = await services.functions.change(
         services.registry.changes.set_alias, tenant, name, moved, weights, if_match(request)
     )
-    return _reply(record, moved)
+    return _reply(record, moved, warnings)
 
 
 @routes.tenant(
     "POST /functions/{name}/rollback",
     "Point an alias to what it pointed to before",
     {200: AliasReply},
+    parameters=(WARM,),
     body=Rollback,
     errors=(409,),
     etag=True,
@@ -117,13 +124,24 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
 async def roll_back(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     wanted = await read_message(request, services.config, Rollback, absent=b"{}")
+    warnings = await _warm_earlier(services, tenant, name, wanted.alias) if flag(request, "warm") else []
     record = await services.functions.change(
         services.registry.changes.roll_back, tenant, name, wanted.alias, if_match(request)
     )
-    return _reply(record, wanted.alias)
+    return _reply(record, wanted.alias, warnings)
 
 
-def _reply(record: FunctionRecord, name: str) -> Response:
+async def _warm_earlier(services: Services, tenant: str, name: str, alias: str) -> list[str]:
+    """As warm_targets, of what a rollback would point to; it says itself when there is nothing."""
+    record = await services.threads.read(services.registry.function, tenant, name)
+    known = record.aliases.get(alias)
+    if known is None:
+        return []
+    weights = rolled_back(known, record.numbers(), known.when).weights
+    return await warm_targets(services, tenant, name, weights)
+
+
+def _reply(record: FunctionRecord, name: str, warnings: Sequence[str] = ()) -> Response:
     found = record.aliases.get(name)
     if found is None:
         hint = did_you_mean(name, record.aliases)
@@ -137,6 +155,7 @@ def _reply(record: FunctionRecord, name: str) -> Response:
         changes=found.generation,
         generation=record.generation,
         history=[AliasPast(_only(past.weights), past.weights, past.when) for past in reversed(found.history)],
+        warnings=list(warnings),
     )
     return json_response(reply, headers={"etag": etag(record.generation)})
 

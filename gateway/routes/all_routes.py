@@ -18,9 +18,10 @@ from gateway.routes import (
     tenants,
     tokens,
     usage,
+    warm,
 )
 
-CALLED = (invoke, openai, tokens, deploy, functions, aliases)
+CALLED = (invoke, openai, tokens, deploy, functions, aliases, warm)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
 """In the order in which openapi.json has them."""

@@ -20,9 +20,10 @@ from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, Routes, parameter
+from gateway.residency.before_traffic import WARM, warm_first
 
 if TYPE_CHECKING:
-    from adapters.registry import Deployment
+    from adapters.deployment import Deployment
     from gateway.services import Services
 
 routes = Routes()
@@ -56,7 +57,7 @@ class DeployReply(msgspec.Struct, frozen=True):
     "POST /deploy/{name:path}",
     "Make an adapter's files, sent or in an allowed place, a version of a function; point an alias to it",
     {201: DeployReply, 200: DeployReply},
-    parameters=(parameter("query", "dry_run", "Only validate; nothing is stored", BOOLEAN),),
+    parameters=(parameter("query", "dry_run", "Only validate; nothing is stored", BOOLEAN), WARM),
     body=DeploySource,
     multipart=True,
     errors=(409,),
@@ -69,18 +70,18 @@ async def deploy(request: Request, services: Services, tenant: str) -> Response:
             "a function's name has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit",
             param="name",
         )
-    dry_run = flag(request, "dry_run")
+    how = _How(flag(request, "dry_run"), flag(request, "warm"))
     given = media_type(request)
     if given == "application/json":
-        return await _from_source(services, request, tenant, name, dry_run)
+        return await _from_source(services, request, tenant, name, how)
     if given != "multipart/form-data":
         message = "send multipart/form-data with the adapter's two files, or application/json with a source"
         raise ServiceError("unsupported_media_type", message)
     with services.deploys.deploy(tenant):
-        return await _from_upload(services, request, tenant, name, dry_run)
+        return await _from_upload(services, request, tenant, name, how)
 
 
-async def _from_upload(services: Services, request: Request, tenant: str, name: str, dry_run: bool) -> Response:
+async def _from_upload(services: Services, request: Request, tenant: str, name: str, how: _How) -> Response:
     config = services.config
     upload_to = receive_upload(
         request,
@@ -91,17 +92,17 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
     )
     async with upload_to as upload:
         given = _Given(upload.config, upload.weights, _alias(upload), _policy(upload))
-        return await _store(services, tenant, name, given, dry_run)
+        return await _store(services, tenant, name, given, how)
 
 
-async def _from_source(services: Services, request: Request, tenant: str, name: str, dry_run: bool) -> Response:
+async def _from_source(services: Services, request: Request, tenant: str, name: str, how: _How) -> Response:
     body = await read_message(request, services.config, DeploySource)
     place = allowed_place(services.sources, body.source)
     check_options(body.alias, body.policy)
     with services.deploys.deploy(tenant):
         async with copied_source(services.config, services.sources, services.source_threads, place) as files:
             given = _Given(files.config, files.weights, body.alias, body.policy, body.source)
-            return await _store(services, tenant, name, given, dry_run)
+            return await _store(services, tenant, name, given, how)
 
 
 class _Given(NamedTuple):
@@ -114,15 +115,24 @@ class _Given(NamedTuple):
     source: str | None = None
 
 
-async def _store(services: Services, tenant: str, name: str, given: _Given, dry_run: bool) -> Response:
+class _How(NamedTuple):
+    dry_run: bool
+    warm: bool
+
+
+async def _store(services: Services, tenant: str, name: str, given: _Given, how: _How) -> Response:
+    problems: list[str] = []
     async with services.deploys.store(tenant):
-        if dry_run:
+        if how.dry_run:
             checked = await services.threads.write(
                 services.registry.check, given.config, given.weights, name, given.alias, given.policy
             )
             return json_response(await _reply(services, checked))
-        made = await services.functions.change(services.registry.deploy, tenant, name, *given)
-    return json_response(await _reply(services, made), 201 if made.created else 200)
+        before = warm_first(services, tenant, problems) if how.warm else None
+        made = await services.functions.change(services.registry.deploy, tenant, name, *given, before)
+    reply = await _reply(services, made)
+    reply = msgspec.structs.replace(reply, warnings=(*reply.warnings, *problems))
+    return json_response(reply, 201 if made.created else 200)
 
 
 def _policy(upload: Upload) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ async def explain(request: Request, services: Services, caller: Caller) -> Respo
     found = services.explanations.find(wanted, whose)
     if found is not None:
         return json_response(found.reply())
-    told = await services.peers.ask(wanted, whose)
+    told = await services.peers.explain(wanted, whose)
     if told is None:
         # Another tenant's call answers the same.
         raise NotFound(f"no call {wanted[:100]!r} is remembered; the latest few thousand are")

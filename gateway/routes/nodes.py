@@ -26,6 +26,7 @@ from cluster.residency import (
     PrefetchOrder,
 )
 from cluster.state import NodeView
+from gateway.catalog.functions import adapter_of
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import TENANT, Routes, parameter
@@ -207,7 +208,7 @@ async def _named(services: Services, request: Request, ref: AdapterRef) -> Adapt
     name, colon, qualifier = ref.function.partition(":")
     tenant = await services.callers.tenant(request)
     found = await read(registry.resolve, tenant, name, qualifier if colon else None)
-    return Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks)
+    return adapter_of(found)
 
 
 def _item(services: Services, node: NodeView) -> NodeItem:

@@ -38,6 +38,9 @@ OF_NODES = (
     ("adapter_bytes", "Adapter memory on the device"),
     ("adapter_bytes_free", "Of it free"),
     ("forecast_ratio", "Observed over forecast time of a node's last passes, median"),
+    ("prefetch_useful_bytes", "Prefetched before the adapter was called"),
+    ("prefetch_late_bytes", "Still to come when an adapter that was being prefetched was called"),
+    ("prefetch_wasted_bytes", "Prefetched and never called"),
 )
 """Fields of NodeRecord, each with what it says."""
 

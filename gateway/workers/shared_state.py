@@ -17,6 +17,8 @@ from cluster.redis_link import RedisLink, prefix_of
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
 from gateway.config import GatewayConfig
+from gateway.residency.reports import Message, make_channel
+from gateway.workers.channel import Channel
 from gateway.workers.peers import Peers
 
 START_SECONDS = 60.0
@@ -31,6 +33,7 @@ class Shared:
     limits: LimitState
     leases: Leases
     peers: Peers
+    residency: Channel[Message]
     link: RedisLink | None
     workers: Callable[[], int]
     """Of all gateways of the cluster, this one included; as last known while Redis is away."""
@@ -40,7 +43,9 @@ class Shared:
 async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Shared]:
     if config.redis is None:
         cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
-        yield Shared(cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None), None, lambda: 1)
+        yield Shared(
+            cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None), make_channel(None), None, lambda: 1
+        )
         return
     worker = f"{os.getpid()}-{secrets.token_hex(4)}"
     link = RedisLink(config.redis, prefix_of(secret), worker, monotonic)
@@ -49,6 +54,7 @@ async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Share
         RedisLimits(link, config.workers),
         RedisLeases(link),
         Peers(link),
+        make_channel(link),
         link,
         lambda: max(config.workers, link.workers),
     )

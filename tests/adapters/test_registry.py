@@ -12,11 +12,12 @@ from peft_files import changed
 from adapters.artifact import artifact_key, read_header, read_layer
 from adapters.base_model import BaseModel
 from adapters.contents import blob_key
+from adapters.deployment import Deployment
 from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Policy, VersionEntry, with_version
 from adapters.local_store import LocalStore
 from adapters.records import read_record
-from adapters.registry import MAX_PASSED, Deployment, Registry
+from adapters.registry import MAX_PASSED, Registry
 
 
 def deploy(registry: Registry, good: tuple[bytes, Path], name: str = "f", **options: Any) -> Deployment:
@@ -315,3 +316,20 @@ def test_a_damaged_record_is_an_outage_not_a_crash(registry: Registry, good: tup
     registry.store.put("tenants/acme/functions/f/function.json", b"{")
     with pytest.raises(StoreUnavailable, match="the record of function f is damaged"):
         registry.resolve("acme", "f")
+
+
+def test_a_version_is_announced_once_before_it_is_listed(registry: Registry, good: tuple[bytes, Path]) -> None:
+    announced: list[Deployment] = []
+
+    def announce(made: Deployment) -> None:
+        announced.append(made)
+        assert registry.store.head(artifact_key(registry.base.fingerprint, made.digest)) is not None
+        with pytest.raises(NotFound):
+            registry.resolve("acme", "f", str(made.version))
+        if len(announced) == 1:  # another writer is faster: the commit is tried again
+            deploy(registry, variant(good, 99))
+
+    done = deploy(registry, good, before_listed=announce)
+    assert announced == [done]
+    assert [entry.version for entry in registry.function("acme", "f").versions] == [1, 2]
+    assert registry.resolve("acme", "f").digest == done.digest

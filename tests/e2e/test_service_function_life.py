@@ -101,6 +101,27 @@ def test_base_model_writes_the_known_story(service: Service) -> None:
     assert len(written) > 400
 
 
+def test_a_function_is_warm_before_its_first_call(service: Service, stories_adapters: dict[str, Path]) -> None:
+    """Host memory by what the leader wants there, the device by an order, a new version before it takes calls."""
+    with service.client("acme") as http:
+        warm, call = "/functions/warmed/warm", {"prompt": "x", "max_tokens": 1}
+        assert http.post("/deploy/warmed", files=adapter_files(stories_adapters["space"])).status_code == 201
+        assert http.post(warm, json={"tier": "host"}).status_code == 202
+        assert eventually(lambda: http.post(warm, json={"tier": "host"}).json()["ready"])
+        assert eventually(lambda: http.post(warm).json()["ready"])
+        assert http.post("/invoke/warmed", json=call).headers["x-garnish-cold-start"] == "none"
+        second = http.post("/deploy/warmed", params={"warm": "true"}, files=adapter_files(stories_adapters["ocean"]))
+        assert (second.status_code, second.json()["warnings"]) == (201, [])
+        first = http.post("/invoke/warmed", json=call)
+        assert (first.headers["x-garnish-version"], first.headers["x-garnish-cold-start"]) == ("2", "none")
+
+        def is_wanted() -> bool:
+            return "order" in {each["cause"] for each in http.get("/functions/warmed/forecast").json()["wanted"]}
+
+        assert eventually(is_wanted)
+        http.delete("/functions/warmed")
+
+
 def test_dry_run_changes_nothing(service: Service, stories_adapters: dict[str, Path]) -> None:
     with service.client("acme") as http:
         files = adapter_files(stories_adapters["ocean"])

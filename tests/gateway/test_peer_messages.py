@@ -5,6 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from cluster.messages import Adapter
+from gateway.residency import reports
+from gateway.residency.arrivals import Arrival, CallsCounted
+from gateway.residency.held import Held
+from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked
 from gateway.workers.peers import (
     CallsRevoked,
     DigestCalled,
@@ -31,3 +36,23 @@ def test_a_message_keeps_its_tag(wire: list[object], message: Message) -> None:
     data = msgspec.msgpack.encode(wire)
     assert msgspec.msgpack.encode(message) == data
     assert msgspec.msgpack.decode(data, type=Message) == message
+
+
+ADAPTER = Adapter("ab12", "artifacts/ab12", 7, (8,))
+PACKED = msgspec.msgpack.decode(msgspec.msgpack.encode(ADAPTER))
+
+
+@pytest.mark.parametrize(
+    ("wire", "message"),
+    [
+        (["counted", [["acme", "f", PACKED, 2]]], CallsCounted([Arrival("acme", "f", ADAPTER, 2)])),
+        (["held", "acme", "f", PACKED, "n", "host", 9.0], Held("acme", "f", ADAPTER, "n", "host", 9.0)),
+        (["held_asked"], HeldAsked()),
+        (["asked", "1", "acme", "f"], ForecastAsked("1", "acme", "f")),
+        (["answered", "1", b"{}"], ForecastAnswered("1", b"{}")),
+    ],
+)
+def test_a_message_to_the_leader_keeps_its_tag(wire: list[object], message: reports.Message) -> None:
+    data = msgspec.msgpack.encode(wire)
+    assert msgspec.msgpack.encode(message) == data
+    assert msgspec.msgpack.decode(data, type=reports.Message) == message

@@ -49,6 +49,7 @@ def test_an_alias_is_made_moved_and_called(client: httpx.Client) -> None:
         "changes": 1,
         "generation": 6,
         "history": [],
+        "warnings": [],
     }
     assert made.headers["etag"] == '"6"'
     assert called(client, "f:prod") == 2

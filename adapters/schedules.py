@@ -1,0 +1,60 @@
+"""The functions whose policy has warm windows, in one object, so that the leader need not look at all.
+
+A policy's writer notes its function here before it commits. The leader takes a function out that turns out to have no
+windows, but only when no writer can be about to commit any more; by compare-and-swap, one that comes between wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from adapters.errors import Conflict
+from adapters.records import read_record, update_record
+from adapters.store import ObjectStore
+
+SCHEDULES_KEY = "schedules.json"
+SETTLED_SECONDS = 600.0
+"""Within which whoever has noted a function has committed its policy, or never will."""
+MAX_SCHEDULED = 5000
+MAX_TENANT_SCHEDULED = 500
+
+
+class Schedules(msgspec.Struct, frozen=True):
+    """schedules.json"""
+
+    functions: dict[str, float] = {}
+    """By `tenant/function`, when it was noted, by the store's clock."""
+
+
+def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
+    """Raises Conflict when there are too many, StoreUnavailable."""
+    key = f"{tenant}/{function}"
+
+    def noted(known: Schedules | None) -> Schedules:
+        functions = {} if known is None else known.functions
+        own = sum(each.startswith(f"{tenant}/") for each in functions)
+        if key not in functions and (len(functions) >= MAX_SCHEDULED or own >= MAX_TENANT_SCHEDULED):
+            raise Conflict(f"a tenant has warm windows for {MAX_TENANT_SCHEDULED} functions at most")
+        return Schedules({**functions, key: store.now()})
+
+    update_record(store, SCHEDULES_KEY, Schedules, noted)
+
+
+def read_schedules(store: ObjectStore) -> Schedules:
+    """Raises StoreUnavailable, CorruptRecord."""
+    found = read_record(store, SCHEDULES_KEY, Schedules)
+    return found[0] if found else Schedules()
+
+
+def forget_schedules(store: ObjectStore, functions: Collection[str]) -> None:
+    """Takes those out that were noted SETTLED_SECONDS ago. Raises StoreUnavailable, CorruptRecord."""
+    before = store.now() - SETTLED_SECONDS
+
+    def pruned(known: Schedules | None) -> Schedules:
+        known = known or Schedules()
+        gone = {each for each in functions if known.functions.get(each, before) < before}
+        return Schedules({key: at for key, at in known.functions.items() if key not in gone}) if gone else known
+
+    update_record(store, SCHEDULES_KEY, Schedules, pruned)

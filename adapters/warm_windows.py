@@ -1,0 +1,59 @@
+"""Times at which a function's adapter is wanted before calls come: a part of its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+import msgspec
+from cronsim import CronSim, CronSimError
+from msgspec import Meta
+
+FIELDS = 5
+"""Of a cron expression: minute, hour, day of the month, month, day of the week."""
+MAX_WINDOWS = 8
+"""Of one function."""
+MAX_SECONDS = 7 * 24 * 3600
+MAX_COPIES = 16
+
+
+class WarmWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """From each time that `cron` names (in UTC), for so many seconds, on as many nodes."""
+
+    cron: Annotated[str, Meta(min_length=9, max_length=100)]
+    seconds: Annotated[int, Meta(ge=60, le=MAX_SECONDS)] = msgspec.field(name="for")
+    copies: Annotated[int, Meta(ge=1, le=MAX_COPIES)] = 1
+
+
+class CronProblem(ValueError):
+    """What is wrong with a cron expression."""
+
+
+def check_windows(windows: Sequence[WarmWindow]) -> None:
+    """Raises CronProblem, with the window's index and what is wrong."""
+    for index, window in enumerate(windows):
+        try:
+            window_state(window, datetime.now(UTC).timestamp())
+        except CronProblem as problem:
+            raise CronProblem(index, str(problem)) from None
+
+
+def window_state(window: WarmWindow, now: float) -> tuple[bool, float]:
+    """Returns whether the window is open at `now` (Unix time), and until when that surely stays so. Raises
+    CronProblem."""
+    begin = _next_time(window.cron, datetime.fromtimestamp(now, UTC) - timedelta(seconds=window.seconds))
+    return (True, begin + window.seconds) if begin <= now else (False, begin)
+
+
+def _next_time(cron: str, after: datetime) -> float:
+    """Returns the first time behind `after` that it names."""
+    if len(cron.split()) != FIELDS:
+        example = "0 9 * * 1-5 is 9:00 UTC from Monday to Friday"
+        raise CronProblem(f"expected minute, hour, day of the month, month and day of the week: {example}")
+    try:
+        return next(CronSim(cron, after)).timestamp()
+    except CronSimError as error:
+        raise CronProblem(str(error)) from None
+    except StopIteration:
+        raise CronProblem("there is no such time in the next years") from None

@@ -1,0 +1,129 @@
+"""Forecasts, each second, of the functions that will be called soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import compress
+
+import numpy as np
+
+from cluster.forecast.calibration import ALL, Calibration, log_odds
+from cluster.forecast.chances import HORIZONS_S, Chances
+from cluster.forecast.errors_lately import ErrorsLately
+from cluster.forecast.idle_times import IdleTimes
+from cluster.forecast.lstm import Lstm
+from cluster.forecast.outcomes import Outcomes
+from cluster.forecast.predictor import Predictor, Second
+from cluster.forecast.recent_rate import Ewma, LastWindow
+from cluster.forecast.seasonal import Seasonal
+from cluster.forecast.table import Array, FunctionTable
+from cluster.forecast.weights import Weights
+
+Maker = Callable[[FunctionTable], Predictor]
+PARTS: dict[str, Maker] = {
+    "last_window": LastWindow,
+    "ewma": Ewma,
+    "seasonal": Seasonal,
+    "histogram": IdleTimes,
+}
+PREDICTORS: dict[str, Maker] = PARTS | {"lstm": Lstm}
+"""The network is no part of the mixture: it takes nearly as long as all others together, and adds nothing
+(docs/results/forecast.md)."""
+DEFAULT = "mix"
+"""All of PARTS, each weighed by what it got right lately."""
+MAX_FUNCTIONS = 40_000
+"""Forecast at once; beyond them the least recently called ones are forgotten."""
+ACTIVE_S = 1800.0
+"""Functions that have not been called for so long are not forecast. They are known for the longest horizon more: that
+nothing came has to be learned as well."""
+FADING = 0.9998
+"""What calibration keeps, at every lot of outcomes, of what it knew before."""
+
+
+class Forecaster:
+    """Learns from the calls of every second. Not safe for use by several threads."""
+
+    def __init__(self, predictor: str = DEFAULT, *, mixed: Mapping[str, Maker] = PARTS) -> None:
+        """`mixed`: what the default mixes. Raises ValueError, which names the predictors that there are."""
+        if predictor != DEFAULT and predictor not in PREDICTORS:
+            raise ValueError(f"unknown predictor {predictor!r}; known are {', '.join((DEFAULT, *PREDICTORS))}")
+        makers = mixed if predictor == DEFAULT else {predictor: PREDICTORS[predictor]}
+        self._table = FunctionTable(MAX_FUNCTIONS, ACTIVE_S + HORIZONS_S[-1] + 1)
+        self.parts = tuple(makers)
+        self._predictors = [make(self._table) for make in makers.values()]
+        size = len(self.parts)
+        self._outcomes = Outcomes(self._table, size + 1)
+        self._weights = Weights(self._table, len(HORIZONS_S), size)
+        self._calibration = Calibration(len(HORIZONS_S), size + 1)
+        """Of the parts, and behind them of their mixture."""
+        self._errors = ErrorsLately()
+        self._odds: tuple[float, Array] = -np.inf, np.zeros((0, len(HORIZONS_S), size + 1), np.float32)
+        """Log-odds f32[functions, horizons, parts and their mixture], not yet calibrated, and when they held."""
+        self._unix: float | None = None
+        self._now = 0.0
+        """Of a clock that never goes back"""
+        self._observed_at: float | None = None
+
+    def observe(self, now: float, counts: Mapping[str, int]) -> None:
+        """Takes the calls per function key during the second that ends at `now`, in unix seconds.
+
+        Seconds may be missed, and the clock may go back.
+        """
+        self._advance(now)
+        elapsed = 1.0 if self._observed_at is None else self._now - self._observed_at
+        self._observed_at = self._now
+        self._table.expire(self._now)
+        called = {key: count for key, count in counts.items() if count > 0}
+        rows, idle = self._table.record(list(called), self._now)
+        calls = np.fromiter(called.values(), np.float32, len(called))[: len(rows)]
+        self._learn()
+        second = Second(self._now, elapsed, now, rows, calls, idle)
+        for predictor in self._predictors:
+            predictor.observe(second)
+        odds = self._look()
+        self._outcomes.take(self._now, np.where(self._active()[:, None, None], odds, np.nan))
+
+    def forecast(self, now: float) -> dict[str, Chances]:
+        """Returns the chances of every function that was called in the last 30 minutes: what was said when the last
+        second was observed, if that is less than a second ago."""
+        keys, chances = self.each(now, slice(-1, None))
+        rising = np.maximum.accumulate(chances[:, :, 0], axis=1)
+        return dict(zip(keys, map(Chances._make, rising.tolist()), strict=True))
+
+    def each(self, now: float, predictors: slice = ALL) -> tuple[list[str], Array]:
+        """Returns the functions' keys and f32[functions, horizons, parts and their mixture], calibrated; only these
+        `predictors` of the latter."""
+        self._advance(now)
+        active = self._active()
+        odds = self._odds[1] if self._now - self._odds[0] < 1.0 else self._look()
+        chances = self._calibration.chances(odds[active][:, :, predictors], ALL, predictors)
+        return list(compress(self._table.keys, active.tolist())), chances
+
+    def error(self) -> dict[str, float]:
+        """Returns log loss and Brier score of what was forecast lately, for each field of Chances; of those horizons
+        alone of which something could be judged."""
+        return self._errors.lately()
+
+    def _advance(self, unix: float) -> None:
+        if self._unix is not None:
+            self._now += max(0.0, unix - self._unix)
+        self._unix = unix
+
+    def _active(self) -> Array:
+        """bool[functions]: called in the last 30 minutes."""
+        active: Array = self._table.last_call.live >= self._now - ACTIVE_S
+        return active
+
+    def _look(self) -> Array:
+        """Returns the log-odds that hold now."""
+        odds = log_odds(np.stack([predictor.chances(self._now) for predictor in self._predictors], axis=2))
+        mixture = self._weights.mix(self._calibration.chances(odds, ALL, slice(len(self.parts))))
+        self._odds = self._now, np.concatenate([odds, log_odds(mixture)[:, :, None]], axis=2)
+        return self._odds[1]
+
+    def _learn(self) -> None:
+        for horizon, rows, odds, came in self._outcomes.due(self._now):
+            chances = self._calibration.chances(odds, horizon)
+            self._errors.add(horizon, chances[:, -1], came)
+            self._weights.learn(horizon, rows, chances[:, :-1], came)
+            self._calibration.learn(horizon, odds, came, FADING)

@@ -1,0 +1,55 @@
+"""How long functions were idle between calls ("Serverless in the Wild", ATC 2020, section 4.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.forecast.predictor import HORIZONS, Second
+from cluster.forecast.table import Array, FunctionTable
+
+EDGES_S = np.array([0, 1, 2, 3, 5, 8, 12, 20, 30, 45, *range(60, 2101, 60)], dtype=np.float64)
+"""Ascending; bin i holds the idle times in (edge i, edge i + 1], the last bin longer ones. A minute wide as in the
+paper, finer below one. The last edge is a horizon behind the longest idle time of which a forecast is made."""
+WIDTHS_S = np.diff(EDGES_S)
+SHARED_WEIGHT = 2.0
+"""Idle times that the histogram of all functions counts as in that of one."""
+HALF_LIFE = 64.0
+"""After so many more of its idle times, one counts half in a function's histogram."""
+SHARED_HALF_LIFE = 200_000.0
+"""The same of the histogram of all functions."""
+
+
+class IdleTimes:
+    """The chance that an idle time which has lasted so long already ends within a horizon, by the function's own
+    histogram of them and that of all functions. Inside a bin, idle times are spread evenly."""
+
+    def __init__(self, table: FunctionTable) -> None:
+        self._last_call = table.last_call
+        self._own = table.column((len(EDGES_S),))
+        """How many idle times of the function were longer than each edge, the later the more they count"""
+        self._shared = np.arange(len(EDGES_S), 0.0, -1.0)
+        """The same of all functions; to begin with, one in each bin"""
+
+    def observe(self, second: Second) -> None:
+        longer = second.idle[:, None] > EDGES_S
+        longer[:, 0] = True  # also the idle time of a second that was observed twice
+        self._own.live[second.rows] = self._own.live[second.rows] * np.float32(0.5 ** (1 / HALF_LIFE)) + longer
+        self._shared *= 0.5 ** (len(longer) / SHARED_HALF_LIFE)
+        self._shared += longer.sum(axis=0)
+
+    def chances(self, now: float) -> Array:
+        idle = now - self._last_call.live
+        lasting = np.maximum(self._longer(idle), np.float32(1e-6))
+        ending = np.stack([self._longer(idle + horizon) for horizon in HORIZONS], axis=1)
+        chances: Array = np.clip(1 - ending / lasting[:, None], 0.0, 1.0)
+        return chances
+
+    def _longer(self, idle: Array) -> Array:
+        """f32[functions]: the weight of idle times longer than f64[functions], linear between edges."""
+        idle = np.minimum(idle, EDGES_S[-1])
+        edge = np.clip(np.searchsorted(EDGES_S, idle, side="right") - 1, 0, len(EDGES_S) - 2)
+        part = ((idle - EDGES_S[edge]) / WIDTHS_S[edge]).astype(np.float32)
+        shared = (SHARED_WEIGHT * self._shared / self._shared[0]).astype(np.float32)
+        own, at = self._own.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
+        found: Array = (own[at] + shared[edge]) * (1 - part) + (own[at + 1] + shared[edge + 1]) * part
+        return found

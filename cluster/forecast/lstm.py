@@ -1,0 +1,141 @@
+"""Forecasts by a recurrent network that has seen the last windows of a function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.forecast.chances import HORIZONS_S
+from cluster.forecast.lstm_cells import FEATURES, MOMENT, UNITS, draw_parameters, read_out, states
+from cluster.forecast.lstm_training import UPDATE_EVERY, Observations, Trainer, embedding_of
+from cluster.forecast.outcomes import TOLERANCE_S
+from cluster.forecast.predictor import Second
+from cluster.forecast.table import Array, FunctionTable
+
+WINDOW_S = 30.0
+STEPS = 10
+"""Windows that the network sees."""
+OBSERVE_EVERY_S = 5.0
+OBSERVED = 32
+"""Functions, drawn at random, whose outcomes are learned from at such a moment."""
+CHUNK = 4096
+"""Functions that go through the network at once, which bounds its memory."""
+MEMORY_S = 1800.0
+"""Of the mean rate that the readout sees."""
+
+
+@dataclass
+class _Waiting:
+    """Observations whose outcomes are still to come."""
+
+    at: float
+    lot: Observations
+    horizon: int = 0
+    """The next one that ends"""
+
+
+class Lstm:
+    """At the end of each window the network goes over the last ones of every function; in between the readout runs."""
+
+    def __init__(self, table: FunctionTable, trainer: Trainer | None = None, window_s: float = WINDOW_S) -> None:
+        """Without a `trainer` it begins with drawn parameters."""
+        self._table, self._window_s = table, window_s
+        self._trainer = trainer or Trainer(draw_parameters(np.random.default_rng(0)))
+        self._counts = table.column((STEPS + 1,))
+        """Calls in the last windows, and in the one that runs"""
+        self._state = table.column((UNITS,))
+        self._rate = table.column()
+        self._begin: float | None = None
+        self._observed_at = -np.inf
+        self._waiting: list[_Waiting] = []
+        self._rng = np.random.default_rng(0)
+        self._requests = 0
+        self._new_state = np.zeros(UNITS, np.float32)
+        """Of a function that enters."""
+        self._refresh()
+        table.entered.append(self._enter)
+
+    def observe(self, second: Second) -> None:
+        if self._begin is None:
+            self._begin = second.now - second.elapsed
+        if (over := int((second.now - second.elapsed - self._begin) // self._window_s)) > 0:
+            self._shift(over)
+            self._begin += over * self._window_s
+            self._refresh()
+        self._counts.live[second.rows, -1] += second.counts
+        self._rate.live[:] *= np.float32(np.exp(-second.elapsed / MEMORY_S))
+        self._rate.live[second.rows] += second.counts
+        self._requests += int(second.counts.sum())
+        self._resolve(second.now)
+        self._take(second.now)
+        if self._requests >= UPDATE_EVERY:
+            self._trainer.update()
+            self._requests %= UPDATE_EVERY
+
+    def chances(self, now: float) -> Array:
+        odds = read_out(self._trainer.parameters, self._state.live, self._moment(now, slice(None)))
+        chances: Array = 0.5 + 0.5 * np.tanh(0.5 * odds)
+        return chances
+
+    def _shift(self, windows: int) -> None:
+        """So many windows are over."""
+        for _ in range(min(windows, STEPS + 1)):
+            self._counts.live[:, :-1] = self._counts.live[:, 1:].copy()
+            self._counts.live[:, -1] = 0
+
+    def _refresh(self) -> None:
+        """The network goes over the last windows of every function."""
+        parameters = self._trainer.parameters
+        none = np.zeros((1, STEPS, FEATURES), np.float32)
+        self._new_state = states(parameters, none, parameters["embedding"][None])[0]
+        for begin in range(0, len(self._table), CHUNK):
+            rows = slice(begin, begin + CHUNK)
+            own = embedding_of(self._trainer, self._table.keys[rows])
+            self._state.live[rows] = states(parameters, self._windows(rows), own)
+
+    def _enter(self, keys: list[str], first_row: int) -> None:
+        self._state.live[first_row : first_row + len(keys)] = self._new_state
+
+    def _windows(self, rows: slice | Array) -> Array:
+        """f32[functions, STEPS, FEATURES]"""
+        counts = self._counts.live[rows, :-1]
+        return np.stack([np.log1p(counts), (counts > 0).astype(np.float32)], axis=2)
+
+    def _moment(self, now: float, rows: slice | Array) -> Array:
+        """f32[functions, MOMENT], about 0 to 1: time since the last call, as a logarithm; whether there was one in the
+        running window; how much of that is over; the logarithm of the mean rate."""
+        idle = np.log1p(np.maximum(0.0, now - self._table.last_call.live[rows])) / np.log1p(MEMORY_S)
+        over = 0.0 if self._begin is None else (now - self._begin) / self._window_s
+        moment = np.empty((len(idle), MOMENT), np.float32)
+        moment[:, 0] = idle
+        moment[:, 1] = self._counts.live[rows, -1] > 0
+        moment[:, 2] = min(1.0, over)
+        moment[:, 3] = np.log1p(self._rate.live[rows]) / 10
+        return moment
+
+    def _take(self, now: float) -> None:
+        if now - self._observed_at < OBSERVE_EVERY_S - TOLERANCE_S or not len(self._table):
+            return
+        self._observed_at = now
+        rows = self._rng.choice(len(self._table), min(OBSERVED, len(self._table)), replace=False)
+        keys = [self._table.keys[row] for row in rows.tolist()]
+        came = np.zeros((len(rows), len(HORIZONS_S)), np.float32)
+        self._waiting.append(_Waiting(now, Observations(keys, self._windows(rows), self._moment(now, rows), came)))
+
+    def _resolve(self, now: float) -> None:
+        """Sees what came; observations whose horizon's end was missed are dropped."""
+        left = list[_Waiting]()
+        for waiting in self._waiting:
+            late = now - waiting.at - HORIZONS_S[waiting.horizon]
+            if late >= -TOLERANCE_S:
+                last = self._table.last_calls(waiting.lot.keys)
+                waiting.lot.came[:, waiting.horizon] = last > waiting.at
+                waiting.horizon += 1
+            if late > TOLERANCE_S:
+                continue
+            if waiting.horizon == len(HORIZONS_S):
+                self._trainer.add(waiting.lot)
+            else:
+                left.append(waiting)
+        self._waiting = left

@@ -1,0 +1,175 @@
+"""The network that forecasts: two LSTM layers and a readout (Predictive-LoRA, section III.A), forward and backward.
+
+A step's input is what a window of calls looked like, and the function's embedding. Behind the last step, the readout
+sees the upper layer's state and what has been seen since the window ended.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+import zlib
+
+import numpy as np
+from numpy.lib import format as npy
+
+from cluster.forecast.chances import HORIZONS_S
+from cluster.forecast.table import Array
+
+UNITS = 64
+EMBEDDING = 16
+FEATURES = 2
+"""Of a window: log(1 + calls), and whether there was one."""
+MOMENT = 4
+"""Of the moment of a forecast; `lstm.py` says what they are."""
+SHAPES = {
+    "lower": (FEATURES + EMBEDDING + UNITS, 4 * UNITS),
+    "lower_bias": (4 * UNITS,),
+    "upper": (UNITS + UNITS, 4 * UNITS),
+    "upper_bias": (4 * UNITS,),
+    "readout": (UNITS + MOMENT, len(HORIZONS_S)),
+    "readout_bias": (len(HORIZONS_S),),
+    "embedding": (EMBEDDING,),
+}
+"""Layers take their input above their own state; gates are side by side: input, forget, cell, output. `embedding` is
+that of a function that was not seen before."""
+
+Parameters = dict[str, Array]
+
+
+def draw_parameters(rng: np.random.Generator) -> Parameters:
+    """Returns f32 parameters, evenly drawn within 1 / sqrt(UNITS)."""
+    bound = 1 / np.sqrt(UNITS)
+    return {name: rng.uniform(-bound, bound, shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def pack(parameters: Parameters) -> bytes:
+    """Returns them as an .npz file, which `unpack` reads."""
+    stream = io.BytesIO()
+    contiguous = {name: np.ascontiguousarray(value) for name, value in parameters.items()}
+    np.savez(stream, **contiguous)  # type: ignore[arg-type]  # its stub takes keywords for its own flag
+    return stream.getvalue()
+
+
+def unpack(stored: bytes) -> Parameters:
+    """Raises ValueError if these are not parameters of this network.
+
+    Nothing in them is executed, and no more is read than the network has.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(stored)) as archive:
+            return {name: _read(archive, name, shape) for name, shape in SHAPES.items()}
+    except (KeyError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"no parameters of the network: {error}") from error
+
+
+def _read(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...]) -> Array:
+    with archive.open(f"{name}.npy") as stream:
+        if npy.read_magic(stream) != (1, 0):
+            raise ValueError(f"{name} must be an array in version 1.0 of the format")
+        found, by_column, kind = npy.read_array_header_1_0(stream)
+        if (found, by_column, kind) != (shape, False, np.dtype(np.float32)):
+            raise ValueError(f"{name} must be float32 of shape {shape} by row, not {kind} of {found}")
+        values = np.frombuffer(stream.read(4 * math.prod(shape)), np.float32).reshape(shape)
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} must be finite")
+    return values
+
+
+def states(parameters: Parameters, windows: Array, embedding: Array) -> Array:
+    """Returns [n, UNITS], the upper layer's state behind [n, steps, FEATURES] windows of functions with [n, EMBEDDING]
+    embeddings."""
+    zero: Array = np.zeros((len(windows), UNITS), windows.dtype)
+    lower = upper = zero, zero
+    for step in range(windows.shape[1]):
+        below = np.concatenate([windows[:, step], embedding], axis=1)
+        lower = _cell(parameters, "lower", below, *lower)[:2]
+        upper = _cell(parameters, "upper", lower[0], *upper)[:2]
+    return upper[0]
+
+
+def read_out(parameters: Parameters, state: Array, moment: Array) -> Array:
+    """Returns log-odds [n, horizons] from [n, UNITS] states and [n, MOMENT]."""
+    odds: Array = np.concatenate([state, moment], axis=1) @ parameters["readout"] + parameters["readout_bias"]
+    return odds
+
+
+def loss_and_gradients(
+    parameters: Parameters, windows: Array, embedding: Array, moment: Array, came: Array
+) -> tuple[float, Parameters, Array]:
+    """Returns the mean cross-entropy over functions and horizons of [n, horizons] `came` (0 or 1), its gradients by the
+    parameters but `embedding`, and by each function's embedding, [n, EMBEDDING]."""
+    tape: list[tuple[_Tape, _Tape]] = []
+    zero: Array = np.zeros((len(windows), UNITS), windows.dtype)
+    lower = upper = zero, zero
+    for step in range(windows.shape[1]):
+        below = np.concatenate([windows[:, step], embedding], axis=1)
+        state, cell, lower_tape = _cell(parameters, "lower", below, *lower)
+        lower = state, cell
+        state, cell, upper_tape = _cell(parameters, "upper", state, *upper)
+        upper = state, cell
+        tape.append((lower_tape, upper_tape))
+    odds = read_out(parameters, upper[0], moment)
+    loss = float(np.mean(np.logaddexp(0, odds) - came * odds))
+    by_odds = (1 / (1 + np.exp(-odds)) - came) / odds.size
+    gradients = {name: np.zeros_like(parameters[name]) for name in SHAPES if name != "embedding"}
+    gradients["readout"] += np.concatenate([upper[0], moment], axis=1).T @ by_odds
+    gradients["readout_bias"] += by_odds.sum(axis=0)
+    by_embedding = _backward(parameters, tape, by_odds @ parameters["readout"][:UNITS].T, gradients)
+    return loss, gradients, by_embedding
+
+
+_Tape = tuple[Array, Array, Array, Array]
+"""Of one step of one layer: its input with its own state, the cell before, the four gates, tanh of the cell behind."""
+
+
+def _cell(parameters: Parameters, layer: str, below: Array, state: Array, cell: Array) -> tuple[Array, Array, _Tape]:
+    """One step: the layer's state and cell behind it, and what `_backward` needs."""
+    seen = np.concatenate([below, state], axis=1)
+    gates = seen @ parameters[layer] + parameters[f"{layer}_bias"]
+    for begin, end in ((0, 2), (3, 4)):
+        part = gates[:, begin * UNITS : end * UNITS]
+        part[:] = 0.5 + 0.5 * np.tanh(0.5 * part)  # the logistic function, without overflow
+    np.tanh(gates[:, 2 * UNITS : 3 * UNITS], out=gates[:, 2 * UNITS : 3 * UNITS])
+    let_in, keep, new, show = np.split(gates, 4, axis=1)
+    behind = keep * cell + let_in * new
+    shown = np.tanh(behind)
+    return show * shown, behind, (seen, cell, gates, shown)
+
+
+def _backward(parameters: Parameters, tape: list[tuple[_Tape, _Tape]], by_state: Array, gradients: Parameters) -> Array:
+    """Adds to the layers' gradients, from that by the last state of the upper one; returns it by the embeddings."""
+    zero = np.zeros_like(by_state)
+    by_upper, by_upper_cell, by_lower, by_lower_cell = by_state, zero, zero, zero
+    by_embedding = np.zeros((len(by_state), EMBEDDING), by_state.dtype)
+    for lower, upper in reversed(tape):
+        by_seen, by_upper_cell = _cell_backward(parameters, "upper", upper, (by_upper, by_upper_cell), gradients)
+        by_upper = by_seen[:, UNITS:]
+        into_lower = by_lower + by_seen[:, :UNITS]
+        by_seen, by_lower_cell = _cell_backward(parameters, "lower", lower, (into_lower, by_lower_cell), gradients)
+        by_lower = by_seen[:, FEATURES + EMBEDDING :]
+        by_embedding += by_seen[:, FEATURES : FEATURES + EMBEDDING]
+    return by_embedding
+
+
+def _cell_backward(
+    parameters: Parameters, layer: str, tape: _Tape, by_behind: tuple[Array, Array], gradients: Parameters
+) -> tuple[Array, Array]:
+    """From the gradients by a step's state and cell, those by its input (with the state before it) and cell before."""
+    seen, cell, gates, shown = tape
+    let_in, keep, new, show = np.split(gates, 4, axis=1)
+    by_state, by_cell = by_behind
+    by_cell = by_cell + by_state * show * (1 - shown**2)
+    by_gates = np.concatenate(
+        [
+            by_cell * new * let_in * (1 - let_in),
+            by_cell * cell * keep * (1 - keep),
+            by_cell * let_in * (1 - new**2),
+            by_state * shown * show * (1 - show),
+        ],
+        axis=1,
+    )
+    gradients[layer] += seen.T @ by_gates
+    gradients[f"{layer}_bias"] += by_gates.sum(axis=0)
+    return by_gates @ parameters[layer].T, by_cell * keep

@@ -1,0 +1,110 @@
+"""Trains the network from recent outcomes (Predictive-LoRA, section III.A, "Online Learning")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.forecast.lstm_cells import EMBEDDING, Parameters, loss_and_gradients
+from cluster.forecast.table import Array
+
+REPLAY = 10_000
+"""Observations that are kept; the oldest give way."""
+UPDATE_EVERY = 100
+"""Requests; there is at most one update a second."""
+BATCH = 64
+LEARNING_RATE = 1e-3
+MAX_EMBEDDINGS = 40_000
+"""Functions with an embedding of their own; those that were trained least recently return to the shared one."""
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What was seen of functions at a moment, and what came."""
+
+    keys: list[str]
+    windows: Array
+    """f32[n, steps, FEATURES]"""
+    moment: Array
+    """f32[n, MOMENT]"""
+    came: Array
+    """f32[n, horizons]: 1 where a call came within the horizon."""
+
+
+class Adam:
+    """Kingma and Ba's optimiser (2015), of arrays by their name."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._steps = 0
+        self._means: dict[str, tuple[Array, Array]] = {}
+
+    def step(self, parameters: Parameters, gradients: Parameters) -> None:
+        self._steps += 1
+        fade_mean, fade_square = 1 - 0.9**self._steps, 1 - 0.999**self._steps
+        for name, gradient in gradients.items():
+            mean, square = self._means.get(name, (np.zeros_like(gradient), np.zeros_like(gradient)))
+            mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+            self._means[name] = mean, square
+            step = self._rate * (mean / fade_mean) / (np.sqrt(square / fade_square) + 1e-8)
+            parameters[name] = parameters[name] - step.astype(parameters[name].dtype)
+
+
+class Trainer:
+    """Owns the parameters that are being trained, and the functions' embeddings."""
+
+    def __init__(self, parameters: Parameters, seed: int = 0) -> None:
+        self.parameters = dict(parameters)
+        self.embeddings: dict[str, Array] = {}
+        """f32[EMBEDDING] of functions that were trained"""
+        self._adam = Adam(LEARNING_RATE)
+        self._rng = np.random.default_rng(seed)
+        self._lots: list[Observations] = []
+        self._size = 0
+
+    def add(self, lot: Observations) -> None:
+        """Keeps them for replay."""
+        self._lots.append(lot)
+        self._size += len(lot.keys)
+        while self._size - len(self._lots[0].keys) >= REPLAY:
+            self._size -= len(self._lots.pop(0).keys)
+
+    def update(self) -> float | None:
+        """Trains on one batch. Returns its loss; None, doing nothing, while there are not enough observations."""
+        if self._size < BATCH:
+            return None
+        batch = self._draw()
+        own = np.stack([self.embeddings.get(key, self.parameters["embedding"]) for key in batch.keys])
+        loss, gradients, by_embedding = loss_and_gradients(
+            self.parameters, batch.windows, own, batch.moment, batch.came
+        )
+        gradients["embedding"] = by_embedding.sum(axis=0)
+        self._adam.step(self.parameters, gradients)
+        for key, before, gradient in zip(batch.keys, own, by_embedding * BATCH, strict=True):
+            trained = self.embeddings.pop(key, before)
+            self.embeddings[key] = trained - np.float32(LEARNING_RATE) * gradient.astype(np.float32)
+        while len(self.embeddings) > MAX_EMBEDDINGS:
+            del self.embeddings[next(iter(self.embeddings))]
+        return loss
+
+    def _draw(self) -> Observations:
+        """A batch of all that is kept, each observation equally likely."""
+        sizes = np.cumsum([len(lot.keys) for lot in self._lots])
+        drawn = self._rng.integers(0, self._size, BATCH)
+        lots = np.searchsorted(sizes, drawn, side="right")
+        at = drawn - np.concatenate([[0], sizes])[lots]
+        of = [(self._lots[lot], row) for lot, row in zip(lots.tolist(), at.tolist(), strict=True)]
+        return Observations(
+            [lot.keys[row] for lot, row in of],
+            np.stack([lot.windows[row] for lot, row in of]),
+            np.stack([lot.moment[row] for lot, row in of]),
+            np.stack([lot.came[row] for lot, row in of]),
+        )
+
+
+def embedding_of(trainer: Trainer, keys: list[str]) -> Array:
+    """f32[functions, EMBEDDING]: the shared one for functions that were not trained."""
+    if not keys:
+        return np.zeros((0, EMBEDDING), np.float32)
+    return np.stack([trainer.embeddings.get(key, trainer.parameters["embedding"]) for key in keys])

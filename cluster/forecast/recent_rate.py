@@ -1,0 +1,54 @@
+"""Predictors that look at how often a function was called of late: in the last window, or with fading weight."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.forecast.predictor import Second, chances_of_rate
+from cluster.forecast.table import Array, FunctionTable
+
+WINDOW_S = 30.0
+"""Predictive-LoRA's best, section V.F."""
+MEMORY_S = 300.0
+"""Within this time the weight of a call falls to 1/e."""
+
+
+class LastWindow:
+    """The next window is as the last. It slides: of the window before the one that runs, the part counts by which the
+    latter is not yet over."""
+
+    def __init__(self, table: FunctionTable, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._begin: float | None = None
+        self._before, self._running = table.column(), table.column()
+
+    def observe(self, second: Second) -> None:
+        if self._begin is None:
+            self._begin = second.now - second.elapsed
+        if (windows := int((second.now - second.elapsed - self._begin) // self._window_s)) > 0:
+            self._before.live[:] = self._running.live if windows == 1 else 0.0
+            self._running.live[:] = 0.0
+            self._begin += windows * self._window_s
+        self._running.live[second.rows] += second.counts
+
+    def chances(self, now: float) -> Array:
+        over = 0.0 if self._begin is None else min(1.0, max(0.0, (now - self._begin) / self._window_s))
+        return chances_of_rate((self._running.live + self._before.live * (1 - over)) / self._window_s)
+
+
+class Ewma:
+    """The exponentially weighted moving average of the rate."""
+
+    def __init__(self, table: FunctionTable, memory_s: float = MEMORY_S) -> None:
+        self._memory_s = memory_s
+        self._rate = table.column()
+        self._now = 0.0
+
+    def observe(self, second: Second) -> None:
+        self._now = second.now
+        self._rate.live[:] *= np.float32(np.exp(-second.elapsed / self._memory_s))
+        self._rate.live[second.rows] += second.counts / np.float32(self._memory_s)
+
+    def chances(self, now: float) -> Array:
+        fading = np.float32(np.exp((self._now - now) / self._memory_s))
+        return chances_of_rate(self._rate.live * fading)

@@ -1,0 +1,144 @@
+"""What is remembered of functions that were called lately: a row for each, in columns that predictors own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+FIRST_ROOM = 1024
+"""Rows that columns begin with; they double until the table's limit."""
+
+
+class Column:
+    """One value, or one small array, for each function. The table moves, resets and grows it."""
+
+    def __init__(self, table: FunctionTable, room: int, shape: tuple[int, ...], fill: float, dtype: type) -> None:
+        self._table = table
+        self._fill = fill
+        self._values: Array = np.full((room, *shape), fill, dtype)
+
+    @property
+    def live(self) -> Array:
+        """The table's rows, as a view: it is valid until functions enter or leave."""
+        return self._values[: len(self._table)]
+
+    @property
+    def bytes(self) -> int:
+        return int(self._values.nbytes)
+
+    def grow(self, room: int) -> None:
+        """Does nothing if there is as much room."""
+        if room > len(self._values):
+            larger = np.full((room, *self._values.shape[1:]), self._fill, self._values.dtype)
+            larger[: len(self._values)] = self._values
+            self._values = larger
+
+    def move(self, source: Array, target: Array) -> None:
+        self._values[target] = self._values[source]
+
+    def reset(self, begin: int, end: int) -> None:
+        self._values[begin:end] = self._fill
+
+
+class FunctionTable:
+    """Rows 0 to n - 1 are functions, in no order. A function enters when it is called, and leaves when it has not been
+    called for `idle_s`, or was called least recently of more than `limit`."""
+
+    def __init__(self, limit: int, idle_s: float) -> None:
+        self._limit, self._idle_s = limit, idle_s
+        self._room = min(FIRST_ROOM, limit)
+        self._columns: list[Column] = []
+        self._rows: dict[str, int] = {}
+        self.keys: list[str] = []
+        """Of the rows."""
+        self.entered: list[Callable[[list[str], int], None]] = []
+        """Called with the keys that enter and the first of their rows, which follow each other."""
+        self.leaving: list[Callable[[list[str], Array], None]] = []
+        """Called with the keys that leave and their rows, while these are still there."""
+        self.last_call = self.column(fill=-np.inf, dtype=np.float64)
+        """Seconds of the forecaster's clock at the end of the second with the last call."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def bytes(self) -> int:
+        """Of all columns, with the room for functions to come."""
+        return sum(column.bytes for column in self._columns)
+
+    def column(self, shape: tuple[int, ...] = (), *, fill: float = 0.0, dtype: type = np.float32) -> Column:
+        """Returns a new column, in which a function that enters has `fill`."""
+        made = Column(self, self._room, shape, fill, dtype)
+        self._columns.append(made)
+        return made
+
+    def last_calls(self, keys: list[str]) -> Array:
+        """Returns f64: when these functions were called last; minus infinity where they have left."""
+        known = [(number, row) for number, key in enumerate(keys) if (row := self._rows.get(key)) is not None]
+        last = np.full(len(keys), -np.inf)
+        last[[number for number, _ in known]] = self.last_call.live[[row for _, row in known]]
+        return last
+
+    def expire(self, now: float) -> None:
+        """Functions that have not been called for too long leave."""
+        self._remove(self.last_call.live < now - self._idle_s)
+
+    def record(self, keys: list[str], now: float) -> tuple[Array, Array]:
+        """Takes note of calls, in the second that ends now, of functions that are all different; new ones enter.
+
+        Returns i64 their rows, f64 the seconds since their calls before; infinite for those that enter. Keys beyond the
+        table's limit are left out.
+        """
+        keys = keys[: self._limit]
+        known = [row for key in keys if (row := self._rows.get(key)) is not None]
+        entering = [key for key in keys if key not in self._rows]
+        self._evict(len(self) + len(entering) - self._limit, known)
+        self._append(entering)
+        rows = np.fromiter((self._rows[key] for key in keys), np.int64, len(keys))
+        idle = now - self.last_call.live[rows]
+        self.last_call.live[rows] = now
+        return rows, idle
+
+    def _evict(self, excess: int, spared: list[int]) -> None:
+        if excess > 0:
+            last = self.last_call.live.copy()
+            last[spared] = np.inf
+            leaving = np.zeros(len(self), bool)
+            leaving[np.argpartition(last, excess - 1)[:excess]] = True
+            self._remove(leaving)
+
+    def _append(self, keys: list[str]) -> None:
+        begin = len(self)
+        self._rows.update(zip(keys, range(begin, begin + len(keys)), strict=True))
+        self.keys += keys
+        while self._room < len(self):
+            self._room = min(2 * self._room, self._limit)
+        for column in self._columns:
+            column.grow(self._room)
+            column.reset(begin, len(self))
+        for told in self.entered if keys else ():
+            told(keys, begin)
+
+    def _remove(self, leaving: Array) -> None:
+        """The last rows that stay move into the gaps of those that leave."""
+        gone = np.flatnonzero(leaving)
+        if not len(gone):
+            return
+        keys = [self.keys[row] for row in gone.tolist()]
+        for told in self.leaving:
+            told(keys, gone)
+        for key in keys:
+            del self._rows[key]
+        size = len(self) - len(gone)
+        target = gone[gone < size]
+        source = np.flatnonzero(~leaving[size:]) + size
+        for column in self._columns:
+            column.move(source, target)
+        for old, new in zip(source.tolist(), target.tolist(), strict=True):
+            key = self.keys[new] = self.keys[old]
+            self._rows[key] = new
+        del self.keys[size:]

@@ -1,0 +1,64 @@
+"""Calls of functions, counted by each gateway worker and reported to the one that leads each second."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from cluster.messages import Adapter
+
+MAX_COUNTED = 2000
+"""Functions' versions in one report, some 150 bytes each; calls of more are not counted."""
+TOGETHER = 200
+"""In one message."""
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """Calls of one version of a function within about a second."""
+
+    tenant: str
+    function: str
+    adapter: Adapter
+    calls: int
+
+    @property
+    def key(self) -> str:
+        return function_key(self.tenant, self.function)
+
+
+class CallsCounted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
+    """What the publishing worker has counted since its last message."""
+
+    arrivals: list[Arrival]
+
+
+class ArrivalCounter:
+    """Of one worker."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[tuple[str, str, str]] = Counter()
+        """By tenant, function and digest."""
+        self._adapters: dict[str, Adapter] = {}
+
+    def note(self, tenant: str, function: str, adapter: Adapter) -> None:
+        """A call has come."""
+        key = (tenant, function, adapter.digest)
+        if key in self._calls or len(self._calls) < MAX_COUNTED:
+            self._calls[key] += 1
+            self._adapters[adapter.digest] = adapter
+
+    def take(self) -> list[Arrival]:
+        """Returns what was counted since the last time."""
+        taken = [
+            Arrival(tenant, function, self._adapters[digest], calls)
+            for (tenant, function, digest), calls in self._calls.items()
+        ]
+        self._calls.clear()
+        self._adapters.clear()
+        return taken
+
+
+def function_key(tenant: str, function: str) -> str:
+    """Neither name has a slash."""
+    return f"{tenant}/{function}"

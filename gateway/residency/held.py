@@ -1,0 +1,55 @@
+"""What was warmed by hand, which stays wanted for some minutes. Every gateway worker keeps it: any may lead next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from cluster.messages import Adapter
+from gateway.residency.messages import Tier
+
+HELD_SECONDS = 300.0
+"""From the last order on."""
+MAX_HELD = 1000
+MAX_TENANT_HELD = 64
+"""The one that was ordered least recently is forgotten, here and above."""
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+    """An adapter that somebody ordered to a node."""
+
+    tenant: str
+    function: str
+    adapter: Adapter
+    node: str
+    tier: Tier
+    seconds: float = HELD_SECONDS
+    """For which it is still wanted."""
+
+
+class HeldWants:
+    """`clock`: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: OrderedDict[tuple[str, str, str, str], tuple[Held, float]] = OrderedDict()
+        """By tenant, function, digest and node."""
+
+    def hold(self, want: Held) -> None:
+        key = (want.tenant, want.function, want.adapter.digest, want.node)
+        self._until[key] = (want, self._clock() + want.seconds)
+        self._until.move_to_end(key)
+        own = [each for each in self._until if each[0] == want.tenant]
+        if len(own) > MAX_TENANT_HELD:
+            del self._until[own[0]]
+        elif len(self._until) > MAX_HELD:
+            self._until.popitem(last=False)
+
+    def now(self) -> list[Held]:
+        """Returns what is still wanted, the latest last."""
+        now = self._clock()
+        for key in [key for key, (_, until) in self._until.items() if until <= now]:
+            del self._until[key]
+        return [msgspec.structs.replace(want, seconds=until - now) for want, until in self._until.values()]

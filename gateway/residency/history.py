@@ -1,0 +1,158 @@
+"""What the leader has seen of the calls, and what it forecasts of them.
+
+The forecaster runs in a thread of its own, one call at a time: with 40,000 functions it takes longer than the event
+loop may be held up. A new leader begins with nothing, and says nothing until it has watched for a while.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+from cluster.forecast.chances import Chances
+from cluster.messages import Adapter
+from gateway.catalog.threads import LeavableThreads
+from gateway.residency.arrivals import Arrival, function_key
+from gateway.residency.messages import WATCH_SECONDS
+
+GAP_SECONDS = 10.0
+"""Who has not observed for so long was not the leader, and begins anew."""
+MAX_FUNCTIONS = 40_000
+"""Whose versions are known; those of the one that was called least recently are forgotten."""
+MAX_VERSIONS = 8
+"""Of one function; the one that was called least is forgotten."""
+MANY_CALLS = 64
+"""Of a function's versions, behind which all counts are halved: shares follow what is called lately."""
+LEAST_CHANCE = 0.1
+"""Of a call within 30 s, below which nothing is brought anywhere."""
+MAX_CHOSEN = 4096
+"""Functions whose adapters are considered, likeliest first."""
+
+
+class ForecasterLike(Protocol):
+    """cluster.forecast.forecaster.Forecaster, or what a test has for it."""
+
+    def observe(self, now: float, counts: Mapping[str, int]) -> None: ...
+
+    def forecast(self, now: float) -> dict[str, Chances]: ...
+
+    def error(self) -> dict[str, float]: ...
+
+
+class Likely(NamedTuple):
+    """A function that will probably be called."""
+
+    key: str
+    chance: float
+    """Within 30 s."""
+
+
+class Forecast(NamedTuple):
+    """All that is forecast at one time."""
+
+    chances: Mapping[str, Chances]
+    """By function."""
+    likely: list[Likely]
+    """The likeliest first."""
+    error: Mapping[str, float]
+
+
+NOTHING = Forecast({}, [], {})
+
+
+class CallHistory:
+    """`clock`: monotonic seconds; `unix`: the time of day, by which days and hours are learnt."""
+
+    def __init__(
+        self, make_forecaster: Callable[[], ForecasterLike], clock: Callable[[], float], unix: Callable[[], float]
+    ) -> None:
+        self._make_forecaster, self._clock, self._unix = make_forecaster, clock, unix
+        self._thread = LeavableThreads(1)
+        self._begin(-math.inf)
+
+    def _begin(self, now: float) -> None:
+        self._forecaster = self._make_forecaster()
+        self._counts: Counter[str] = Counter()
+        self._versions: OrderedDict[str, dict[str, tuple[Adapter, float]]] = OrderedDict()
+        """By function and digest: the adapter, and how often it was called of late."""
+        self._since = self._observed = now
+        self.latest = NOTHING
+
+    @property
+    def observes(self) -> bool:
+        """Whether this worker leads, as far as is known here."""
+        return self._clock() - self._observed < GAP_SECONDS
+
+    @property
+    def watched(self) -> float:
+        """Seconds since it began to observe; 0 where it does not."""
+        return self._clock() - self._since if self.observes else 0.0
+
+    def count(self, arrivals: Iterable[Arrival]) -> None:
+        """Does nothing on a worker that does not observe."""
+        if not self.observes:
+            return
+        for arrival in arrivals:
+            if arrival.key in self._counts or len(self._counts) < MAX_FUNCTIONS:
+                self._counts[arrival.key] += arrival.calls
+                self._note_version(arrival)
+
+    def forget(self, tenant: str, function: str) -> None:
+        """The function was changed: which versions its calls get is not known any more."""
+        self._versions.pop(function_key(tenant, function), None)
+
+    def learn(self, key: str, versions: Iterable[tuple[Adapter, float]]) -> None:
+        """What the function's calls get by its aliases, with the shares: until calls tell."""
+        self._versions[key] = {adapter.digest: (adapter, share) for adapter, share in versions}
+        self._limit_functions()
+
+    def versions(self, key: str) -> list[tuple[Adapter, float]] | None:
+        """Returns the adapters that the function's calls got lately, with their shares of them; None where that is not
+        known."""
+        known = self._versions.get(key)
+        if known is None:
+            return None
+        calls = sum(count for _, count in known.values())
+        return [(adapter, count / calls) for adapter, count in known.values()]
+
+    async def observe(self) -> None:
+        """Has the forecaster learn what was counted since the last time. To be called each second."""
+        now = self._clock()
+        if now - self._observed >= GAP_SECONDS:
+            self._begin(now)
+        self._observed = now
+        counts, self._counts, forecaster, unix = self._counts, Counter(), self._forecaster, self._unix()
+        await self._thread.run(lambda: forecaster.observe(unix, counts))
+
+    async def forecast(self) -> Forecast:
+        """Returns what will probably be called; NOTHING before it was watched for WATCH_SECONDS."""
+        if self.watched < WATCH_SECONDS:
+            return NOTHING
+        forecaster, unix = self._forecaster, self._unix()
+        self.latest = await self._thread.run(lambda: _forecast(forecaster, unix))
+        return self.latest
+
+    def _note_version(self, arrival: Arrival) -> None:
+        versions = self._versions.setdefault(arrival.key, {})
+        self._versions.move_to_end(arrival.key)
+        digest = arrival.adapter.digest
+        versions[digest] = (arrival.adapter, versions.get(digest, (arrival.adapter, 0))[1] + arrival.calls)
+        if sum(count for _, count in versions.values()) > MANY_CALLS:
+            halved = {each: (adapter, count / 2) for each, (adapter, count) in versions.items() if count >= 1}
+            self._versions[arrival.key] = versions = halved
+        if len(versions) > MAX_VERSIONS:
+            del versions[min(versions, key=lambda each: versions[each][1])]
+        self._limit_functions()
+
+    def _limit_functions(self) -> None:
+        if len(self._versions) > MAX_FUNCTIONS:
+            self._versions.popitem(last=False)
+
+
+def _forecast(forecaster: ForecasterLike, unix: float) -> Forecast:
+    chances = forecaster.forecast(unix)
+    above = (Likely(key, each.within_30_s) for key, each in chances.items() if each.within_30_s >= LEAST_CHANCE)
+    return Forecast(chances, heapq.nlargest(MAX_CHOSEN, above, key=lambda likely: likely.chance), forecaster.error())

@@ -1,0 +1,44 @@
+"""What /metrics says of forecasts, and of what nodes are told to have ready."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+Outcome = Literal["taken", "failed", "not_understood"]
+
+
+class ResidencyMetrics:
+    """Made once per process and `registry`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._error = Gauge(
+            "garnish_forecast_error",
+            "How wrong forecasts of calls were lately, by the leader",
+            ("score",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self._wanted = Gauge(
+            "garnish_wanted_adapters",
+            "Adapters that nodes are to have ready, summed over nodes, by the leader",
+            ("cause",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self._orders = Counter(
+            "garnish_residency_orders", "Orders to nodes of what to have ready", ("outcome",), registry=registry
+        )
+
+    def set_error(self, scores: Mapping[str, float]) -> None:
+        for score, value in scores.items():
+            self._error.labels(score).set(value)
+
+    def set_wanted(self, counts: Mapping[str, int]) -> None:
+        for cause in ("order", "schedule", "forecast"):
+            self._wanted.labels(cause).set(counts.get(cause, 0))
+
+    def count_order(self, outcome: Outcome) -> None:
+        self._orders.labels(outcome).inc()

@@ -1,0 +1,96 @@
+"""Tells nodes what they are to have ready, when that has changed, and before the last order ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from cluster.errors import ServiceError
+from cluster.news import NodeRecord
+from cluster.residency import WantedAdapter, WantedResidency
+from gateway.calls.node_calls import NodeCalls, PathUnknown
+from gateway.leader.turn import Turn, TurnEnded
+from gateway.residency.metrics import ResidencyMetrics
+
+ORDER_SECONDS = 20.0
+"""For which an order holds: longer than a killed leader's replacement takes."""
+ANSWER_SECONDS = 2.0
+AT_ONCE = 16
+
+log = logging.getLogger("gateway")
+
+
+class _Sent(NamedTuple):
+    epoch: str
+    adapters: tuple[WantedAdapter, ...]
+    at: float
+    """Monotonic seconds; infinite: the node does not understand such orders."""
+
+
+class ResidencyOrders:
+    """Of the leader. `clock`: monotonic seconds."""
+
+    def __init__(self, node_calls: NodeCalls, metrics: ResidencyMetrics, clock: Callable[[], float]) -> None:
+        self._node_calls, self._metrics, self._clock = node_calls, metrics, clock
+        self._sent: dict[str, _Sent] = {}
+        """By node."""
+        self._failing: set[str] = set()
+
+    async def send(
+        self, turn: Turn, nodes: Sequence[NodeRecord], wanted: Mapping[str, Sequence[WantedAdapter]]
+    ) -> None:
+        """`wanted`: by node. Raises TurnEnded; what was not sent then is sent in the next turn."""
+        ids = {node.id for node in nodes}
+        self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
+        self._failing &= ids
+        due = [node for node in nodes if self._is_due(node, tuple(wanted.get(node.id, ())))]
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def order(node: NodeRecord) -> None:
+            async with places:
+                await self._order(turn, node, tuple(wanted.get(node.id, ())))
+
+        async with asyncio.TaskGroup() as tasks:
+            for node in due:
+                tasks.create_task(order(node))
+        turn.check()
+
+    def _is_due(self, node: NodeRecord, adapters: tuple[WantedAdapter, ...]) -> bool:
+        sent = self._sent.get(node.id)
+        if sent is None or sent.epoch != node.epoch:
+            return bool(adapters)
+        if sent.adapters != adapters:
+            return sent.at < math.inf
+        return bool(adapters) and self._clock() - sent.at >= ORDER_SECONDS / 2
+
+    async def _order(self, turn: Turn, node: NodeRecord, adapters: tuple[WantedAdapter, ...]) -> None:
+        at = self._clock()
+        try:
+            turn.check()
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._node_calls.order(node, "/adapters/wanted", WantedResidency(list(adapters), ORDER_SECONDS))
+        except TurnEnded:
+            return
+        except PathUnknown:
+            at = math.inf
+            self._metrics.count_order("not_understood")
+        except (ServiceError, TimeoutError) as error:
+            self._note_failure(node, error)
+            return
+        else:
+            turn.work += 1
+            self._metrics.count_order("taken")
+        self._failing.discard(node.id)
+        self._sent[node.id] = _Sent(node.epoch, adapters, at)
+
+    def _note_failure(self, node: NodeRecord, error: Exception) -> None:
+        """What the node knows now is not known: the next turn tells it again."""
+        self._metrics.count_order("failed")
+        self._sent.pop(node.id, None)
+        if node.id not in self._failing:
+            why = str(error) or "no answer in time"
+            log.warning("a node could not be told which adapters are wanted", extra={"node": node.id, "why": why})
+        self._failing.add(node.id)

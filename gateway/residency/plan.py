@@ -1,0 +1,151 @@
+"""Which adapters each node is to have ready: what operators and tenants asked for first, then what is forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.messages import Adapter
+from cluster.news import NodeRecord
+from cluster.node_table import ABSENT, HOST, NodeTable
+from cluster.residency import MAX_WANTED, WantedAdapter
+from gateway.residency.messages import Tier
+from gateway.scheduling.homes import Homes
+
+DEVICE_CHANCE = 0.5
+"""Of a call within 30 s, from which an adapter is brought to the device at once."""
+WANTED_SHARE = 0.5
+"""Of a node's adapter memory that all it is asked to have may take: calls that nobody foresaw have the rest."""
+TENANT_SHARE = 0.125
+"""Of it, that one tenant's own orders and schedules may take."""
+TENANT_WANTED = 16
+"""Adapters on one node that one tenant's own orders and schedules may name."""
+MAX_NODES = 4
+"""Of those that have an adapter in memory, on which a forecast keeps it."""
+STEPS = 20
+"""Chances are told in so many steps: a list that hardly changed is not sent again."""
+
+Cause = Literal["order", "schedule", "forecast"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """An adapter that is to be on some nodes."""
+
+    key: str
+    """The function."""
+    adapter: Adapter
+    cause: Cause
+    chance: float
+    tier: Tier = "device"
+    copies: int = 1
+    node: str | None = None
+    """On which it is to be; None: on its homes."""
+
+
+@dataclass
+class Want:
+    """An adapter that a node is asked for."""
+
+    adapter: Adapter
+    tier: Tier
+    chance: float
+    causes: dict[str, Cause] = field(default_factory=dict)
+    """By function."""
+
+    @property
+    def pinned(self) -> bool:
+        return any(cause != "forecast" for cause in self.causes.values())
+
+    def message(self) -> WantedAdapter:
+        chance = round(self.chance * STEPS) / STEPS
+        return WantedAdapter(self.adapter, self.tier, chance, self.pinned)
+
+
+@dataclass
+class _Node:
+    """What a node is asked for, and what of it may still be."""
+
+    room: float
+    """Bytes; infinite where the node does not tell its memory."""
+    tenant_room: float
+    """Bytes that one tenant's own orders and schedules may take."""
+    wants: dict[str, Want] = field(default_factory=dict)
+    """By digest."""
+    tenants: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By tenant, how many adapters and bytes its own orders and schedules have taken."""
+
+    def take(self, wish: Wish, tier: Tier) -> None:
+        """Leaves the wish out where it is beyond a bound."""
+        size, digest = float(wish.adapter.bytes), wish.adapter.digest
+        known = self.wants.get(digest)
+        if known is None and (len(self.wants) >= MAX_WANTED or size > self.room):
+            return
+        if wish.cause != "forecast" and not self._allow(wish, size):
+            return
+        if known is None:
+            self.room -= size
+            known = self.wants[digest] = Want(wish.adapter, tier, 0.0)
+        known.tier = "device" if "device" in (known.tier, tier) else "host"
+        known.chance = 1.0 - (1.0 - known.chance) * (1.0 - wish.chance)
+        known.causes.setdefault(wish.key, wish.cause)
+
+    def _allow(self, wish: Wish, size: float) -> bool:
+        """Returns False beyond what one tenant may pin."""
+        tenant = wish.key.partition("/")[0]
+        count, taken = self.tenants.get(tenant, (0, 0.0))
+        if count >= TENANT_WANTED or taken + size > self.tenant_room:
+            return False
+        self.tenants[tenant] = (count + 1, taken + size)
+        return True
+
+
+class Plan:
+    """Wishes must be added the most important first."""
+
+    def __init__(self, nodes: NodeTable, base: str) -> None:
+        self._table, self._homes = nodes, Homes(nodes, base)
+        self._records = {row: nodes.record(row) for row in self._homes.rows}
+        self._planned: dict[int, _Node] = {}
+        """By row."""
+
+    def add(self, wish: Wish) -> None:
+        for row in self._rows(wish):
+            self._of(row).take(wish, self._tier(wish, row))
+
+    @property
+    def nodes(self) -> list[NodeRecord]:
+        """Those that serve."""
+        return list(self._records.values())
+
+    def wants(self) -> dict[str, Sequence[Want]]:
+        """Returns what each node that serves is to have, pinned ones first, then by chance."""
+        found: dict[str, Sequence[Want]] = {}
+        for row, record in self._records.items():
+            wants = self._planned[row].wants.values() if row in self._planned else ()
+            found[record.id] = sorted(wants, key=lambda want: (not want.pinned, -want.chance))
+        return found
+
+    def _rows(self, wish: Wish) -> Iterable[int]:
+        if wish.node is not None:
+            row = self._table.row(wish.node)
+            return [row] if row is not None and row in self._records else []
+        digest = wish.adapter.digest
+        if wish.cause != "forecast":
+            return self._homes.of(digest, wish.copies)
+        tiers = self._table.tiers(digest)
+        near = [row for row in self._homes.of(digest, MAX_NODES) if tiers.get(row, ABSENT) <= HOST] if tiers else []
+        return near or self._homes.of(digest, 1)
+
+    def _tier(self, wish: Wish, row: int) -> Tier:
+        if wish.cause != "forecast":
+            return wish.tier
+        near = self._table.tiers(wish.adapter.digest).get(row, ABSENT) <= HOST
+        return "device" if near or wish.chance >= DEVICE_CHANCE else "host"
+
+    def _of(self, row: int) -> _Node:
+        if row not in self._planned:
+            memory = self._records[row].adapter_bytes or float("inf")
+            self._planned[row] = _Node(WANTED_SHARE * memory, TENANT_SHARE * memory)
+        return self._planned[row]

@@ -1,0 +1,218 @@
+"""Predicted prefetch: counts calls, forecasts them where this worker leads, and tells nodes what to have ready.
+
+every worker                  the leader
+------------                  ----------
+a call -> ArrivalCounter -+-> CallHistory -> Forecaster      each second
+a warm order -> HeldWants-+      |
+                               Plan <- WarmSchedules         each 2 s
+                                 |
+                               ResidencyOrders -> POST /adapters/wanted
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
+from cluster.messages import Adapter
+from cluster.state import ClusterState
+from gateway.background import background
+from gateway.catalog.functions import Functions, adapter_of
+from gateway.leader.turn import Job, Turn
+from gateway.residency.arrivals import TOGETHER, ArrivalCounter, CallsCounted, function_key
+from gateway.residency.held import Held, HeldWants
+from gateway.residency.history import CallHistory, Forecast
+from gateway.residency.messages import ForecastReply, WantedPlace
+from gateway.residency.metrics import ResidencyMetrics
+from gateway.residency.orders import ResidencyOrders
+from gateway.residency.plan import Plan, Want, Wish
+from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked, Message
+from gateway.residency.schedules import WarmSchedules
+from gateway.workers.channel import Channel
+
+SECOND = 1.0
+PLAN_SECONDS = 2.0
+TOGETHER_PLANNED = 64
+"""Wishes that are planned without a pause for the event loop."""
+MAX_RESOLVED = 32
+"""Functions that are looked up in one turn, because it is not known what their calls get."""
+RESOLVE_SECONDS = 1.0
+"""For all of them together."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the leader's half is made of."""
+
+    history: CallHistory
+    schedules: WarmSchedules
+    orders: ResidencyOrders
+    metrics: ResidencyMetrics
+
+
+class Residency:
+    """Of one gateway worker. `clock`: monotonic seconds; `unix`: the time of day."""
+
+    def __init__(
+        self,
+        channel: Channel[Message],
+        cluster: ClusterState,
+        base: str,
+        functions: Functions,
+        parts: Parts,
+        *,
+        clock: Callable[[], float],
+        unix: Callable[[], float],
+    ) -> None:
+        self._channel, self._cluster, self._base, self._functions = channel, cluster, base, functions
+        self._parts, self._history = parts, parts.history
+        self._unix = unix
+        self._held = HeldWants(clock)
+        self._counter = ArrivalCounter()
+        self._wants: Mapping[str, Sequence[Want]] = {}
+        """By node, as last ordered."""
+        self._since: dict[tuple[str, str], float] = {}
+        """Unix time, by node and digest."""
+        channel.on_message = self._heard
+
+    def note_call(self, tenant: str, function: str, adapter: Adapter) -> None:
+        """A call of the function has come, for this version."""
+        self._counter.note(tenant, function, adapter)
+
+    def hold(self, want: Held) -> None:
+        """Keeps it wanted for a while, whoever leads."""
+        self._held.hold(want)
+        self._channel.publish(want)
+
+    def forget(self, tenant: str, function: str) -> None:
+        """The function was changed, by anyone."""
+        self._history.forget(tenant, function)
+
+    async def forecast_of(self, tenant: str, function: str) -> ForecastReply:
+        """Returns what the leader knows; nothing where none answers."""
+        if self._history.observes:
+            return self._reply(tenant, function)
+        answer = await self._channel.ask(lambda number: ForecastAsked(number, tenant, function))
+        return msgspec.json.decode(answer, type=ForecastReply) if answer is not None else ForecastReply(function)
+
+    def jobs(self) -> list[Job]:
+        """Returns what the leader is to do."""
+        return [
+            Job("forecast", self._observe, SECOND, "nodes"),
+            self._parts.schedules.job(),
+            Job("residency", self._order, PLAN_SECONDS, "nodes"),
+        ]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Reports calls to whoever leads as long as the context lasts."""
+        async with self._channel.running(), background(self._report_calls):
+            yield
+
+    async def _report_calls(self) -> None:
+        while True:
+            await asyncio.sleep(SECOND)
+            arrivals = self._counter.take()
+            if self._history.observes:
+                self._history.count(arrivals)
+            elif self._channel.is_up:
+                for first in range(0, len(arrivals), TOGETHER):
+                    self._channel.publish(CallsCounted(arrivals[first : first + TOGETHER]))
+
+    def _heard(self, message: Message) -> None:
+        match message:
+            case CallsCounted(arrivals):
+                self._history.count(arrivals)
+            case Held():
+                self._held.hold(message)
+            case HeldAsked():
+                for want in self._held.now():
+                    self._channel.publish(want)
+            case ForecastAsked(number, tenant, function):
+                if self._history.observes:
+                    reply = msgspec.json.encode(self._reply(tenant, function))
+                    self._channel.publish(ForecastAnswered(number, reply))
+            case ForecastAnswered(number, reply):
+                self._channel.answer(number, reply)
+
+    async def _observe(self, turn: Turn) -> None:
+        if not self._history.observes:
+            self._channel.publish(HeldAsked())
+        await self._history.observe()
+        turn.work += 1
+
+    async def _order(self, turn: Turn) -> None:
+        forecast = await self._history.forecast()
+        await self._resolve([likely.key for likely in forecast.likely])
+        plan = Plan(await self._cluster.table(), self._base)
+        for number, wish in enumerate(self._wishes(forecast)):
+            plan.add(wish)
+            if number % TOGETHER_PLANNED == 0:
+                await asyncio.sleep(0)
+                turn.check()
+        self._note(plan.wants(), forecast)
+        messages = {node: [want.message() for want in wants] for node, wants in self._wants.items()}
+        await self._parts.orders.send(turn, plan.nodes, messages)
+
+    async def _resolve(self, keys: Sequence[str]) -> None:
+        """Looks up what calls of functions get of which that is not known; those that take long, in another turn."""
+        unknown = [key for key in keys if self._history.versions(key) is None][:MAX_RESOLVED]
+
+        async def resolve(key: str) -> None:
+            self._history.learn(key, await live_versions(self._functions, key))
+
+        with suppress(TimeoutError, StoreUnavailable):
+            async with asyncio.timeout(RESOLVE_SECONDS):
+                await asyncio.gather(*map(resolve, unknown))
+
+    def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
+        """What was ordered and scheduled, then what is forecast, the likeliest first."""
+        for held in self._held.now():
+            key = function_key(held.tenant, held.function)
+            yield Wish(key, held.adapter, "order", 1.0, held.tier, node=held.node)
+        yield from self._parts.schedules.wishes
+        for likely in forecast.likely:
+            for adapter, share in self._history.versions(likely.key) or ():
+                yield Wish(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
+
+    def _note(self, wants: Mapping[str, Sequence[Want]], forecast: Forecast) -> None:
+        now, since = self._unix(), self._since
+        every = [(node, want) for node, each in wants.items() for want in each]
+        self._since = {(node, w.adapter.digest): since.get((node, w.adapter.digest), now) for node, w in every}
+        self._wants = wants
+        self._parts.metrics.set_wanted(Counter(cause for _, want in every for cause in want.causes.values()))
+        self._parts.metrics.set_error(forecast.error)
+
+    def _reply(self, tenant: str, function: str) -> ForecastReply:
+        key = function_key(tenant, function)
+        chances = self._history.latest.chances.get(key)
+        places = [
+            WantedPlace(node, want.adapter.digest, want.tier, cause, self._since[node, want.adapter.digest])
+            for node, wants in self._wants.items()
+            for want in wants
+            if (cause := want.causes.get(key)) is not None
+        ]
+        return ForecastReply(
+            function=function,
+            watched=round(self._history.watched, 1),
+            chances=None if chances is None else {name: round(chance, 4) for name, chance in chances._asdict().items()},
+            error={name: round(score, 4) for name, score in self._history.latest.error.items()},
+            wanted=places,
+        )
+
+
+async def live_versions(functions: Functions, key: str) -> list[tuple[Adapter, float]]:
+    """Returns the adapters that `latest` stands for, with their shares of its calls; none of a function that is gone.
+    Raises StoreUnavailable."""
+    tenant, _, name = key.partition("/")
+    try:
+        choices = await functions.choices(tenant, name, None)
+    except (NotFound, CorruptRecord):
+        return []
+    return [(adapter_of(each.version), each.share) for each in choices if each.is_whole]

@@ -1,0 +1,91 @@
+"""Carries warm windows out: which adapters are wanted now, because a function's policy says so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
+from adapters.schedules import Schedules, forget_schedules, read_schedules
+from adapters.store import ObjectStore
+from adapters.warm_windows import CronProblem, WarmWindow, window_state
+from gateway.catalog.functions import Functions, adapter_of
+from gateway.catalog.threads import StoreThreads
+from gateway.leader.turn import Job, Turn
+from gateway.residency.plan import Wish
+
+LOOK_SECONDS = 10.0
+"""Between two looks at the schedules: a window opens and closes so late at most."""
+TOGETHER = 50
+"""Functions that are looked at without a pause for the event loop."""
+
+log = logging.getLogger("gateway")
+
+
+class WarmSchedules:
+    """Of the leader. `unix`: the time of day."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        threads: StoreThreads,
+        functions: Functions,
+        *,
+        unix: Callable[[], float],
+    ) -> None:
+        self._store, self._threads, self._functions, self._unix = store, threads, functions, unix
+        self._failing = False
+        self.wishes: list[Wish] = []
+        """What is wanted now, as it was LOOK_SECONDS ago; while the registry is away, as it was."""
+        self._states: dict[WarmWindow, tuple[bool, float]] = {}
+        """Whether windows are open, and until when that stays so."""
+
+    def job(self) -> Job:
+        return Job("schedules", self.look, LOOK_SECONDS, "nodes")
+
+    async def look(self, turn: Turn) -> None:
+        try:
+            await self._look(turn, await self._threads.read(read_schedules, self._store))
+            self._failing = False
+        except (StoreUnavailable, CorruptRecord) as error:
+            if not self._failing:
+                log.warning("warm windows can't be read; those that are known go on", extra={"why": str(error)})
+            self._failing = True
+
+    async def _look(self, turn: Turn, schedules: Schedules) -> None:
+        now, wishes, empty = self._unix(), list[Wish](), list[str]()
+        self._states = {window: state for window, state in self._states.items() if now < state[1]}
+        for number, key in enumerate(schedules.functions):
+            if number % TOGETHER == 0:
+                await asyncio.sleep(0)
+                turn.check()
+            found = await self._now(key, now)
+            if found is None:
+                empty.append(key)
+            wishes += found or ()
+        self.wishes = wishes
+        turn.work += len(wishes)
+        if empty:
+            await self._threads.write(forget_schedules, self._store, empty)
+
+    async def _now(self, key: str, now: float) -> list[Wish] | None:
+        """Returns what of the function is wanted now; None when it has no windows any more."""
+        tenant, _, name = key.partition("/")
+        try:
+            choices = await self._functions.choices(tenant, name, None)
+        except NotFound:
+            return None
+        windows = choices[0].version.policy.warm
+        copies = max((window.copies for window in windows if self._is_open(key, window, now)), default=0)
+        adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole and copies]
+        return [Wish(key, adapter, "schedule", 1.0, copies=copies) for adapter in adapters] if windows else None
+
+    def _is_open(self, key: str, window: WarmWindow, now: float) -> bool:
+        if window not in self._states:
+            try:
+                self._states[window] = window_state(window, now)
+            except CronProblem as problem:  # stored by a release that understands more
+                log.warning("a warm window is not understood", extra={"function": key, "why": str(problem)})
+                self._states[window] = (False, now + 3600.0)
+        return self._states[window][0]

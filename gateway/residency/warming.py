@@ -1,0 +1,182 @@
+"""Brings versions of functions to nodes now, because somebody asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import NamedTuple
+
+from adapters.choices import pick
+from cluster.errors import ServiceError
+from cluster.messages import Adapter
+from cluster.news import NodeRecord
+from cluster.node_table import ABSENT, DEVICE, DISK, HOST, TIERS, NodeTable
+from cluster.residency import HeldTier, Moved, PrefetchOrder
+from cluster.state import ClusterState
+from gateway.calls.node_calls import NodeCalls
+from gateway.catalog.functions import Functions, adapter_of
+from gateway.residency.held import Held
+from gateway.residency.messages import Version, WarmOrder, WarmPlace, WarmReply
+from gateway.scheduling.homes import Homes
+from gateway.scheduling.placement import RETRY_AFTER
+
+MAX_UNDERWAY = 256
+"""Loads that this gateway worker has ordered and that go on."""
+MAX_TENANT_UNDERWAY = 32
+ANSWER_SECONDS = 2.0
+"""For which a caller waits for the nodes; loads go on behind it."""
+AGAIN_SECONDS = 60.0
+"""A load that goes on is not ordered again for so long."""
+LOOK_SECONDS = 0.2
+"""Between two looks meanwhile."""
+NAMES: Mapping[int, HeldTier] = {DEVICE: "device", HOST: "host", DISK: "disk", ABSENT: "absent"}
+
+Key = tuple[str, str, str]
+"""Node, epoch and digest."""
+Place = tuple[Version, NodeRecord]
+
+
+class _Load(NamedTuple):
+    """That a node was told to begin."""
+
+    tenant: str
+    answer: asyncio.Task[Moved]
+    until: float
+    """Monotonic seconds."""
+
+
+class Warming:
+    """Of one gateway worker. `hold` is told what is to stay wanted; `clock`: monotonic seconds."""
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        base: str,
+        functions: Functions,
+        node_calls: NodeCalls,
+        *,
+        hold: Callable[[Held], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster, self._base, self._functions, self._node_calls = cluster, base, functions, node_calls
+        self._hold, self._clock = hold, clock
+        self._loads: dict[Key, _Load] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At its end nobody waits for nodes any more; they finish what they were told."""
+        try:
+            yield
+        finally:
+            for load in self._loads.values():
+                load.answer.cancel()
+
+    async def versions(self, tenant: str, name: str, qualifier: str | None) -> list[Version]:
+        """Returns the versions that calls of the name get. Raises what Functions.target does."""
+        found = [pick([choice], 0.0) for choice in await self._functions.choices(tenant, name, qualifier)]
+        return [Version(each.version, adapter_of(each)) for each in found]
+
+    async def warm(self, order: WarmOrder) -> WarmReply:
+        """Has nodes load what is not there yet, and waits ANSWER_SECONDS at most. Raises ServiceError: `unavailable`
+        without nodes, `rate_limited`, and what the nodes say when none of them takes anything."""
+        places = await self._places(order)
+        reply = await self._bring(order, places)
+        for version, node in places:
+            self._hold(Held(order.tenant, order.function, version.adapter, node.id, order.tier))
+        return reply
+
+    async def _places(self, order: WarmOrder) -> list[Place]:
+        nodes = await self._cluster.table()
+        homes = Homes(nodes, self._base)
+        if not len(homes):
+            raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
+        return [
+            (version, nodes.record(row))
+            for version in order.versions
+            for row in homes.of(version.adapter.digest, order.copies)
+        ]
+
+    async def _bring(self, order: WarmOrder, places: Sequence[Place]) -> WarmReply:
+        answers = self._load(order, await self._cluster.table(), places)
+        if answers:
+            await asyncio.wait(answers.values(), timeout=ANSWER_SECONDS)
+        _raise_refusal(answers.values(), len(places))
+        nodes = await self._cluster.table()
+        return _reply(order, [_place(nodes, place, answers) for place in places])
+
+    async def until_warm(self, order: WarmOrder, seconds: float) -> str | None:
+        """Returns when all is warm, or what is not so after `seconds`; None: nothing."""
+        end, problem = self._clock() + seconds, None
+        while True:
+            try:
+                reply = await self._bring(order, await self._places(order))
+                problem = next((place.error for place in reply.places if place.error), None)
+            except ServiceError as error:
+                problem = error.message
+            else:
+                if reply.ready:
+                    return None
+            if self._clock() >= end:
+                return problem or f"it was still on its way after {seconds:g} s"
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _load(self, order: WarmOrder, nodes: NodeTable, places: Sequence[Place]) -> dict[Key, asyncio.Task[Moved]]:
+        """Returns the answers to come, of each adapter that is to be on a device and is not. Raises ServiceError."""
+        if order.tier != "device":
+            return {}  # no node takes an order for host memory; what is held it brings in by itself
+        now = self._clock()
+        self._loads = {key: load for key, load in self._loads.items() if not load.answer.done() or now < load.until}
+        missing = [(v, node) for v, node in places if _tier(nodes, v, node) != "device"]
+        begun = {_key(v, node): (v, node) for v, node in missing if _key(v, node) not in self._loads}
+        own = sum(load.tenant == order.tenant for load in self._loads.values())
+        if own + len(begun) > MAX_TENANT_UNDERWAY or len(self._loads) + len(begun) > MAX_UNDERWAY:
+            raise ServiceError("rate_limited", "too many adapters are being warmed; try again", retry_after=RETRY_AFTER)
+        for key, (version, node) in begun.items():
+            answer = asyncio.create_task(self._ask(node, version.adapter))
+            answer.add_done_callback(partial(self._end, key))
+            self._loads[key] = _Load(order.tenant, answer, now + AGAIN_SECONDS)
+        return {_key(v, node): self._loads[_key(v, node)].answer for v, node in missing}
+
+    async def _ask(self, node: NodeRecord, adapter: Adapter) -> Moved:
+        """Raises ServiceError."""
+        return (await self._node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter)))[1]
+
+    def _end(self, key: Key, answer: asyncio.Task[Moved]) -> None:
+        """Forgets a load that has ended; one that goes on is remembered, and not ordered again."""
+        if answer.cancelled() or answer.exception() is not None or answer.result().tier is not None:
+            self._loads.pop(key, None)
+
+
+def _key(version: Version, node: NodeRecord) -> Key:
+    return node.id, node.epoch, version.adapter.digest
+
+
+def _tier(nodes: NodeTable, version: Version, node: NodeRecord) -> HeldTier:
+    row = nodes.row(node.id)
+    return NAMES[ABSENT if row is None else nodes.tiers(version.adapter.digest).get(row, ABSENT)]
+
+
+def _raise_refusal(answers: Iterable[asyncio.Task[Moved]], places: int) -> None:
+    """Raises what the first node said, if there is none that has the adapter or takes it."""
+    ended = (answer for answer in answers if answer.done() and not answer.cancelled())
+    failures = [failure for answer in ended if (failure := answer.exception()) is not None]
+    if len(failures) == places:
+        raise failures[0]
+
+
+def _place(nodes: NodeTable, place: Place, answers: Mapping[Key, asyncio.Task[Moved]]) -> WarmPlace:
+    version, node = place
+    tier, answer = _tier(nodes, version, node), answers.get(_key(version, node))
+    if answer is None or not answer.done() or answer.cancelled():
+        return WarmPlace(version.number, node.id, tier)
+    if (failure := answer.exception()) is not None:
+        return WarmPlace(version.number, node.id, tier, failure.message if isinstance(failure, ServiceError) else "")
+    return WarmPlace(version.number, node.id, answer.result().tier or tier)
+
+
+def _reply(order: WarmOrder, places: list[WarmPlace]) -> WarmReply:
+    good = [tier for tier, number in TIERS.items() if number <= TIERS[order.tier]]
+    return WarmReply(order.function, order.tier, all(place.tier in good for place in places), places)

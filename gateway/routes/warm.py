@@ -1,0 +1,54 @@
+"""POST /functions/{name}/warm, GET /functions/{name}/forecast: adapters that are on nodes before they are called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.http.bodies import read_message
+from gateway.http.responses import json_response
+from gateway.http.routing import NAME_PATTERN, Routes
+from gateway.residency.messages import MAX_COPIES, ForecastReply, Tier, WarmOrder, WarmReply
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+routes = Routes()
+
+
+class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the versions are to be. `version`: a number or an alias; null: `latest`, with all the versions that it
+    splits its calls between."""
+
+    tier: Tier = "device"
+    copies: Annotated[int, Meta(ge=1, le=MAX_COPIES)] = 1
+    """Nodes, for each version; all of them where there are fewer."""
+    version: Annotated[str, Meta(pattern=NAME_PATTERN, max_length=64)] | None = None
+
+
+@routes.tenant(
+    "POST /functions/{name}/warm",
+    "Bring what calls of a function would run to its nodes now, and keep it wanted there for 5 minutes",
+    {202: WarmReply},
+    body=Warm,
+    errors=(413, 502, 504),
+)
+async def warm(request: Request, services: Services, tenant: str) -> Response:
+    name, wanted = request.path_params["name"], await read_message(request, services.config, Warm, absent=b"{}")
+    versions = await services.warming.versions(tenant, name, wanted.version)
+    order = WarmOrder(tenant, name, versions, wanted.tier, wanted.copies)
+    return json_response(await services.warming.warm(order), 202)
+
+
+@routes.tenant(
+    "GET /functions/{name}/forecast",
+    "Whether calls of a function are expected soon, and which nodes are asked to have it ready",
+    {200: ForecastReply},
+)
+async def get_forecast(request: Request, services: Services, tenant: str) -> Response:
+    record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
+    return json_response(await services.residency.forecast_of(tenant, record.name))

@@ -1,0 +1,50 @@
+"""Where an adapter is brought before it is called: nodes that hold it already, then those that its digest draws.
+
+Routing charges a node for what a call would wait for its adapter (rank_aware: `exposed`, `copy`), so that calls go
+where an adapter was brought. Rendezvous hashing draws the same nodes in every gateway worker, spreads adapters evenly,
+and moves only the adapters of a node that comes or goes.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+
+from cluster.node_table import ABSENT, NodeTable
+
+_STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Constants of splitmix64."""
+
+
+class Homes:
+    """Of the nodes that serve a base now; to be made anew when they may have changed."""
+
+    def __init__(self, nodes: NodeTable, base: str) -> None:
+        self._nodes = nodes
+        self._rows = nodes.serving(base).rows
+        self.rows = frozenset(self._rows.tolist())
+        salts = [blake2b((nodes.ids[row] or "").encode(), digest_size=8).digest() for row in self._rows.tolist()]
+        self._salts = np.frombuffer(b"".join(salts), np.uint64)
+
+    def __len__(self) -> int:
+        return int(self._rows.size)
+
+    def of(self, digest: str, copies: int) -> list[int]:
+        """Returns rows of `copies` nodes, or of all if there are fewer: by tier (device, host, disk, absent), then as
+        drawn."""
+        held = self._nodes.tiers(digest)
+        rows = self._rows.tolist()
+        tiers = np.array([held.get(row, ABSENT) for row in rows]) if held else np.full(len(rows), ABSENT)
+        order = np.lexsort((_mixed(self._salts, int(digest[:16], 16)), tiers))
+        found: list[int] = self._rows[order[:copies]].tolist()
+        return found
+
+
+def _mixed(salts: np.ndarray, seed: int) -> np.ndarray:
+    """u64: splitmix64 of each salt and the seed."""
+    mixed = (salts ^ np.uint64(seed)) + _STEP
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
+    drawn: np.ndarray = mixed ^ (mixed >> np.uint64(31))
+    return drawn

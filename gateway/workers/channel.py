@@ -1,0 +1,119 @@
+"""Messages from each gateway worker to all others, through Redis.
+
+Nothing waits for it. While Redis is away the messages wait, and go out when it is back. A worker that starts hears only
+what is published from then on. On the wire a message is named by its tag, which stays the same from release to release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from cluster.redis_link import RedisAway, RedisLink
+from gateway.background import background
+
+MAX_WAITING = 10_000
+"""Messages; the oldest is forgotten."""
+MAX_TOGETHER = 200
+"""Messages that are sent as one."""
+LINK_SECONDS = 1.0
+"""Longest wait for Redis, after which it is tried all the same."""
+ANSWER_SECONDS = 0.5
+"""Longest wait for the others' answer to a question."""
+
+M = TypeVar("M")
+
+log = logging.getLogger("gateway")
+
+
+class Channel(Generic[M]):
+    """Of one worker. Without a link there are no others."""
+
+    def __init__(self, link: RedisLink | None, name: str, messages: Any, most: int = MAX_WAITING) -> None:
+        """`messages`: the union of the messages' types; at most `most` wait."""
+        self._link, self._name = link, name
+        self._waiting: deque[M] = deque(maxlen=most)
+        self._some = asyncio.Event()
+        self.on_message: Callable[[M], None] = _ignore
+        self._asked: dict[str, asyncio.Future[bytes]] = {}
+        self._decoder = msgspec.msgpack.Decoder(tuple[str, list[messages]])
+        if link is not None:
+            link.on_message[name] = self._heard
+
+    @property
+    def is_up(self) -> bool:
+        """Whether what is published goes out now."""
+        return self._link is not None and self._link.is_up
+
+    def publish(self, message: M) -> None:
+        if self._link is not None:
+            self._waiting.append(message)
+            self._some.set()
+
+    async def ask(self, question: Callable[[str], M]) -> bytes | None:
+        """Publishes what `question` makes of a number. Returns what is answered to that number; None when nobody
+        does."""
+        if not self.is_up:
+            return None
+        number = secrets.token_hex(8)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.publish(question(number))
+            await asyncio.wait([answer], timeout=ANSWER_SECONDS)
+            return answer.result() if answer.done() else None
+        finally:
+            del self._asked[number]
+
+    def answer(self, number: str, reply: bytes) -> None:
+        """Another worker has answered. Nothing happens when that was not asked here, or was answered already."""
+        if (asked := self._asked.get(number)) is not None and not asked.done():
+            asked.set_result(reply)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Messages go out as long as the context lasts."""
+        if self._link is None:
+            yield
+            return
+        async with background(partial(self._send, self._link)):
+            yield
+
+    async def _send(self, link: RedisLink) -> None:
+        while True:
+            while self._waiting:
+                letter = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOGETHER))]
+                while not await self._sent(link, letter):
+                    await link.wait_until_up(LINK_SECONDS)
+            self._some.clear()
+            await self._some.wait()
+
+    async def _sent(self, link: RedisLink, letter: list[M]) -> bool:
+        try:
+            await link.send(self._name, msgspec.msgpack.encode((link.worker, letter)))
+        except RedisAway:
+            await asyncio.sleep(0.01)  # a link that comes and goes must not make this a busy loop
+            return False
+        return True
+
+    def _heard(self, data: bytes) -> None:
+        try:
+            worker, messages = self._decoder.decode(data)
+        except msgspec.DecodeError as error:  # a worker of another version, in the middle of a reload
+            log.warning("a message of another gateway worker is not understood: %s", error)
+            return
+        if self._link is None or worker == self._link.worker:
+            return
+        for message in messages:
+            self.on_message(message)
+
+
+def _ignore(_: Any) -> None:
+    return None

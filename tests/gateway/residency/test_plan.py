@@ -1,0 +1,87 @@
+"""What each node is asked to have: bounds over drawn wishes, and who comes first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from numbered_adapters import DIGESTS, adapter
+from scheduling_world import node, table_of
+
+from cluster.news import Resident
+from cluster.residency import MAX_WANTED
+from gateway.residency.plan import DEVICE_CHANCE, TENANT_SHARE, TENANT_WANTED, WANTED_SHARE, Plan, Want, Wish
+
+MEMORY = 1_000_000
+
+
+def planned(nodes: list, wishes: list[Wish]) -> dict[str, dict[str, Want]]:
+    plan = Plan(table_of(*nodes), "b")
+    for wish in wishes:
+        plan.add(wish)
+    return {name: {want.adapter.digest: want for want in wants} for name, wants in plan.wants().items()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_node_is_asked_for_more_than_it_may_be(seed: int) -> None:
+    rng = random.Random(seed)
+    nodes = [node(f"n{number}", adapter_bytes=MEMORY * rng.choice([1, 2])) for number in range(3)]
+    wishes = [
+        Wish(
+            f"t{rng.randrange(4)}/f{rng.randrange(90)}",
+            adapter(number := rng.randrange(200), (500, 5000, 60_000)[number % 3]),
+            cause,
+            rng.uniform(0.1, 1.0) if cause == "forecast" else 1.0,
+            copies=rng.randint(1, 3),
+        )
+        for cause in [*["order"] * 20, *["schedule"] * 40, *["forecast"] * 400]
+    ]  # fmt: skip
+    asked = planned(nodes, wishes)  # type: ignore[arg-type]
+    for each in nodes:
+        wants = asked[each.id].values()
+        assert 0 < len(wants) <= MAX_WANTED
+        assert sum(want.adapter.bytes for want in wants) <= WANTED_SHARE * each.adapter_bytes
+        order = [(not want.pinned, -want.chance) for want in wants]
+        assert order == sorted(order)
+        for tenant in ("t0", "t1", "t2", "t3"):
+            own = [
+                want for want in wants
+                if any(key.startswith(f"{tenant}/") and cause != "forecast" for key, cause in want.causes.items())
+            ]  # fmt: skip
+            assert len(own) <= TENANT_WANTED
+            assert sum(want.adapter.bytes for want in own) <= TENANT_SHARE * each.adapter_bytes
+    assert any(want.pinned for wants in asked.values() for want in wants.values())
+
+
+def test_the_tier_follows_chance_and_where_it_is() -> None:
+    nodes = [node("n", residents=[Resident(DIGESTS[0], "host", 1, 0), Resident(DIGESTS[1], "disk", 1, 0)])]
+    low, high = DEVICE_CHANCE - 0.1, DEVICE_CHANCE + 0.1
+    wishes = [Wish("t/f", adapter(number), "forecast", low) for number in (0, 1, 2)]
+    wishes += [Wish("t/g", adapter(3), "forecast", high), Wish("t/h", adapter(4), "order", 1.0, "host", node="n")]
+    asked = planned(nodes, [*wishes, Wish("t/i", adapter(5), "order", 1.0, node="away")])["n"]
+    tiers = {digest: (want.tier, want.pinned) for digest, want in asked.items()}
+    assert tiers == {
+        DIGESTS[0]: ("device", False),
+        DIGESTS[1]: ("host", False),
+        DIGESTS[2]: ("host", False),
+        DIGESTS[3]: ("device", False),
+        DIGESTS[4]: ("host", True),
+    }
+
+
+def test_what_several_nodes_have_is_kept_on_each_and_what_none_has_comes_to_one() -> None:
+    nodes = [node(f"n{number}") for number in range(6)]
+    on_two = [Resident(DIGESTS[0], "device", 1, 0)]
+    nodes[1], nodes[4] = node("n1", residents=on_two), node("n4", residents=on_two)
+    asked = planned(nodes, [Wish("t/f", adapter(number), "forecast", 0.9) for number in (0, 1)])
+    assert [name for name, wants in asked.items() if DIGESTS[0] in wants] == ["n1", "n4"]
+    assert len([name for name, wants in asked.items() if DIGESTS[1] in wants]) == 1
+    spread = planned(nodes, [Wish("t/f", adapter(1), "schedule", 1.0, copies=4)])
+    assert sum(DIGESTS[1] in wants for wants in spread.values()) == 4, "distinct nodes"
+
+
+def test_equal_adapters_of_two_functions_are_one_want_with_their_chances_together() -> None:
+    wishes = [Wish("t/f", adapter(0), "forecast", 0.5), Wish("u/g", adapter(0), "forecast", 0.5)]
+    (want,) = planned([node("n")], wishes)["n"].values()
+    assert (want.chance, set(want.causes)) == (0.75, {"t/f", "u/g"})
+    assert want.message().chance == 0.75

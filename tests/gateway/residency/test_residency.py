@@ -1,0 +1,116 @@
+"""The leader's turns with stand-ins for what is around it: what hangs, what is asked, what another worker says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from numbered_adapters import DIGESTS, adapter
+from prometheus_client import CollectorRegistry
+from scheduling_world import node, table_of
+from test_history import Given
+
+from adapters.choices import Choice, Resolved
+from adapters.functions import Policy
+from gateway.leader.turn import Turn, TurnEnded
+from gateway.residency import history, residency
+from gateway.residency.arrivals import Arrival
+from gateway.residency.history import CallHistory
+from gateway.residency.metrics import ResidencyMetrics
+from gateway.residency.orders import ResidencyOrders
+from gateway.residency.plan import Wish
+from gateway.residency.reports import make_channel
+from gateway.residency.residency import Parts, Residency
+
+
+class Functions:
+    """Stands for gateway.catalog.functions.Functions: of `slow` it never knows anything."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def choices(self, tenant: str, name: str, qualifier: str | None) -> list[Choice]:
+        assert (tenant, qualifier) == ("t", None)
+        self.asked.append(name)
+        if name == "slow":
+            await asyncio.sleep(3600)
+        return [Choice(1.0, Resolved(name, 1, DIGESTS[7], "key", (8,), 1000, Policy()))]
+
+
+class World:
+    def __init__(self, chances: dict[str, float], wishes: list[Wish]) -> None:
+        self.told: dict[str, list[str]] = {}
+        self.functions, metrics = Functions(), ResidencyMetrics(CollectorRegistry())
+        calls = CallHistory(lambda: Given(chances), time.monotonic, time.time)
+        self.parts = Parts(
+            history=calls,
+            schedules=SimpleNamespace(wishes=wishes),  # type: ignore[arg-type]
+            orders=ResidencyOrders(SimpleNamespace(order=self.order), metrics, time.monotonic),  # type: ignore[arg-type]
+            metrics=metrics,
+        )
+        table = table_of(node("n"), node("m"))
+        cluster = SimpleNamespace(table=lambda: asyncio.sleep(0, table))
+        self.residency = Residency(
+            make_channel(None), cluster, "b", self.functions, self.parts, clock=time.monotonic, unix=time.time  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    async def order(self, node: Any, path: str, order: Any) -> None:
+        assert path == "/adapters/wanted"
+        self.told[node.id] = [each.adapter.digest for each in order.adapters]
+
+    async def turn(self, deadline: float = math.inf) -> None:
+        await self.residency._order(Turn(deadline, time.monotonic, lambda: True))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(residency, "RESOLVE_SECONDS", 0.05)
+
+
+def test_what_takes_long_to_look_up_holds_up_nothing() -> None:
+    async def main() -> None:
+        world = World({"t/slow": 0.9, "t/changed": 0.8, "t/called": 0.7}, [Wish("u/f", adapter(1), "schedule", 1.0)])
+        await world.parts.history.observe()
+        world.parts.history.count([Arrival("t", "called", adapter(0), 1)])
+        await asyncio.wait_for(world.turn(), 60)
+        assert sorted(chain.from_iterable(world.told.values())) == sorted([DIGESTS[0], DIGESTS[1], DIGESTS[7]])
+        assert sorted(world.functions.asked) == ["changed", "slow"], "what was called needs no look"
+        world.residency.forget("t", "called")
+        await world.turn()
+        assert sorted(world.functions.asked) == ["called", "changed", "slow", "slow"]
+        with pytest.raises(TurnEnded):
+            await world.turn(deadline=-1.0)
+
+    asyncio.run(main())
+
+
+def test_what_is_said_of_a_function_is_its_own() -> None:
+    async def main() -> None:
+        wishes = [Wish("t/f", adapter(0), "schedule", 1.0, copies=2), Wish("u/f", adapter(0), "schedule", 1.0)]
+        world = World({"t/f": 0.9, "u/g": 0.9}, wishes)
+        unknown = await world.residency.forecast_of("t", "f")
+        assert (unknown.watched, unknown.chances, unknown.wanted) == (None, None, [])
+        await world.parts.history.observe()
+        world.parts.history.count([Arrival("u", "g", adapter(3), 1)])
+        await world.turn()
+        own = await world.residency.forecast_of("t", "f")
+        places = [(place.digest, place.cause) for place in own.wanted]
+        assert sorted(places) == sorted([(DIGESTS[0], "schedule"), (DIGESTS[0], "schedule"), (DIGESTS[7], "forecast")])
+        assert own.chances is not None
+        other = await world.residency.forecast_of("u", "g")
+        assert [(place.digest, place.cause) for place in other.wanted] == [(DIGESTS[3], "forecast")]
+        since = other.wanted[0].since
+        await world.turn()
+        assert (await world.residency.forecast_of("u", "g")).wanted[0].since == since
+        nobody = await world.residency.forecast_of("t", "g")
+        assert (nobody.chances, nobody.wanted) == (None, [])
+        assert msgspec.json.decode(msgspec.json.encode(own), type=type(own)) == own
+
+    asyncio.run(main())

@@ -1,0 +1,110 @@
+"""What warm windows want now: while the registry answers, while it does not, and when their functions are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numbered_adapters import DIGESTS
+
+from adapters import schedules as stored
+from adapters.choices import Choice, Resolved
+from adapters.errors import NoSuchFunction, StoreUnavailable
+from adapters.functions import Policy
+from adapters.local_store import LocalStore
+from adapters.schedules import note_schedule, read_schedules
+from adapters.warm_windows import WarmWindow
+from gateway.leader.turn import Turn
+from gateway.residency.schedules import WarmSchedules
+
+NINE = 1_767_603_600.0
+"""2026-01-05, 9:00 UTC."""
+
+
+class Threads:
+    """Stands for gateway.catalog.threads.StoreThreads."""
+
+    away = False
+
+    async def read(self, call: Callable[..., Any], *args: Any) -> Any:
+        if self.away:
+            raise StoreUnavailable("away")
+        return call(*args)
+
+    write = read
+
+
+class Functions:
+    """Stands for gateway.catalog.functions.Functions."""
+
+    def __init__(self, windows: dict[str, list[WarmWindow]]) -> None:
+        self.windows = windows
+
+    async def choices(self, tenant: str, name: str, qualifier: str | None) -> list[Choice]:
+        assert qualifier is None
+        if name not in self.windows:
+            raise NoSuchFunction(tenant, name)
+        policy = Policy(warm=self.windows[name])
+        made = [Resolved(name, version, DIGESTS[version], "key", (8,), 1000, policy) for version in (1, 2, 3)]
+        return [Choice(0.5, made[0]), Choice(0.4, made[1]), Choice(0.1, made[2], damaged="torn")]
+
+
+class World:
+    def __init__(self, folder: Path, windows: dict[str, list[WarmWindow]]) -> None:
+        self.store, self.threads, self.functions, self.now = LocalStore(folder), Threads(), Functions(windows), 0.0
+        for name in windows:
+            note_schedule(self.store, "t", name)
+        self.schedules = WarmSchedules(
+            self.store,
+            self.threads,  # type: ignore[arg-type]
+            self.functions,  # type: ignore[arg-type]
+            unix=lambda: NINE + self.now,
+        )
+
+    def wanted(self, now: float) -> dict[str, list[tuple[str, int]]]:
+        """By function, digests and copies."""
+        self.now = now
+        found: dict[str, list[tuple[str, int]]] = {}
+        asyncio.run(self.schedules.look(Turn(math.inf, lambda: 0.0, lambda: True)))
+        for wish in self.schedules.wishes:
+            assert (wish.cause, wish.chance, wish.tier) == ("schedule", 1.0, "device")
+            found.setdefault(wish.key, []).append((wish.adapter.digest, wish.copies))
+        return found
+
+
+def test_windows_are_opened_and_closed_in_time(tmp_path: Path) -> None:
+    windows = {
+        "f": [WarmWindow("1 9 * * *", 60, 2), WarmWindow("0 9 * * 1", 300, 1)],
+        "g": [WarmWindow("0 9 * * 2", 300)],
+        "odd": [WarmWindow("of a later release", 300)],
+    }
+    world = World(tmp_path, windows)
+    one, two = ([(DIGESTS[1], copies), (DIGESTS[2], copies)] for copies in (1, 2))
+    assert world.wanted(0.0) == {"t/f": one}, "of the versions that can be loaded"
+    assert world.wanted(61.0) == {"t/f": two}, "as many as any open window asks for"
+    assert world.wanted(125.0) == {"t/f": one}
+    assert world.wanted(300.0) == {}
+    assert world.wanted(24 * 3600.0) == {"t/g": one}
+
+
+def test_a_registry_that_is_away_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    world = World(tmp_path, {"f": [WarmWindow("0 9 * * *", 3600)]})
+    known = world.wanted(0.0)
+    assert known
+    world.threads.away = True
+    assert [world.wanted(number) for number in (1.0, 2.0, 3.0)] == [known] * 3
+    assert len(caplog.records) == 1
+
+
+def test_functions_without_windows_are_taken_off_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "SETTLED_SECONDS", -60.0)
+    world = World(tmp_path, {"f": [WarmWindow("0 9 * * *", 3600)], "g": [], "h": []})
+    del world.functions.windows["h"]
+    assert set(world.wanted(0.0)) == {"t/f"}
+    assert set(read_schedules(world.store).functions) == {"t/f"}
