@@ -42,7 +42,7 @@ def decide_workers(
     warm, alone = exposed_seconds(store, base, profile, loads=1)
     _, together = exposed_seconds(store, base, profile, loads=config.max_cold)
     what = f"rank {RANK} on q, k, v keeps a prompt of {PROMPT_TOKENS} tokens waiting for {alone * 1e3:.1f} ms"
-    what += f" ({together * 1e3:.1f} ms beside {config.max_cold - 1} more loads) of {warm * 1e3:.0f} ms"
+    what += f" ({together * 1e3:.1f} ms with {config.max_cold} loads at once) beyond its {warm * 1e3:.0f} ms"
     if together < LEAST_GAIN * warm:
         return WorkersDecision(0, f"little to gain: {what}")
     if not cores_left:
