@@ -63,7 +63,7 @@ def test_the_mixture_is_no_worse_than_its_parts() -> None:
     for second in range(1800 - 30):
         forecaster.observe(MONDAY + second + 1, {str(number): 1 for number in np.flatnonzero(called[second])})
         if second >= 600 and second % 10 == 0:
-            keys, chances = forecaster.each(MONDAY + second + 1)
+            keys, chances = forecaster.forecast_parts(MONDAY + second + 1)
             came = called[second + 1 : second + 31, [int(key) for key in keys]].any(axis=0)
             losses.append(-np.log(np.where(came[:, None], chances[:, 2], 1 - chances[:, 2])))
     *parts, mixture = np.concatenate(losses).mean(axis=0)
