@@ -115,6 +115,23 @@ def test_half_an_hour_of_silence() -> None:
     assert forecaster.forecast(MONDAY + ACTIVE_S + 61) == {}
 
 
+def test_functions_that_fall_silent_are_learned_from() -> None:
+    """Also from those that leave while their outcome is awaited: nothing is called twice here, every other time once
+    more after 29 minutes."""
+    forecaster = Forecaster()
+    for tick in range(720):
+        counts = {f"once {tick}": 1}
+        if tick >= 174:
+            counts[f"once {tick - 174}"] = tick % 2
+        forecaster.observe(MONDAY + 10 * tick, counts)
+    chances = forecaster.forecast(MONDAY + 7190)
+    idle = np.array([719 - int(key.split()[1]) for key in chances])
+    within = np.array([each.within_300_s for each in chances.values()])
+    unknown = np.isin(idle, range(150, 174))  # half of them will be called, and no idle time tells which
+    assert within[unknown].mean() == pytest.approx(0.5, abs=0.15)
+    assert within[idle < 100].mean() < 0.05
+
+
 def test_missed_seconds_and_a_clock_that_goes_back() -> None:
     forecaster = Forecaster()
     rng = np.random.default_rng(3)
