@@ -11,10 +11,10 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy; matrices are small, and threads wait for each other
 
-import gc
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from statistics import mean
 from typing import Any
 
@@ -40,6 +40,7 @@ EVERY = 7
 """Ticks between the forecasts that are judged: no divisor of the minutes, and ten minutes, that traces count in."""
 DECISIVE = 2
 """The horizon of 30 s, as in Predictive-LoRA"""
+COST_TIMEOUT_S = 300.0
 CALLED_EVERY = 120
 """Seconds between the calls of a function where time is measured, in the mean"""
 Row = dict[str, Any]
@@ -214,21 +215,26 @@ def first_odds(parameters: Parameters, lot: Observations) -> np.ndarray:
 
 
 def cost(sizes: tuple[int, ...], seconds: int) -> list[Row]:
-    """Processor time of a second, and memory with as many functions again that have left and are remembered."""
-    rows = []
+    """Processor time of a second, and memory with as many functions again that have left and are remembered.
+
+    Each is measured in a process of its own: no memory is there that another one has freed.
+    """
+    rows = list[Row]()
     for predictor in ("mix", "lstm"):
         for size in sizes:
-            gc.collect()
-            before, forecaster = resident_mb(), Forecaster(predictor)
-            forecaster.observe(MONDAY, {f"tenant/early-{number}": 1 for number in range(size)})
-            times = timed(forecaster, MONDAY + 7200.0, [f"tenant/function-{number}" for number in range(size)], seconds)
-            rows.append(
-                {
-                    "kind": "cost", "predictor": predictor, "functions": size, "ms": mean(times),
-                    "worst_ms": max(times), "mb": resident_mb() - before,
-                }
-            )  # fmt: skip
+            with get_context("fork").Pool(1) as pool:
+                rows.append(pool.apply_async(cost_of, (predictor, size, seconds)).get(COST_TIMEOUT_S))
     return rows
+
+
+def cost_of(predictor: str, size: int, seconds: int) -> Row:
+    before, forecaster = resident_mb(), Forecaster(predictor)
+    forecaster.observe(MONDAY, {f"tenant/early-{number}": 1 for number in range(size)})
+    times = timed(forecaster, MONDAY + 7200.0, [f"tenant/function-{number}" for number in range(size)], seconds)
+    return {
+        "kind": "cost", "predictor": predictor, "functions": size, "ms": mean(times), "worst_ms": max(times),
+        "mb": resident_mb() - before,
+    }  # fmt: skip
 
 
 def timed(forecaster: Forecaster, begin: float, keys: list[str], seconds: int) -> list[float]:
