@@ -11,10 +11,10 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy; matrices are small, and threads wait for each other
 
-import gc
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from statistics import mean
 from typing import Any
 
@@ -40,6 +40,7 @@ EVERY = 7
 """Ticks between the forecasts that are judged: no divisor of the minutes, and ten minutes, that traces count in."""
 DECISIVE = 2
 """The horizon of 30 s, as in Predictive-LoRA"""
+COST_TIMEOUT_S = 300.0
 CALLED_EVERY = 120
 """Seconds between the calls of a function where time is measured, in the mean"""
 Row = dict[str, Any]
@@ -84,7 +85,7 @@ def record(minutes: np.ndarray, window_s: float, seed: int) -> list[Observations
     return recorder.lots
 
 
-def rows_of(kind: str, judged: Judged, names: list[str], horizons: range, of: np.ndarray, **case: Any) -> list[Row]:
+def rows_of(kind: str, judged: Judged, names: list[str], *, horizons: range, of: np.ndarray, **case: Any) -> list[Row]:
     """A row for each predictor and horizon, over those forecasts; none if there is none."""
     if not of.any():
         return []
@@ -102,35 +103,42 @@ def functions_held_out(minutes: np.ndarray, parameters: Parameters, *, warm_up_s
     """Every predictor on functions that nothing was chosen on."""
     arrivals = second_arrivals(minutes, seed + 1, BEGIN)
     plain, wide = Forecaster(), Forecaster(mixed=with_lstm(Trainer(parameters)))
-    found = replay(plain, arrivals, EVERY, warm_up_s)
-    with_network = replay(wide, arrivals, EVERY, warm_up_s)
+    judged_plain = replay(plain, arrivals, every=EVERY, judged_from=warm_up_s)
+    with_network = replay(wide, arrivals, every=EVERY, judged_from=warm_up_s)
     more = with_network.chances[:, :, -2:]
-    judged = Judged(found.unix, found.function, np.concatenate([found.chances, more], axis=2), found.came)
+    judged = Judged(
+        judged_plain.unix,
+        judged_plain.function,
+        np.concatenate([judged_plain.chances, more], axis=2),
+        judged_plain.came,
+    )
     names = [*names_of(plain, "mix"), "lstm", "mix_with_lstm"]
     every, one = range(len(HORIZONS_S)), range(DECISIVE, DECISIVE + 1)
     rows = []
     for without in (0, TOP):
-        rows += rows_of("function", judged, names, every, judged.function >= without // 2, without_top=without)
+        rows += rows_of(
+            "function", judged, names, horizons=every, of=judged.function >= without // 2, without_top=without
+        )
     decile = judged.function * 10 // len(minutes)
     for number in range(10):
-        rows += rows_of("decile", judged, names, one, decile == number, decile=number)
+        rows += rows_of("decile", judged, names, horizons=one, of=decile == number, decile=number)
     hour = judged.unix % 86_400 // 3600
     for number in range(24):
-        rows += rows_of("hour", judged, names, one, hour == number, hour=number)
+        rows += rows_of("hour", judged, names, horizons=one, of=hour == number, hour=number)
     return rows
 
 
 def days_held_out(seed: int, days: int) -> list[Row]:
     """The first half of the days is learned, the second reported."""
     forecaster = Forecaster()
-    judged = replay(forecaster, servegen_arrivals(seed, days), EVERY, days / 2 * 86_400)
+    judged = replay(forecaster, servegen_arrivals(seed, days), every=EVERY, judged_from=days / 2 * 86_400)
     names, last = names_of(forecaster, "mix"), range(3, 4)
-    rows = rows_of("day", judged, names, last, np.ones(len(judged.unix), bool))
+    rows = rows_of("day", judged, names, horizons=last, of=np.ones(len(judged.unix), bool))
     hours, weekday = judged.unix % 86_400 // 3600 // 3 * 3, (judged.unix - MONDAY) // 86_400 % 7
     for number in range(0, 24, 3):
-        rows += rows_of("day_hour", judged, names, last, hours == number, hour=number)
+        rows += rows_of("day_hour", judged, names, horizons=last, of=hours == number, hour=number)
     for number in range(7):
-        rows += rows_of("weekday", judged, names, last, weekday == number, weekday=number)
+        rows += rows_of("weekday", judged, names, horizons=last, of=weekday == number, weekday=number)
     return rows
 
 
@@ -163,9 +171,10 @@ def drift(minutes: np.ndarray, parameters: Parameters, seed: int) -> list[Row]:
         freeze_at = half * 60 if frozen else None
         forecasters = {"mix": Freezing(), "lstm": Freezing(mixed={"lstm": partial(Lstm, trainer=trainer)})}
         for name, forecaster in forecasters.items():
-            judged = replay(forecaster, arrivals, EVERY, half * 60.0, partial(freeze, forecaster, trainer, freeze_at))
+            at_tick = partial(freeze, forecaster, trainer, freeze_at)
+            judged = replay(forecaster, arrivals, every=EVERY, judged_from=half * 60.0, at_tick=at_tick)
             last = replace(judged, chances=judged.chances[:, :, -1:])
-            rows += rows_of("drift", last, [name], range(len(HORIZONS_S)), last.unix > 0, frozen=frozen)
+            rows += rows_of("drift", last, [name], horizons=range(len(HORIZONS_S)), of=last.unix > 0, frozen=frozen)
     return rows
 
 
@@ -177,18 +186,18 @@ def freeze(forecaster: Freezing, trainer: FreezingTrainer, at: int | None, tick:
 def windows(minutes: np.ndarray, scale: Scale, seed: int) -> list[Row]:
     """The last window, and the network without further training, by the length of a window; on functions held out."""
     forecaster = Forecaster(mixed={f"{window:g}": partial(LastWindow, window_s=window) for window in scale.windows_s})
-    judged = replay(forecaster, second_arrivals(minutes[1::2], seed, BEGIN), EVERY, scale.warm_up_s)
+    judged = replay(forecaster, second_arrivals(minutes[1::2], seed, BEGIN), every=EVERY, judged_from=scale.warm_up_s)
     rows = []
     for number, window in enumerate(scale.windows_s):
-        found = metrics(judged.chances[:, DECISIVE, number], judged.came[:, DECISIVE])
-        rows.append({"kind": "window", "predictor": "last_window", "window_s": window, **found})
+        values = metrics(judged.chances[:, DECISIVE, number], judged.came[:, DECISIVE])
+        rows.append({"kind": "window", "predictor": "last_window", "window_s": window, **values})
         lots = record(minutes, window, seed)
         parameters = train([pick(lot, 0) for lot in lots], scale.training_steps // 3, seed)
         tests = [pick(lot, 1) for lot in lots[len(lots) // 4 :]]
         odds = np.concatenate([first_odds(parameters, lot) for lot in tests])
         came = np.concatenate([lot.came for lot in tests])[:, DECISIVE] > 0
-        found = metrics(1 / (1 + np.exp(-odds[:, DECISIVE])), came)
-        rows.append({"kind": "window", "predictor": "lstm", "window_s": window, **found})
+        values = metrics(1 / (1 + np.exp(-odds[:, DECISIVE])), came)
+        rows.append({"kind": "window", "predictor": "lstm", "window_s": window, **values})
     return rows
 
 
@@ -206,21 +215,26 @@ def first_odds(parameters: Parameters, lot: Observations) -> np.ndarray:
 
 
 def cost(sizes: tuple[int, ...], seconds: int) -> list[Row]:
-    """Processor time of a second, and memory with as many functions again that have left and are remembered."""
-    rows = []
+    """Processor time of a second, and memory with as many functions again that have left and are remembered.
+
+    Each is measured in a process of its own: no memory is there that another one has freed.
+    """
+    rows = list[Row]()
     for predictor in ("mix", "lstm"):
         for size in sizes:
-            gc.collect()
-            before, forecaster = resident_mb(), Forecaster(predictor)
-            forecaster.observe(MONDAY, {f"tenant/early-{number}": 1 for number in range(size)})
-            times = timed(forecaster, MONDAY + 7200.0, [f"tenant/function-{number}" for number in range(size)], seconds)
-            rows.append(
-                {
-                    "kind": "cost", "predictor": predictor, "functions": size, "ms": mean(times),
-                    "worst_ms": max(times), "mb": resident_mb() - before,
-                }
-            )  # fmt: skip
+            with get_context("fork").Pool(1) as pool:
+                rows.append(pool.apply_async(cost_of, (predictor, size, seconds)).get(COST_TIMEOUT_S))
     return rows
+
+
+def cost_of(predictor: str, size: int, seconds: int) -> Row:
+    before, forecaster = resident_mb(), Forecaster(predictor)
+    forecaster.observe(MONDAY, {f"tenant/early-{number}": 1 for number in range(size)})
+    times = timed(forecaster, MONDAY + 7200.0, [f"tenant/function-{number}" for number in range(size)], seconds)
+    return {
+        "kind": "cost", "predictor": predictor, "functions": size, "ms": mean(times), "worst_ms": max(times),
+        "mb": resident_mb() - before,
+    }  # fmt: skip
 
 
 def timed(forecaster: Forecaster, begin: float, keys: list[str], seconds: int) -> list[float]:
@@ -246,18 +260,18 @@ def figures_of(rows: list[Row]) -> dict[str, float]:
         case = {"kind": "function", "predictor": predictor, "horizon_s": horizon, "without_top": without}
         return next(float(row[name]) for row in rows if case.items() <= row.items())
 
-    found = {"accuracy": one("mix", "accuracy", 30.0, 0), "ewma_accuracy": one("ewma", "accuracy", 30.0, 0)}
-    found["always_no_accuracy"] = one("mix", "always_no", 30.0, 0)
+    figures = {"accuracy": one("mix", "accuracy", 30.0, 0), "ewma_accuracy": one("ewma", "accuracy", 30.0, 0)}
+    figures["always_no_accuracy"] = one("mix", "always_no", 30.0, 0)
     for horizon in HORIZONS_S:
         best = min(one(name, "log_loss", horizon, 0) for name in PARTS)
-        found[f"mix_over_best_part_{horizon:g}s"] = one("mix", "log_loss", horizon, 0) / best
-        found[f"lstm_gain_{horizon:g}s"] = 1 - one("mix_with_lstm", "log_loss", horizon, 0) / one(
+        figures[f"mix_over_best_part_{horizon:g}s"] = one("mix", "log_loss", horizon, 0) / best
+        figures[f"lstm_gain_{horizon:g}s"] = 1 - one("mix_with_lstm", "log_loss", horizon, 0) / one(
             "mix", "log_loss", horizon, 0
         )
     costs = [row for row in rows if row["kind"] == "cost" and row["predictor"] == "mix"]
-    found["predict_ms"] = max(row["ms"] / row["functions"] * 1000 for row in costs)
-    found["memory_mb"] = costs[-1]["mb"]
-    return found
+    figures["predict_ms"] = max(row["ms"] / row["functions"] * 1000 for row in costs)
+    figures["memory_mb"] = costs[-1]["mb"]
+    return figures
 
 
 def main() -> None:

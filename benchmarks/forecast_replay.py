@@ -62,7 +62,8 @@ def second_arrivals(minutes: np.ndarray, seed: int, begin: float) -> Arrivals:
     function, minute = np.nonzero(minutes)
     times = minutes[function, minute]
     second = ((np.repeat(minute, times) + rng.random(int(times.sum()))) * 60).astype(np.int64)
-    return _gather(np.repeat(function, times), second, np.ones(len(second), np.int64), minutes.shape, 60, (begin, 1.0))
+    once, shape = np.ones(len(second), np.int64), (len(minutes), minutes.shape[1] * 60)
+    return _gather(np.repeat(function, times), second, once, shape=shape, begin=begin, tick_s=1.0)
 
 
 def servegen_arrivals(seed: int, days: int) -> Arrivals:
@@ -81,20 +82,22 @@ def servegen_arrivals(seed: int, days: int) -> Arrivals:
             ticks.append(slot * SLOT_TICKS + np.minimum(at.astype(np.int64), SLOT_TICKS - 1))
             counts.append(np.full(drawn, int(count) // drawn))
             functions.append(np.full(drawn, number))
-    found = [np.concatenate(each) for each in (functions, ticks, counts)]
-    return _gather(found[0], found[1], found[2], (len(lines) // 2, slots), SLOT_TICKS, (MONDAY, 60.0))
+    called, at_tick, times = (np.concatenate(each) for each in (functions, ticks, counts))
+    shape = len(lines) // 2, slots * SLOT_TICKS
+    return _gather(called, at_tick, times, shape=shape, begin=MONDAY, tick_s=60.0)
 
 
 def _gather(
     function: np.ndarray,
     tick: np.ndarray,
     count: np.ndarray,
+    *,
     shape: tuple[int, int],
-    ticks_per_slot: int,
-    begin_and_tick: tuple[float, float],
+    begin: float,
+    tick_s: float,
 ) -> Arrivals:
-    """`shape`: functions and slots."""
-    functions, ticks = shape[0], shape[1] * ticks_per_slot
+    """Gathers calls, whose function, tick and count are i64[n]. `shape` is that of functions and ticks."""
+    functions, ticks = shape
     total = (
         np.bincount(tick * functions + function, count, ticks * functions).reshape(ticks, functions).astype(np.int64)
     )
@@ -102,12 +105,13 @@ def _gather(
     np.cumsum(total > 0, axis=0, out=before[1:])
     names = [str(number) for number in range(functions)]
     counts = [{names[each]: int(row[each]) for each in np.flatnonzero(row).tolist()} for row in total]
-    return Arrivals(begin_and_tick[0], begin_and_tick[1], counts, before)
+    return Arrivals(begin, tick_s, counts, before)
 
 
 def replay(
     forecaster: Forecaster,
     arrivals: Arrivals,
+    *,
     every: int,
     judged_from: float,
     at_tick: Callable[[int], None] | None = None,
@@ -121,10 +125,10 @@ def replay(
         now = arrivals.begin + (tick + 1) * arrivals.tick_s
         forecaster.observe(now, counts)
         if tick % every == 0 and now >= arrivals.begin + judged_from and tick < last:
-            keys, found = forecaster.each(now)
+            keys, said = forecaster.forecast_parts(now)
             function.append(np.array(keys, np.int64))
             unix.append(np.full(len(keys), now))
-            chances.append(found.astype(np.float32))
+            chances.append(said.astype(np.float32))
             came.append(arrivals.came(tick, function[-1]))
     return Judged(*(np.concatenate(each) for each in (unix, function, chances, came)))
 
@@ -153,10 +157,10 @@ def average_precision(chances: np.ndarray, came: np.ndarray) -> float:
     order = np.argsort(-chances, kind="stable")
     hits = np.cumsum(came[order])
     ends = np.flatnonzero(np.diff(chances[order], append=-1.0))
-    found = hits[ends]
-    if not len(found) or not found[-1]:
+    calls = hits[ends]
+    if not len(calls) or not calls[-1]:
         return 0.0
-    return float((found / (ends + 1) * np.diff(found, prepend=0)).sum() / found[-1])
+    return float((calls / (ends + 1) * np.diff(calls, prepend=0)).sum() / calls[-1])
 
 
 def calibration_error(chances: np.ndarray, came: np.ndarray) -> float:

@@ -144,11 +144,11 @@ def _of(document: dict[str, Any], kind: str) -> list[Row]:
 
 
 def _grouped(rows: list[Row], *keys: str) -> dict[Any, list[Row]]:
-    found: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
         values = tuple(row[key] for key in keys)
-        found.setdefault(values if len(keys) > 1 else values[0], []).append(row)
-    return found
+        groups.setdefault(values if len(keys) > 1 else values[0], []).append(row)
+    return groups
 
 
 def _split(key: str, parts: list[tuple[str, list[Row]]]) -> list[str]:

@@ -48,14 +48,14 @@ class Network(nn.Module):
         return odds
 
     def parameters_as_arrays(self) -> Parameters:
-        layers, found = self.layers, dict[str, torch.Tensor]()
+        layers, arrays = self.layers, dict[str, torch.Tensor]()
         for number, name in enumerate(("lower", "upper")):
             weights = [getattr(layers, f"weight_{kind}_l{number}") for kind in ("ih", "hh")]
-            found[name] = torch.cat(weights, 1).T
-            found[f"{name}_bias"] = getattr(layers, f"bias_ih_l{number}") + getattr(layers, f"bias_hh_l{number}")
-        found |= {"readout": self.readout.weight.T, "readout_bias": self.readout.bias}
-        found["embedding"] = self.embedding.weight[0]
-        return {name: np.ascontiguousarray(value.detach().numpy()) for name, value in found.items()}
+            arrays[name] = torch.cat(weights, 1).T
+            arrays[f"{name}_bias"] = getattr(layers, f"bias_ih_l{number}") + getattr(layers, f"bias_hh_l{number}")
+        arrays |= {"readout": self.readout.weight.T, "readout_bias": self.readout.bias}
+        arrays["embedding"] = self.embedding.weight[0]
+        return {name: np.ascontiguousarray(value.detach().numpy()) for name, value in arrays.items()}
 
 
 def train(lots: list[Observations], steps: int, seed: int) -> Parameters:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cluster.forecast.calibration import ALL, Calibration, log_odds
 from cluster.forecast.chances import HORIZONS_S, Chances
-from cluster.forecast.errors_lately import ErrorsLately
+from cluster.forecast.forecast_error import ForecastError
 from cluster.forecast.idle_times import IdleTimes
 from cluster.forecast.lstm import Lstm
 from cluster.forecast.outcomes import Outcomes
@@ -30,14 +30,14 @@ PREDICTORS: dict[str, Maker] = PARTS | {"lstm": Lstm}
 """The network is no part of the mixture: it takes nearly as long as all others together, and adds nothing
 (docs/results/forecast.md)."""
 DEFAULT = "mix"
-"""All of PARTS, each weighed by what it got right lately."""
+"""Mixes all of PARTS, each weighted by what it got right lately."""
 MAX_FUNCTIONS = 40_000
-"""Forecast at once; beyond them the least recently called ones are forgotten."""
+"""At most so many functions are known; beyond them the least recently called ones are forgotten."""
 ACTIVE_S = 1800.0
 """Functions that have not been called for so long are not forecast. They are known for the longest horizon more: that
 nothing came has to be learned as well."""
 FADING = 0.9998
-"""What calibration keeps, at every lot of outcomes, of what it knew before."""
+"""Each batch of outcomes multiplies what calibration counted before by this."""
 
 
 class Forecaster:
@@ -55,13 +55,13 @@ class Forecaster:
         self._outcomes = Outcomes(self._table, size + 1)
         self._weights = Weights(self._table, len(HORIZONS_S), size)
         self._calibration = Calibration(len(HORIZONS_S), size + 1)
-        """Of the parts, and behind them of their mixture."""
-        self._errors = ErrorsLately()
+        """The last of its predictors is the mixture."""
+        self._errors = ForecastError()
         self._odds: tuple[float, Array] = -np.inf, np.zeros((0, len(HORIZONS_S), size + 1), np.float32)
-        """Log-odds f32[functions, horizons, parts and their mixture], not yet calibrated, and when they held."""
+        """When they were computed; log-odds f32[functions, horizons, parts and their mixture], not yet calibrated"""
         self._unix: float | None = None
         self._now = 0.0
-        """Of a clock that never goes back"""
+        """Seconds of a clock that never goes back"""
         self._observed_at: float | None = None
 
     def observe(self, now: float, counts: Mapping[str, int]) -> None:
@@ -80,29 +80,29 @@ class Forecaster:
         second = Second(self._now, elapsed, now, rows, calls, idle)
         for predictor in self._predictors:
             predictor.observe(second)
-        odds = self._look()
-        self._outcomes.take(self._now, np.where(self._active()[:, None, None], odds, np.nan))
+        odds = self._compute_odds()
+        self._outcomes.record(self._now, np.where(self._active()[:, None, None], odds, np.nan))
 
     def forecast(self, now: float) -> dict[str, Chances]:
-        """Returns the chances of every function that was called in the last 30 minutes: what was said when the last
-        second was observed, if that is less than a second ago."""
-        keys, chances = self.each(now, slice(-1, None))
+        """Returns the chances of every function that was called in the last 30 minutes. Those computed when a second
+        was observed are good for another second."""
+        keys, chances = self.forecast_parts(now, slice(-1, None))
         rising = np.maximum.accumulate(chances[:, :, 0], axis=1)
         return dict(zip(keys, map(Chances._make, rising.tolist()), strict=True))
 
-    def each(self, now: float, predictors: slice = ALL) -> tuple[list[str], Array]:
+    def forecast_parts(self, now: float, predictors: slice = ALL) -> tuple[list[str], Array]:
         """Returns the functions' keys and f32[functions, horizons, parts and their mixture], calibrated; only these
         `predictors` of the latter."""
         self._advance(now)
         active = self._active()
-        odds = self._odds[1] if self._now - self._odds[0] < 1.0 else self._look()
+        odds = self._odds[1] if self._now - self._odds[0] < 1.0 else self._compute_odds()
         chances = self._calibration.chances(odds[active][:, :, predictors], ALL, predictors)
         return list(compress(self._table.keys, active.tolist())), chances
 
     def error(self) -> dict[str, float]:
-        """Returns log loss and Brier score of what was forecast lately, for each field of Chances; of those horizons
-        alone of which something could be judged."""
-        return self._errors.lately()
+        """Returns log loss and Brier score of recent forecasts by `log_loss_` or `brier_` and the name of a field of
+        Chances. Horizons without outcomes yet are left out."""
+        return self._errors.means()
 
     def _advance(self, unix: float) -> None:
         if self._unix is not None:
@@ -110,19 +110,19 @@ class Forecaster:
         self._unix = unix
 
     def _active(self) -> Array:
-        """bool[functions]: called in the last 30 minutes."""
+        """Returns bool[functions]: whether each was called in the last 30 minutes."""
         active: Array = self._table.last_call.live >= self._now - ACTIVE_S
         return active
 
-    def _look(self) -> Array:
-        """Returns the log-odds that hold now."""
+    def _compute_odds(self) -> Array:
+        """Computes log-odds, f32[functions, horizons, parts and their mixture], and keeps them."""
         odds = log_odds(np.stack([predictor.chances(self._now) for predictor in self._predictors], axis=2))
         mixture = self._weights.mix(self._calibration.chances(odds, ALL, slice(len(self.parts))))
         self._odds = self._now, np.concatenate([odds, log_odds(mixture)[:, :, None]], axis=2)
         return self._odds[1]
 
     def _learn(self) -> None:
-        for horizon, rows, odds, came in self._outcomes.due(self._now):
+        for horizon, rows, odds, came in self._outcomes.resolve_due(self._now):
             chances = self._calibration.chances(odds, horizon)
             self._errors.add(horizon, chances[:, -1], came)
             self._weights.learn(horizon, rows, chances[:, :-1], came)

@@ -1,4 +1,4 @@
-"""How long functions were idle between calls ("Serverless in the Wild", ATC 2020, section 4.2)."""
+"""Forecasts from how long functions were idle between calls ("Serverless in the Wild", ATC 2020)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from cluster.forecast.predictor import HORIZONS, Second
 from cluster.forecast.table import Array, FunctionTable
 
 EDGES_S = np.array([0, 1, 2, 3, 5, 8, 12, 20, 30, 45, *range(60, 2101, 60)], dtype=np.float64)
-"""Ascending; bin i holds the idle times in (edge i, edge i + 1], the last bin longer ones. A minute wide as in the
-paper, finer below one. The last edge is a horizon behind the longest idle time of which a forecast is made."""
+"""Bin i holds the idle times in (edge i, edge i + 1], the last bin all longer ones. Bins are a minute wide as in the
+paper, finer below a minute. The last edge is the longest idle time that is forecast from, plus the longest horizon."""
 WIDTHS_S = np.diff(EDGES_S)
 SHARED_WEIGHT = 2.0
-"""Idle times that the histogram of all functions counts as in that of one."""
+"""The histogram of all functions counts as so many idle times in that of each function."""
 HALF_LIFE = 64.0
-"""After so many more of its idle times, one counts half in a function's histogram."""
+"""An idle time counts half after so many later ones of its function."""
 SHARED_HALF_LIFE = 200_000.0
-"""The same of the histogram of all functions."""
+"""In the histogram of all functions, it counts half after so many later ones."""
 
 
 class IdleTimes:
-    """The chance that an idle time which has lasted so long already ends within a horizon, by the function's own
-    histogram of them and that of all functions. Inside a bin, idle times are spread evenly."""
+    """Forecasts the end of the idle time that a function is in, by its own histogram of idle times and that of all
+    functions. Inside a bin, idle times are taken to be spread evenly."""
 
     def __init__(self, table: FunctionTable) -> None:
         self._last_call = table.last_call
         self._own = table.column((len(EDGES_S),))
-        """How many idle times of the function were longer than each edge, the later the more they count"""
+        """Weight of the function's idle times that were longer than each edge"""
         self._shared = np.arange(len(EDGES_S), 0.0, -1.0)
-        """The same of all functions; to begin with, one in each bin"""
+        """The same for all functions; it starts with one idle time in each bin."""
 
     def observe(self, second: Second) -> None:
         longer = second.idle[:, None] > EDGES_S
@@ -45,11 +45,11 @@ class IdleTimes:
         return chances
 
     def _longer(self, idle: Array) -> Array:
-        """f32[functions]: the weight of idle times longer than f64[functions], linear between edges."""
+        """Returns f32[functions], the weight of idle times longer than f64[functions]; it is linear between edges."""
         idle = np.minimum(idle, EDGES_S[-1])
         edge = np.clip(np.searchsorted(EDGES_S, idle, side="right") - 1, 0, len(EDGES_S) - 2)
         part = ((idle - EDGES_S[edge]) / WIDTHS_S[edge]).astype(np.float32)
         shared = (SHARED_WEIGHT * self._shared / self._shared[0]).astype(np.float32)
         own, at = self._own.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
-        found: Array = (own[at] + shared[edge]) * (1 - part) + (own[at + 1] + shared[edge + 1]) * part
-        return found
+        weight: Array = (own[at] + shared[edge]) * (1 - part) + (own[at + 1] + shared[edge + 1]) * part
+        return weight

@@ -1,4 +1,4 @@
-"""Forecasts by a recurrent network that has seen the last windows of a function."""
+"""Forecasts with a recurrent network from the last windows of a function."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from cluster.forecast.table import Array, FunctionTable
 
 WINDOW_S = 30.0
 STEPS = 10
-"""Windows that the network sees."""
+"""The network sees so many windows."""
 OBSERVE_EVERY_S = 5.0
 OBSERVED = 32
-"""Functions, drawn at random, whose outcomes are learned from at such a moment."""
+"""Every OBSERVE_EVERY_S so many functions, drawn at random, become observations to learn from."""
 CHUNK = 4096
-"""Functions that go through the network at once, which bounds its memory."""
+"""So many functions go through the network at once, which bounds its memory."""
 MEMORY_S = 1800.0
-"""Of the mean rate that the readout sees."""
+"""In the mean rate that the readout sees, the weight of a call falls to 1/e within this time."""
 
 
 @dataclass
 class _Waiting:
-    """Observations whose outcomes are still to come."""
+    """Observations that wait for their outcomes."""
 
     at: float
     lot: Observations
@@ -36,10 +36,10 @@ class _Waiting:
 
 
 class Lstm:
-    """At the end of each window the network goes over the last ones of every function; in between the readout runs."""
+    """Runs the network over the last windows of every function when a window ends, and its readout every second."""
 
     def __init__(self, table: FunctionTable, trainer: Trainer | None = None, window_s: float = WINDOW_S) -> None:
-        """Without a `trainer` it begins with drawn parameters."""
+        """Starts from drawn parameters without a `trainer`."""
         self._table, self._window_s = table, window_s
         self._trainer = trainer or Trainer(draw_parameters(np.random.default_rng(0)))
         self._counts = table.column((STEPS + 1,))
@@ -79,13 +79,13 @@ class Lstm:
         return chances
 
     def _shift(self, windows: int) -> None:
-        """So many windows are over."""
+        """Begins a new window after so many have ended."""
         for _ in range(min(windows, STEPS + 1)):
             self._counts.live[:, :-1] = self._counts.live[:, 1:].copy()
             self._counts.live[:, -1] = 0
 
     def _refresh(self) -> None:
-        """The network goes over the last windows of every function."""
+        """Runs the network over the last windows of every function."""
         parameters = self._trainer.parameters
         none = np.zeros((1, STEPS, FEATURES), np.float32)
         self._new_state = states(parameters, none, parameters["embedding"][None])[0]
@@ -98,13 +98,13 @@ class Lstm:
         self._state.live[first_row : first_row + len(keys)] = self._new_state
 
     def _windows(self, rows: slice | Array) -> Array:
-        """f32[functions, STEPS, FEATURES]"""
+        """Returns the last windows, f32[functions, STEPS, FEATURES]."""
         counts = self._counts.live[rows, :-1]
         return np.stack([np.log1p(counts), (counts > 0).astype(np.float32)], axis=2)
 
     def _moment(self, now: float, rows: slice | Array) -> Array:
-        """f32[functions, MOMENT], about 0 to 1: time since the last call, as a logarithm; whether there was one in the
-        running window; how much of that is over; the logarithm of the mean rate."""
+        """Returns f32[functions, MOMENT], about 0 to 1: the logarithm of the time since the last call; whether the
+        current window has one; how much of that window is over; the logarithm of the mean rate."""
         idle = np.log1p(np.maximum(0.0, now - self._table.last_call.live[rows])) / np.log1p(MEMORY_S)
         over = 0.0 if self._begin is None else (now - self._begin) / self._window_s
         moment = np.empty((len(idle), MOMENT), np.float32)
@@ -124,8 +124,8 @@ class Lstm:
         self._waiting.append(_Waiting(now, Observations(keys, self._windows(rows), self._moment(now, rows), came)))
 
     def _resolve(self, now: float) -> None:
-        """Sees what came; observations whose horizon's end was missed are dropped."""
-        left = list[_Waiting]()
+        """Adds outcomes to waiting observations. Those whose horizon's end was missed are dropped."""
+        waiting_still = list[_Waiting]()
         for waiting in self._waiting:
             late = now - waiting.at - HORIZONS_S[waiting.horizon]
             if late >= -TOLERANCE_S:
@@ -137,5 +137,5 @@ class Lstm:
             if waiting.horizon == len(HORIZONS_S):
                 self._trainer.add(waiting.lot)
             else:
-                left.append(waiting)
-        self._waiting = left
+                waiting_still.append(waiting)
+        self._waiting = waiting_still

@@ -68,9 +68,9 @@ def _read(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...]) -> Array:
     with archive.open(f"{name}.npy") as stream:
         if npy.read_magic(stream) != (1, 0):
             raise ValueError(f"{name} must be an array in version 1.0 of the format")
-        found, by_column, kind = npy.read_array_header_1_0(stream)
-        if (found, by_column, kind) != (shape, False, np.dtype(np.float32)):
-            raise ValueError(f"{name} must be float32 of shape {shape} by row, not {kind} of {found}")
+        stored_shape, by_column, kind = npy.read_array_header_1_0(stream)
+        if (stored_shape, by_column, kind) != (shape, False, np.dtype(np.float32)):
+            raise ValueError(f"{name} must be float32 of shape {shape} by row, not {kind} of {stored_shape}")
         values = np.frombuffer(stream.read(4 * math.prod(shape)), np.float32).reshape(shape)
     if not np.isfinite(values).all():
         raise ValueError(f"{name} must be finite")

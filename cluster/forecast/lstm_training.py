@@ -10,13 +10,13 @@ from cluster.forecast.lstm_cells import EMBEDDING, Parameters, loss_and_gradient
 from cluster.forecast.table import Array
 
 REPLAY = 10_000
-"""Observations that are kept; the oldest give way."""
+"""So many observations are kept, at most; the oldest give way."""
 UPDATE_EVERY = 100
-"""Requests; there is at most one update a second."""
+"""Requests between two updates; there is at most one update a second."""
 BATCH = 64
 LEARNING_RATE = 1e-3
 MAX_EMBEDDINGS = 40_000
-"""Functions with an embedding of their own; those that were trained least recently return to the shared one."""
+"""At most so many functions have an embedding of their own; the least recently trained return to the shared one."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Trainer:
     def __init__(self, parameters: Parameters, seed: int = 0) -> None:
         self.parameters = dict(parameters)
         self.embeddings: dict[str, Array] = {}
-        """f32[EMBEDDING] of functions that were trained"""
+        """f32[EMBEDDING] for each function that was trained"""
         self._adam = Adam(LEARNING_RATE)
         self._rng = np.random.default_rng(seed)
         self._lots: list[Observations] = []
@@ -89,7 +89,7 @@ class Trainer:
         return loss
 
     def _draw(self) -> Observations:
-        """A batch of all that is kept, each observation equally likely."""
+        """Returns a batch in which each kept observation is equally likely."""
         sizes = np.cumsum([len(lot.keys) for lot in self._lots])
         drawn = self._rng.integers(0, self._size, BATCH)
         lots = np.searchsorted(sizes, drawn, side="right")
@@ -104,7 +104,7 @@ class Trainer:
 
 
 def embedding_of(trainer: Trainer, keys: list[str]) -> Array:
-    """f32[functions, EMBEDDING]: the shared one for functions that were not trained."""
+    """Returns f32[functions, EMBEDDING], with the shared one for functions that were not trained."""
     if not keys:
         return np.zeros((0, EMBEDDING), np.float32)
     return np.stack([trainer.embeddings.get(key, trainer.parameters["embedding"]) for key in keys])

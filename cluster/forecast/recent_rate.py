@@ -1,4 +1,4 @@
-"""Predictors that look at how often a function was called of late: in the last window, or with fading weight."""
+"""Two predictors forecast from how often a function was called lately."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from cluster.forecast.predictor import Second, chances_of_rate
 from cluster.forecast.table import Array, FunctionTable
 
 WINDOW_S = 30.0
-"""Predictive-LoRA's best, section V.F."""
+"""Predictive-LoRA found it to be best, section V.F."""
 MEMORY_S = 300.0
 """Within this time the weight of a call falls to 1/e."""
 
 
 class LastWindow:
-    """The next window is as the last. It slides: of the window before the one that runs, the part counts by which the
-    latter is not yet over."""
+    """Expects the calls of the last window in the next one. The window slides: of the window before the current one, so
+    much counts as the current one still lacks."""
 
     def __init__(self, table: FunctionTable, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -37,7 +37,7 @@ class LastWindow:
 
 
 class Ewma:
-    """The exponentially weighted moving average of the rate."""
+    """Expects the exponentially weighted moving average of the rate."""
 
     def __init__(self, table: FunctionTable, memory_s: float = MEMORY_S) -> None:
         self._memory_s = memory_s

@@ -1,4 +1,4 @@
-"""Calls by the hour of the day and the day of the week, in UTC."""
+"""Forecasts from the hour of the day and the day of the week, in UTC."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from cluster.forecast.table import Array, FunctionTable
 
 DAY_S = 86_400.0
 MONDAY_S = 4 * DAY_S
-"""The first Monday of unix time begins."""
+"""Unix time of its first Monday."""
 SHRINKAGE = 4.0
-"""Calls that a slot's usual share counts as: with few calls, an hour is taken for a usual one."""
+"""A slot's usual share counts as so many calls, so that with few calls an hour is taken for a usual one."""
 MAX_REMEMBERED = 40_000
-"""Functions whose calls are remembered while they are not in the table; those that left it first are forgotten."""
+"""At most so many functions are remembered while they are not in the table; the first to leave is forgotten first."""
 
 
 @dataclass(frozen=True)
 class Season:
-    """A period in equal slots."""
+    """A season is a period that repeats, in equal slots."""
 
     begin_s: float
     slots: int
     slot_s: float
     fading: float
-    """Weight of the calls of a period in the next one."""
+    """Each period multiplies the weight of earlier ones by this."""
 
     @property
     def period_s(self) -> float:
         return self.slots * self.slot_s
 
     def place(self, unix: Array | float) -> tuple[Array, Array]:
-        """The number of the period that it is, and the seconds since this began."""
+        """Returns the number of the current period, and the seconds since it began."""
         number, offset = np.divmod(np.asarray(unix, np.float64) - self.begin_s, self.period_s)
         return number, offset
 
     def exposure(self, born: Array, unix: float) -> tuple[int, Array]:
-        """The slot that it is, and the seconds, with their weight, that functions born then have spent in it."""
+        """Returns the current slot, and the weighted seconds that functions born then have spent in it."""
         period, offset = self.place(unix)
         slot = int(offset // self.slot_s)
         born_period, born_offset = self.place(np.minimum(born, unix))
@@ -51,11 +51,11 @@ class Season:
 
 
 SEASONS = (Season(0.0, 24, 3600.0, 0.8), Season(MONDAY_S, 7, DAY_S, 0.8), Season(0.0, 1, DAY_S, 0.8))
-"""Hours of the day, days of the week, and the days alone, which give the usual rate."""
+"""Hours of the day, days of the week, and whole days, which give the usual rate."""
 
 
 class Seasonal:
-    """A function's usual rate, times what this hour and this weekday usually have of it."""
+    """Expects a function's usual rate, times the share of it that this hour and this weekday usually have."""
 
     def __init__(self, table: FunctionTable) -> None:
         self._calls = [table.column((season.slots,)) for season in SEASONS]
@@ -87,7 +87,7 @@ class Seasonal:
         return chances_of_rate((rate * relative).astype(np.float32))
 
     def _in_slot(self, season: int, unix: float) -> tuple[Array, Array]:
-        """Calls and seconds, with their weights, of every function in the slot that it is."""
+        """Returns the weighted calls and seconds of every function in the current slot."""
         of = SEASONS[season]
         slot, exposure = of.exposure(self._born.live, unix)
         passed = np.maximum(0.0, of.place(unix)[0] - of.place(self._touched.live)[0])

@@ -1,4 +1,4 @@
-"""What is remembered of functions that were called lately: a row for each, in columns that predictors own."""
+"""The table of functions that were called lately: a row for each, in columns that predictors own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 FIRST_ROOM = 1024
-"""Rows that columns begin with; they double until the table's limit."""
+"""Columns start with so many rows, and double until the table's limit."""
 
 
 class Column:
@@ -67,14 +67,14 @@ class FunctionTable:
 
     @property
     def bytes(self) -> int:
-        """Of all columns, with the room for functions to come."""
+        """Bytes of all columns, with their room for more functions."""
         return sum(column.bytes for column in self._columns)
 
     def column(self, shape: tuple[int, ...] = (), *, fill: float = 0.0, dtype: type = np.float32) -> Column:
         """Returns a new column, in which a function that enters has `fill`."""
-        made = Column(self, self._room, shape, fill, dtype)
-        self._columns.append(made)
-        return made
+        column = Column(self, self._room, shape, fill, dtype)
+        self._columns.append(column)
+        return column
 
     def last_calls(self, keys: list[str]) -> Array:
         """Returns f64: when these functions were called last; minus infinity where they have left."""
@@ -84,11 +84,11 @@ class FunctionTable:
         return last
 
     def expire(self, now: float) -> None:
-        """Functions that have not been called for too long leave."""
+        """Removes the functions that have not been called for `idle_s`."""
         self._remove(self.last_call.live < now - self._idle_s)
 
     def record(self, keys: list[str], now: float) -> tuple[Array, Array]:
-        """Takes note of calls, in the second that ends now, of functions that are all different; new ones enter.
+        """Records that these different functions were called in the second that ends now; new ones enter.
 
         Returns i64 their rows, f64 the seconds since their calls before; infinite for those that enter. Keys beyond the
         table's limit are left out.
@@ -120,8 +120,8 @@ class FunctionTable:
         for column in self._columns:
             column.grow(self._room)
             column.reset(begin, len(self))
-        for told in self.entered if keys else ():
-            told(keys, begin)
+        for notify in self.entered if keys else ():
+            notify(keys, begin)
 
     def _remove(self, leaving: Array) -> None:
         """The last rows that stay move into the gaps of those that leave."""
@@ -129,8 +129,8 @@ class FunctionTable:
         if not len(gone):
             return
         keys = [self.keys[row] for row in gone.tolist()]
-        for told in self.leaving:
-            told(keys, gone)
+        for notify in self.leaving:
+            notify(keys, gone)
         for key in keys:
             del self._rows[key]
         size = len(self) - len(gone)

@@ -1,4 +1,4 @@
-"""How much each predictor is believed of a function: the more, the less it was wrong lately."""
+"""Predictors are mixed by what they got right lately."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from cluster.forecast.calibration import log_loss
 from cluster.forecast.table import Array, FunctionTable
 
 FADING = (0.998, 0.998, 0.99, 0.98)
-"""Of each horizon: what an outcome's loss keeps of its weight with every later outcome."""
+"""For each horizon: an outcome multiplies the weight of earlier losses of its function by this."""
 TRUST = (2.0, 1.0, 0.6, 0.6)
-"""Of each horizon. The longer, the less: forecasts overlap more, so that their outcomes are less evidence of their own.
-Chosen, as SHARED_WEIGHT, on the half of the functions that `benchmarks.forecast` does not report on."""
+"""For each horizon: how much a nat of loss counts. Forecasts of longer horizons overlap more, so that each outcome is
+less evidence. TRUST and SHARED_WEIGHT were chosen on the functions that `benchmarks.forecast` does not report on."""
 SHARED_WEIGHT = 60.0
-"""Outcomes that the mean loss over all functions counts as beside those of one."""
+"""The mean loss over all functions counts as so many outcomes of each function."""
 SHARED_FADING = 0.999
-"""What the mean over all functions keeps, at every lot of outcomes, of what it knew before."""
+"""Each batch of outcomes multiplies the weight of earlier ones in the mean over all functions by this."""
 
 
 class Weights:
@@ -29,7 +29,7 @@ class Weights:
         self._trust = np.array(TRUST, np.float32)[:horizons, None]
 
     def learn(self, horizon: int, rows: Array, chances: Array, came: Array) -> None:
-        """Takes outcomes, bool[functions], of f32[functions, predictors]."""
+        """Adds outcomes, bool[functions], of f32[functions, predictors] forecasts."""
         loss = log_loss(chances, came)
         self._loss.live[rows, horizon] = self._loss.live[rows, horizon] * np.float32(FADING[horizon]) + loss
         self._shared[horizon] = self._shared[horizon] * SHARED_FADING + loss.sum(axis=0)

@@ -63,7 +63,7 @@ def test_the_mixture_is_no_worse_than_its_parts() -> None:
     for second in range(1800 - 30):
         forecaster.observe(MONDAY + second + 1, {str(number): 1 for number in np.flatnonzero(called[second])})
         if second >= 600 and second % 10 == 0:
-            keys, chances = forecaster.each(MONDAY + second + 1)
+            keys, chances = forecaster.forecast_parts(MONDAY + second + 1)
             came = called[second + 1 : second + 31, [int(key) for key in keys]].any(axis=0)
             losses.append(-np.log(np.where(came[:, None], chances[:, 2], 1 - chances[:, 2])))
     *parts, mixture = np.concatenate(losses).mean(axis=0)
@@ -113,6 +113,23 @@ def test_half_an_hour_of_silence() -> None:
     assert set(forecaster.forecast(MONDAY + ACTIVE_S)) == {"a", "b"}
     assert set(forecaster.forecast(MONDAY + ACTIVE_S + 1)) == {"b"}
     assert forecaster.forecast(MONDAY + ACTIVE_S + 61) == {}
+
+
+def test_functions_that_fall_silent_are_learned_from() -> None:
+    """Also from those that leave while their outcome is awaited: nothing is called twice here, every other time once
+    more after 29 minutes."""
+    forecaster = Forecaster()
+    for tick in range(720):
+        counts = {f"once {tick}": 1}
+        if tick >= 174:
+            counts[f"once {tick - 174}"] = tick % 2
+        forecaster.observe(MONDAY + 10 * tick, counts)
+    chances = forecaster.forecast(MONDAY + 7190)
+    idle = np.array([719 - int(key.split()[1]) for key in chances])
+    within = np.array([each.within_300_s for each in chances.values()])
+    unknown = np.isin(idle, range(150, 174))  # half of them will be called, and no idle time tells which
+    assert within[unknown].mean() == pytest.approx(0.5, abs=0.15)
+    assert within[idle < 100].mean() < 0.05
 
 
 def test_missed_seconds_and_a_clock_that_goes_back() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cluster.forecast.calibration import BINS, FARTHEST, PRIOR_WEIGHT, STEP, Calibration, log_loss, log_odds
 from cluster.forecast.chances import HORIZONS_S
-from cluster.forecast.errors_lately import FADING as ERROR_FADING
-from cluster.forecast.errors_lately import ErrorsLately
+from cluster.forecast.forecast_error import FADING as ERROR_FADING
+from cluster.forecast.forecast_error import ForecastError
 from cluster.forecast.outcomes import SLOTS, TOLERANCE_S, Outcomes
 from cluster.forecast.table import FunctionTable
 from cluster.forecast.weights import FADING, SHARED_FADING, SHARED_WEIGHT, TRUST, Weights
@@ -74,14 +74,14 @@ def test_outcomes(seconds: list[tuple[float, set[int]]]) -> None:
         called.append({str(each) for each in numbers})
         moments.append(now)
         table.record(sorted(called[-1]), now)
-        for horizon, rows, odds, came in outcomes.due(now):
+        for horizon, rows, odds, came in outcomes.resolve_due(now):
             at = int(odds[0, 0])
             assert abs(now - moments[at] - HORIZONS_S[horizon]) <= TOLERANCE_S
             since = set[str]().union(*called[at + 1 :])
             found = dict(zip((table.keys[row] for row in rows), came.tolist(), strict=True))
             assert found == {key: key in since for key in known[at]}
         known.append(set(table.keys))
-        outcomes.take(now, np.full((len(table), HORIZONS, 1), number, np.float32))
+        outcomes.record(now, np.full((len(table), HORIZONS, 1), number, np.float32))
 
 
 def test_outcomes_are_taken_evenly() -> None:
@@ -90,9 +90,9 @@ def test_outcomes_are_taken_evenly() -> None:
     judged = [0] * HORIZONS
     for second in range(1, 901):
         table.record(["a"], float(second))
-        for horizon, *_ in outcomes.due(float(second)):
+        for horizon, *_ in outcomes.resolve_due(float(second)):
             judged[horizon] += 1
-        outcomes.take(float(second), np.zeros((1, HORIZONS, 1), np.float32))
+        outcomes.record(float(second), np.zeros((1, HORIZONS, 1), np.float32))
     for horizon, count in enumerate(judged):
         assert count == pytest.approx((900 - HORIZONS_S[horizon]) * SLOTS[horizon] / HORIZONS_S[horizon], abs=1)
 
@@ -128,12 +128,12 @@ def test_weights(seed: int, predictors: int, lots: int) -> None:
         assert mixed[row, horizon] == pytest.approx(expected, rel=1e-3)
 
 
-def test_errors_lately() -> None:
-    errors = ErrorsLately()
-    assert errors.lately() == {}
+def test_forecast_error() -> None:
+    errors = ForecastError()
+    assert errors.means() == {}
     errors.add(1, np.array([0.5, 0.5]), np.array([True, False]))
     errors.add(1, np.array([0.9]), np.array([True]))
-    found = errors.lately()
+    found = errors.means()
     weight = 1 + 2 * ERROR_FADING
     assert found == {
         "log_loss_within_5_s": pytest.approx((2 * ERROR_FADING * log(2) - log(0.9)) / weight),
