@@ -120,6 +120,8 @@ class HostTier:
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
             host.waiters = 0  # whoever waits for the adapter waits for its next load: this one may end
+            if not host.complete:
+                self.loader.wake()  # others waited for it
         self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
 
     def hold(self, host: HostAdapter) -> bool:

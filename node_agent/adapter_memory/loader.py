@@ -38,7 +38,7 @@ class _Awaited:
 
     @property
     def over(self) -> bool:
-        return self._host.pages is not None or bool(self._host.failed) or self._host.unwanted
+        return self._host.in_line or bool(self._host.failed) or self._host.unwanted
 
     def take(self, now: float, held: bool) -> None:  # noqa: ARG002 - a Job's signature
         return None
@@ -81,7 +81,9 @@ class Loader:
         cache = self.cache if host.cached is None else None
         flow = self.store_link.flow()
         job = Fetch(host, self.store, self.base, self.host, flow, self._staging, cache, self._fetching, self._on_layer)
-        self._fetching.add(job)
+        with self._fetching.changed:  # at once: no less urgent load finds a gap, or waits for one that has gone
+            self._fetching.add(job)
+            host.in_line = True
 
     def claim(self, host: HostAdapter) -> bool:
         """The device will copy from it: from now on nobody gives the load up. False when it has ended badly."""

@@ -27,8 +27,8 @@ NEARLY_DONE = 0.25
 class HostAdapter:
     """One adapter in host memory, in the pool's dtype and row order.
 
-    The engine's thread writes `waiters`, `placed`, `leased`, `holds`, what follows from them (`priority`, `reclaimed`)
-    and what it took (`pages`, which loader threads fill, `slot` and `run`); loader threads write the rest.
+    The engine's thread writes `waiters`, `placed`, `leased`, `holds`, what follows from them (`priority`, `in_line`,
+    `reclaimed`) and what it took (`pages`, which loader threads fill, `slot` and `run`); loader threads write the rest.
     """
 
     digest: str
@@ -39,6 +39,8 @@ class HostAdapter:
     """of the most urgent of them and of the requests that lease it on the device; once nobody does, as it was"""
     prefetched: bool = False
     """no request wanted it when its load began: how long that took says nothing of the store"""
+    in_line: bool = False
+    """the fetching threads have its fetch among their jobs"""
     placed: bool = False
     """the device is to copy from it"""
     leased: bool = False

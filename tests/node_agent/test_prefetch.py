@@ -20,7 +20,7 @@ from node_agent.config import LinkConfig
 from node_agent.engine import prefetcher as module
 from node_agent.engine.prefetch_record import MOST_AT_ONCE
 from node_agent.engine.prefetcher import Prefetcher
-from node_agent.types import LayerState, Lease, NoRoom, Pending
+from node_agent.types import LayerState, Lease, NoRoom, Pending, TooLarge
 from tests.node_agent.adapter_world import LAYERS, World, assert_contents, assert_layer, lease, loaded_lease, until
 from tests.node_agent.prefetch_world import Stile, full_adapters, here, poll_until, sums, want, wanted
 from tests.node_agent.test_loader_threads import Flaky
@@ -32,6 +32,7 @@ MakePrefetcher = Callable[..., tuple[AdapterStore, Prefetcher, Stile]]
 def make_prefetcher(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePrefetcher]:
     """Stores with a prefetcher each; at the end of the test nothing is held, and memory is as its books say."""
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "RECENT_S", 1e6)  # a host that stalls makes nothing old
     made: list[tuple[AdapterStore, Prefetcher, Stile]] = []
 
     def make(waste: float | None = 0.25, **settings: object) -> tuple[AdapterStore, Prefetcher, Stile]:
@@ -150,6 +151,25 @@ def test_a_prefetch_stands_still_while_a_request_reads_its_header(
     stile.headers.set()
     store.retract(called.digest)  # the caller goes: nothing else wakes the threads
     poll_until(store, prefetcher, lambda: store.ready(fetched.digest))
+
+
+@pytest.mark.usefixtures("by_layer")
+def test_a_prefetch_goes_on_when_a_request_is_refused(world: World, make_prefetcher: MakePrefetcher) -> None:
+    """Its adapter is larger than host memory: no fetch of it begins or ends, so that nothing else wakes the threads."""
+    store, prefetcher, stile = make_prefetcher()
+    fetched, called = full_adapters(world)[:2]
+    prefetcher.want(wanted(want(fetched)))
+    poll_until(store, prefetcher, lambda: stile.reads(fetched) == 1)
+    full, store.hosts.memory = store.hosts.memory, world_size(store, called) - 1
+    call(store, prefetcher, called)
+    stile.let(fetched)
+    poll_until(store, prefetcher, lambda: here(store, fetched) == 1 and isinstance(store.acquire(called), TooLarge))
+    store.retract(called.digest)
+    store.hosts.memory = full
+    deadline = time.monotonic() + 30
+    while stile.reads(fetched) == 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.usefixtures("by_layer")

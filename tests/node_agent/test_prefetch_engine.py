@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -85,8 +86,9 @@ def test_nothing_is_wanted_once_the_api_process_is_gone(make_engine: MakeEngine,
     adapter = engine.deploy(drawn_adapters[0])
     engine.engine.prefetcher.want(wanted(want(adapter)))
     step_until(engine, lambda: engine.engine.prefetcher.underway == 1)
-    loop = Loop(engine.engine, ready_message(engine.engine, engine.base), WakeUp(), lambda: True)
-    loop.drop_all()
+    wake = WakeUp()
+    Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: True).drop_all()
+    os.close(wake.fd)
     assert engine.engine.prefetcher.underway == 0
     assert not engine.engine.store.hosts.waiting(adapter.digest)
     for _ in range(5):
