@@ -132,11 +132,14 @@ def streaming_figures(row: dict[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def s3_server(core: int) -> Iterator[str]:
-    """An s3:// URL of a bucket on a server of its own, on this core; boto3's environment points to it meanwhile."""
+def s3_server(core: int, *, in_memory: bool = True) -> Iterator[str]:
+    """An s3:// URL of a bucket on a server of its own, on this core; boto3's environment points to it meanwhile.
+
+    `in_memory`: whether the server may keep objects of up to 5 MB in memory; else they are files, too."""
     command = [sys.executable, str(ROOT / "tests" / "s3_server.py")]
     before = dict(os.environ)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    env = before if in_memory else before | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(1 << 14)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:
         assert server.stdin is not None and server.stdout is not None
         try:
             url = f"http://127.0.0.1:{int(server.stdout.readline())}"

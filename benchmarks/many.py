@@ -1,0 +1,268 @@
+"""Many adapters, called as a trace calls functions, over HTTP: what each mechanism brings, from loading on demand up.
+
+Adapters of ranks 8 to 128 on q, k, v lie on moto's S3 server behind a network of 50 MB/s and 20 ms a request, as in
+remote_store.py, and are deployed over REST. A node's device holds a tenth of their bytes, its host memory a third, its
+disk none; bytes reach the device at the rate at which a rank-64 adapter takes 0.68 of a warm prefill of 256 tokens.
+Calls are those of a stretch of the Azure 2019 trace (many_load.py), faster or slower, so that their rate is
+`--utilisation` of the capacity that was measured with everything resident. So many calls again go before those that
+count. Each row is a service started anew, with nothing in memory; a round's rows have the same calls.
+
+`oracle` is `eviction`, but the study orders a prefetch of each adapter 5 s before its call, and once more 1 s before:
+of what is on the device, the second does nothing. `pinned`: every called adapter is on the device before the first
+call. Shares and percentiles are of a round's calls; figures are medians over rounds. `share_of_oracle`: of the cold
+calls that `oracle` has less than `eviction`, how many `forecast` has less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from benchmarks.cold_rig import make_adapters
+from benchmarks.cold_stream import s3_server
+from benchmarks.http_service import HttpService
+from benchmarks.many_cells import TIES, Limits, Load, measure_limits, run_cell, until_measured
+from benchmarks.many_load import draw_window, make_prompt, prompt_lengths
+from benchmarks.remote_store import DELAY, RATE
+from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from benchmarks.slow_link import slow_link
+from garnish.client import Client
+
+RANKS = (8, 16, 32, 64, 128)
+LINK_RANK, LINK_TOKENS, LINK_SHARE = 64, 256, 0.68
+"""One of this rank reaches the device in this share of a warm prefill of so many tokens (Toppings: 30 ms of 44)."""
+DEVICE_SHARE, HOST_SHARE = 0.1, 1 / 3
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+FILE_ITEM_BYTES = 2
+LIMITS = "limits"
+COSTS = Path(".garnish", "profiles", "node-1.performance.json")
+"""What the first service's node measured of its passes; others would measure it in gaps between calls."""
+SLACK_BYTES = 16 << 20
+"""Of a pool for whole adapters: their last pages are not full."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`node`: what serverless.yml says of the node."""
+
+    node: str
+    told: bool = False
+    resident: bool = False
+
+
+VARIANTS = {
+    "ondemand": Variant("cold_start: wait, eviction: lru, prefetch: 'off'"),
+    "pipeline": Variant("cold_start: auto, eviction: lru, prefetch: 'off'"),
+    "eviction": Variant("cold_start: auto, eviction: cost, prefetch: 'off'"),
+    "forecast": Variant("cold_start: auto, eviction: cost, prefetch: auto"),
+    "oracle": Variant("cold_start: auto, eviction: cost, prefetch: 'off'", told=True),
+    "pinned": Variant("cold_start: auto, eviction: cost, prefetch: 'off'", resident=True),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: Path
+    dtype: str
+    adapters: int
+    calls: int
+    """of a row that count"""
+    rounds: int
+    tokens: int
+    """of each answer"""
+    utilisation: float
+    most_prompt: int
+    """words"""
+    variants: tuple[str, ...]
+    measured: bool
+    """whether the first service waits until its node has measured its costs"""
+    seed: int
+
+
+class Bench:
+    """A registry that holds the adapters, behind the slow network, and the services that serve it."""
+
+    def __init__(self, settings: Settings, root: Path, registry: str) -> None:
+        self.settings, self._root, self._registry = settings, root, registry
+        ranks = [RANKS[i % len(RANKS)] for i in range(settings.adapters)]
+        self._paths = make_adapters(settings.model, root / "adapters", ranks, settings.seed, dtype=torch.bfloat16)
+        item = ITEM_BYTES[settings.dtype]
+        files = [(path / "adapter_model.safetensors").stat().st_size for path in self._paths]
+        self.sizes = [size * item // FILE_ITEM_BYTES for size in files]
+        """Bytes on the device."""
+        largest = 2 * max(self.sizes) + SLACK_BYTES // 16
+        self.device = max(round(DEVICE_SHARE * sum(self.sizes)), largest)
+        self.host = max(round(HOST_SHARE * sum(self.sizes)), largest)
+        self._costs = root / LIMITS / COSTS
+        self.link = 0.0
+        """Bytes per second; 0: not limited."""
+
+    @contextmanager
+    def service(self, name: str, node: str, resident: Sequence[str] = ()) -> Iterator[HttpService]:
+        """`resident`: functions for which its device has room, whatever else it holds."""
+        room = sum(self.sizes[int(function[1:])] for function in set(resident)) * 11 // 10 + SLACK_BYTES
+        device = room if resident else self.device
+        text = f", adapter_memory: {device}, host_memory: {self.host}, disk_cache: 'off', {node}"
+        if self.link:
+            text += f", simulate: {{link: {round(self.link)}B/s}}"
+        root, dtype = self._root / name, self.settings.dtype
+        service = HttpService(self.settings.model, [], root, dtype, 0, text, registry=self._registry)
+        if self._costs.exists():
+            shutil.copytree(self._costs.parent, root / COSTS.parent, ignore=lambda _, names: {*names} - {COSTS.name})
+        with service:
+            yield service
+
+    def deploy(self, service: HttpService) -> None:
+        with Client(service.url, service.key) as client:
+            for i, path in enumerate(self._paths):
+                client.deploy(f"a{i}", path)
+
+    def set_link(self, prefill_s: float) -> None:
+        self.link = self.sizes[RANKS.index(LINK_RANK)] / (LINK_SHARE * prefill_s)
+
+
+def study(settings: Settings, root: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Measured settings and all rows, after each round."""
+    with far_store() as registry:
+        bench = Bench(settings, root, registry)
+        loads, limits = _measure(bench)
+        bench.set_link(limits.prefill_s)
+        gap_s = 1 / (settings.utilisation * limits.capacity)
+        rows: list[dict[str, Any]] = []
+        for number, load in enumerate(loads):
+            timed = Load(load.window, load.warmup, gap_s, load.prompts, load.tokens)
+            rows += [_row(bench, name, timed, limits, number) for name in settings.variants]
+            yield _measured(bench, loads, limits, gap_s), rows
+
+
+@contextmanager
+def far_store() -> Iterator[str]:
+    """An s3:// URL, behind the slow network."""
+    with s3_server(max(os.sched_getaffinity(0)), in_memory=False) as url:
+        server = urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).port
+        assert server is not None
+        with slow_link(server, RATE, DELAY) as port:
+            os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{port}"
+            yield url
+
+
+def _measure(bench: Bench) -> tuple[list[Load], Limits]:
+    """Each round's calls, not timed yet, and what the service can do with everything resident."""
+    settings = bench.settings
+    prompts = [make_prompt(n, settings.seed + i) for i, n in enumerate(prompt_lengths(settings.most_prompt))]
+    loads = [
+        Load(
+            draw_window(settings.adapters, 2 * settings.calls, settings.seed + number), settings.calls, 0.0, prompts,
+            settings.tokens,
+        )
+        for number in range(settings.rounds)
+    ]  # fmt: skip
+    link_first = sorted(range(len(RANKS)), key=lambda i: RANKS[i] != LINK_RANK)
+    ranks = [f"a{i}" for i in link_first]
+    long_prompt = make_prompt(min(LINK_TOKENS, settings.most_prompt), settings.seed)
+    resident = {*ranks, *loads[0].functions}
+    with bench.service(LIMITS, VARIANTS["pinned"].node, sorted(resident)) as service:
+        bench.deploy(service)
+        if settings.measured:
+            asyncio.run(until_measured(service))
+        return loads, asyncio.run(measure_limits(service, loads, long_prompt, ranks))
+
+
+def _row(bench: Bench, name: str, load: Load, limits: Limits, number: int) -> dict[str, Any]:
+    variant, tie = VARIANTS[name], TIES[bench.settings.dtype]
+    resident = load.functions if variant.resident else []
+    with bench.service(f"{name}-{number}", variant.node, resident) as service:
+        cell = run_cell(service, load, limits, told=variant.told, resident=variant.resident, tie=tie)
+        return {"variant": name, "round": number, **asyncio.run(cell)}
+
+
+def _measured(bench: Bench, loads: Sequence[Load], limits: Limits, gap_s: float) -> dict[str, Any]:
+    return {
+        "bytes": sum(bench.sizes), "device_bytes": bench.device, "host_bytes": bench.host,
+        "link_bytes_s": bench.link, "store_bytes_s": RATE, "store_delay_s": DELAY,
+        "capacity_calls_s": limits.capacity, "calls_s": 1 / gap_s, "prefill_256_s": limits.prefill_s,
+        "warm_ttft_s": [ttft for ttft, _ in limits.warm], "warm_e2e_s": [e2e for _, e2e in limits.warm],
+        "called_adapters": [len(load.functions) for load in loads],
+        "faster_than_trace": [load.window.seconds / (len(load.planned) * gap_s) for load in loads],
+    }  # fmt: skip
+
+
+def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians over rounds, by variant; wrong tokens and ties of all rows. Times are in ms."""
+    found: dict[str, float] = {}
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        of = [row for row in rows if row["variant"] == variant]
+        for figure in ("cold_share", "goodput"):
+            found[f"{figure}_{variant}"] = median(row[figure] for row in of)
+        for kind in ("ttft", "e2e"):
+            found[f"{kind}_p95_{variant}"] = median(row[f"{kind}_p95_ms"] for row in of)
+    for figure in ("wrong_tokens", "ties"):
+        found[figure] = sum(row[figure] for row in rows)
+    return found | _compared(rows)
+
+
+def _compared(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of `forecast` and other variants in the same round."""
+    rounds: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        rounds.setdefault(row["round"], {})[row["variant"]] = row
+    found: dict[str, list[float]] = {}
+    for of in rounds.values():
+        if "forecast" not in of:
+            continue
+        ours = of["forecast"]
+        known = sum(ours[f"prefetch_{kind}_bytes"] for kind in ("useful", "late", "wasted"))
+        found.setdefault("prefetch_wasted", []).append(ours["prefetch_wasted_bytes"] / max(1, known))
+        if base := of.get("ondemand"):
+            found.setdefault("goodput_over_ondemand", []).append(ours["goodput"] / base["goodput"])
+            found.setdefault("ttft_p95_over_ondemand", []).append(ours["ttft_p95_ms"] / base["ttft_p95_ms"])
+        if "eviction" in of and "oracle" in of:
+            before, best = of["eviction"]["cold_share"], of["oracle"]["cold_share"]
+            if before > best:
+                found.setdefault("share_of_oracle", []).append((before - ours["cold_share"]) / (before - best))
+    return {name: median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser.add_argument("--dtype", choices=list(ITEM_BYTES), default="bfloat16", help="of the base and the device pool")
+    parser.add_argument("--adapters", type=int, default=128)
+    parser.add_argument("--calls", type=int, default=200, help="of a row that count")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--utilisation", type=float, default=0.5)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    options = parser.parse_args()
+    if options.quick:
+        options.adapters, options.calls, options.rounds = 6, 8, 1
+        options.variants = options.variants if len(options.variants) < len(VARIANTS) else ["ondemand", "forecast"]
+    settings = Settings(
+        options.model.absolute(), options.dtype, options.adapters, options.calls, options.rounds,
+        4 if options.quick else 16, options.utilisation, 64 if options.quick else 1024, tuple(options.variants),
+        not options.quick, options.seed,
+    )  # fmt: skip
+    before = contention_probe()
+    stated = {
+        "model": settings.model.name, "dtype": settings.dtype, "adapters": settings.adapters, "ranks": RANKS,
+        "calls": settings.calls, "rounds": settings.rounds, "tokens": settings.tokens,
+        "utilisation": settings.utilisation, "variants": settings.variants,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as root:
+        for measured, rows in study(settings, Path(root)):
+            probes = {"probe_before_ms": before, "probe_after_ms": contention_probe()}
+            publish(report("many", stated | measured | probes, options.seed, rows, figures_of(rows)), options.json)
+
+
+if __name__ == "__main__":
+    main()

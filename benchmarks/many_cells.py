@@ -1,0 +1,254 @@
+"""What benchmarks/many.py does with one running service: measures its limits, or calls it as the trace does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from benchmarks.cold_rig import TICKS
+from benchmarks.http_service import HttpService
+from benchmarks.latency import Sample
+from benchmarks.load import Planned, closed_loop, open_loop, open_session
+from benchmarks.many_load import ORACLE_AT_ONCE, Answer, Caller, Oracle, Window
+
+MEASURING_LIMIT_S = 900
+CONCURRENCY = 16
+"""Callers of the closed loop that measures capacity."""
+REPEATS = 5
+PATIENCE = 5.0
+"""A call counts as goodput if it takes at most so many times the warm E2E of its prompt."""
+EXPOSED_SHARE = 0.05
+"""Of a warm TTFT, above which a wait for adapter bytes makes a call cold."""
+TIES = {"float32": 1e-4, "bfloat16": 0.25}
+"""Log probabilities closer than this may be swapped by another batch: by order of additions, or by two steps of logits
+of 16 to 32."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the service with everything resident. `warm`: TTFT and E2E by prompt, seconds."""
+
+    capacity: float
+    """calls per second"""
+    prefill_s: float
+    """of the longest prompt, to its first token"""
+    warm: list[tuple[float, float]]
+    alone: dict[tuple[str, int], Answer]
+    """what each function answers to each prompt that it will get, called alone"""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The calls of a cell: at first `warmup` calls that have no part in its row."""
+
+    window: Window
+    warmup: int
+    gap_s: float
+    """on average between two calls"""
+    prompts: Sequence[str]
+    tokens: int
+
+    @property
+    def functions(self) -> list[str]:
+        """Those called, most called first."""
+        return [f"a{adapter}" for adapter, _ in Counter(each.adapter for each in self.window.arrivals).most_common()]
+
+    @property
+    def planned(self) -> list[Planned]:
+        return [Planned(f"a{each.adapter}", self.prompts[each.prompt]) for each in self.window.arrivals]
+
+    @property
+    def due(self) -> list[float]:
+        return [each.at * self.gap_s for each in self.window.arrivals]
+
+
+async def measure_limits(service: HttpService, loads: Sequence[Load], long_prompt: str, ranks: Sequence[str]) -> Limits:
+    """`ranks`: a function of each rank. `long_prompt` is called with the first of them."""
+    prompts, tokens = loads[0].prompts, loads[0].tokens
+    async with open_session(service.key) as session, operator(service) as oracle:
+        await bring_all(oracle, [*ranks, *loads[0].functions])
+        call = Caller(session, service.url, [*prompts, long_prompt], tokens)
+        longs = [await _good(call, Planned(ranks[0], long_prompt)) for _ in range(REPEATS + 1)]
+        warm = []
+        for prompt in prompts:
+            rounds = [await _good(call, Planned(name, prompt)) for _ in range(2) for name in ranks][len(ranks) :]
+            warm.append((median(each.ttft for each in rounds), median(each.e2e for each in rounds)))
+        capacity = 0.0
+        for _ in range(2):  # the first warms
+            begin, planned = monotonic(), loads[0].planned[: 4 * CONCURRENCY]
+            check(await closed_loop(call, planned, CONCURRENCY))
+            capacity = len(planned) / (monotonic() - begin)
+        asked = Caller(session, service.url, prompts, tokens, alternatives=2)
+        alone: dict[tuple[str, int], Answer] = {}
+        for each in (each for load in loads for each in load.planned):
+            key = (each.model, prompts.index(each.prompt))
+            if key not in alone:
+                alone[key] = await _good(asked, each)
+    return Limits(capacity, median(each.ttft for each in longs[1:]), warm, alone)
+
+
+async def _good(call: Caller, planned: Planned) -> Answer:
+    answer = await call(planned)
+    check([answer])
+    return answer
+
+
+def check(samples: Iterable[Sample]) -> None:
+    """Raises RuntimeError unless every call was answered whole."""
+    for sample in samples:
+        if sample.error:
+            raise RuntimeError(f"a call of {sample.model} ended with {sample.error}")
+
+
+@asynccontextmanager
+async def operator(service: HttpService) -> AsyncIterator[Oracle]:
+    """Whoever orders prefetches of the node."""
+    async with open_session(service.admin_key) as session:
+        session.headers["x-garnish-tenant"] = "bench"
+        record = await _record(session, service.url)
+        yield Oracle(session, f"{service.url}/nodes/{record['id']}/prefetch")
+
+
+async def until_measured(service: HttpService) -> None:
+    """Waits until the node has measured its costs, which it does where it is idle. Raises TimeoutError."""
+    async with open_session(service.admin_key) as session:
+        for _ in range(MEASURING_LIMIT_S):
+            if (await _record(session, service.url)).get("measuring") is None:
+                return
+            await asyncio.sleep(1)
+    raise TimeoutError("the node does not end measuring itself")
+
+
+async def _record(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with session.get(f"{url}/nodes", raise_for_status=True) as reply:
+        (node,) = (await reply.json())["nodes"]
+    record: dict[str, Any] = node["record"]
+    return record
+
+
+async def bring_all(oracle: Oracle, functions: Iterable[str]) -> None:
+    """Raises RuntimeError unless the node takes every adapter."""
+    places = asyncio.Semaphore(ORACLE_AT_ONCE)
+    async with asyncio.TaskGroup() as group:
+        for name in dict.fromkeys(functions):
+            group.create_task(oracle.bring(name, places))
+    if refused := {status: count for status, count in oracle.orders.items() if status not in (200, 202)}:
+        raise RuntimeError(f"the node refused prefetches: {refused}")
+
+
+async def run_cell(service: HttpService, load: Load, limits: Limits, *, told: bool, resident: bool, tie: float) -> Any:
+    """A row. `told`: each adapter's load is ordered before its call; `resident`: all are loaded before the first."""
+    async with open_session(service.key) as session, operator(service) as oracle:
+        if resident:
+            await bring_all(oracle, load.functions)
+        call, due = Caller(session, service.url, load.prompts, load.tokens), load.due
+        before = processes(service.pid)
+        async with asyncio.TaskGroup() as group:
+            if told:
+                names = [each.model for each in load.planned]
+                group.create_task(oracle.tell(list(zip(due, names, strict=True))))
+            samples = await open_loop(call, load.planned, due)
+        after = processes(service.pid)
+        record = await _record(oracle.session, service.url)
+    answers = [sample for sample in samples[load.warmup :] if isinstance(sample, Answer)]
+    row: dict[str, Any] = row_of(answers, limits, tie)
+    row |= {f"{name}_cpu_s": after[name][0] - before[name][0] for name in after}
+    row |= {f"{name}_mb": after[name][1] / 1e6 for name in after}
+    for kind in ("useful", "late", "wasted"):
+        row[f"prefetch_{kind}_bytes"] = record.get(f"prefetch_{kind}_bytes", 0)
+    return row | {"orders": {str(status): count for status, count in sorted(oracle.orders.items())}}
+
+
+def row_of(answers: Sequence[Answer], limits: Limits, tie: float) -> dict[str, Any]:
+    """What came of the calls. Shares are of those without an error; goodput counts from the first call's time."""
+    good = [each for each in answers if not each.error]
+    where = Counter({"none": "device", "host": "host"}.get(each.state, "absent") for each in good)
+    wrong, ties = differences(good, limits, tie)
+    in_time = sum(each.e2e <= PATIENCE * limits.warm[each.prompt][1] for each in good)
+    seconds = max(each.end for each in answers) - min(each.sent for each in answers)
+    tpots = [each.tpot for each in good if each.tpot is not None]
+    return {
+        "calls": len(answers),
+        "errors": dict(Counter(each.error for each in answers if each.error)),
+        "seconds": seconds,
+        "cold_share": sum(is_cold(each, limits) for each in good) / len(good),
+        **{f"{tier}_share": where[tier] / len(good) for tier in ("device", "host", "absent")},
+        **_percentiles("ttft", [each.ttft for each in good]),
+        **_percentiles("e2e", [each.e2e for each in good]),
+        **_percentiles("tpot", tpots),
+        **_percentiles("exposed", [each.exposed_s for each in good]),
+        "late_max_ms": max(each.late or 0.0 for each in answers) * 1e3,
+        "goodput": in_time / seconds,
+        "wrong_tokens": wrong,
+        "ties": ties,
+    }
+
+
+def is_cold(answer: Answer, limits: Limits) -> bool:
+    """Whether the adapter came from store or disk, or kept the computation waiting for long."""
+    waited = answer.exposed_s > EXPOSED_SHARE * limits.warm[answer.prompt][0]
+    return answer.state not in ("none", "host") or waited
+
+
+def differences(answers: Iterable[Answer], limits: Limits, tie: float) -> tuple[int, int]:
+    """Returns how many texts differ from what the function answers alone, and how many more first differ at a token
+    whose two best were closer than `tie` there: that call ends in a tie, and the rest of it is not compared."""
+    wrong = ties = 0
+    for answer in answers:
+        alone = limits.alone[answer.model, answer.prompt]
+        if answer.text == alone.text:
+            continue
+        pairs = zip(answer.tokens, alone.tokens, alone.gaps, strict=False)
+        first = next((gap for ours, theirs, gap in pairs if ours != theirs), None)
+        excused = first is not None and first < tie
+        wrong, ties = wrong + (not excused), ties + excused
+    return wrong, ties
+
+
+def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    shares = (50, 95, 99)
+    values = np.percentile(seconds, shares)
+    return {f"{name}_p{share}_ms": float(value) * 1e3 for share, value in zip(shares, values, strict=True)}
+
+
+def processes(pid: int) -> dict[str, tuple[float, int]]:
+    """Processor seconds and memory (its share of shared pages counted in part) of a service's gateway and node."""
+    found: dict[str, tuple[float, int]] = {}
+    for child in _children(pid):
+        command = Path(f"/proc/{child}/cmdline").read_text()
+        name = "gateway" if "run_gateway" in command else "node" if "run_node" in command else "other"
+        seconds, size = found.get(name, (0.0, 0))
+        for each in _tree(child):
+            seconds, size = seconds + _cpu_seconds(each), size + _memory(each)
+        found[name] = seconds, size
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *(each for child in _children(pid) for each in _tree(child))]
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def _memory(pid: int) -> int:
+    """Bytes; a page that n processes share counts as an nth."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
