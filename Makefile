@@ -20,7 +20,7 @@ DEV_STAMP := .venv/.installed-dev
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: install install-dev demo-model up test test-quick test-stall test-long lint bench chaos wheel foreign-clients clean
+.PHONY: install install-dev demo-model up test test-quick test-stall test-long lint bench chaos many wheel foreign-clients clean
 
 install: $(STAMP)
 
@@ -101,6 +101,12 @@ bench: install-dev demo-model
 chaos: install-dev demo-model
 	$(BIN)/python -m benchmarks.chaos --minutes 10 --every 60 --json benchmarks/results/chaos_minute.json
 	$(BIN)/python -m benchmarks.chaos --minutes 20 --json benchmarks/results/chaos.json
+	$(BIN)/python -m benchmarks.tables
+
+# Hours: 128 adapters, then 1,000, called as a trace calls functions; docs/results/benchmarks.md.
+many: install-dev demo-model
+	$(BIN)/python -m benchmarks.many --json benchmarks/results/many.json
+	$(BIN)/python -m benchmarks.many --adapters 1000 --json benchmarks/results/many_1000.json
 	$(BIN)/python -m benchmarks.tables
 
 # vLLM's and guidellm's load generators, each in an environment of its own, against the service; docs/guide/clients.md.

@@ -35,6 +35,7 @@ from benchmarks.gateway_tables import (
     scale_table,
 )
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
+from benchmarks.many_tables import many_table
 from benchmarks.memory_tables import memory_settings_table, memory_table
 from benchmarks.perfmodel_report import perfmodel_table
 from benchmarks.report import RESULTS, ROOT, caption
@@ -125,6 +126,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "memory": one("memory", memory_table),
         "memory-settings": one("memory", memory_settings_table),
         "eviction-traces": one("eviction", eviction_traces_table),
+        "many": each(("many", "many_1000"), many_table),
         "gateway": one("gateway", gateway_table),
         "random-keys": one("random_keys", random_keys_table),
         "control-plane": one("control_plane", control_plane_table),
