@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,8 @@ MEASURING_LIMIT_S = 900
 CONCURRENCY = 16
 """Callers of the closed loop that measures capacity."""
 REPEATS = 5
+BRING_ROUNDS = 5
+"""Of orders to the node, each of which takes at most 10 s, before adapters are on the device."""
 PATIENCE = 5.0
 """A call counts as goodput if it takes at most so many times the warm E2E of its prompt."""
 EXPOSED_SHARE = 0.05
@@ -137,13 +139,14 @@ async def _record(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 async def bring_all(oracle: Oracle, functions: Iterable[str]) -> None:
-    """Raises RuntimeError unless the node takes every adapter."""
-    places = asyncio.Semaphore(ORACLE_AT_ONCE)
-    async with asyncio.TaskGroup() as group:
-        for name in dict.fromkeys(functions):
-            group.create_task(oracle.bring(name, places))
-    if refused := {status: count for status, count in oracle.orders.items() if status not in (200, 202)}:
-        raise RuntimeError(f"the node refused prefetches: {refused}")
+    """Raises RuntimeError unless every adapter reaches the device."""
+    places, absent = asyncio.Semaphore(ORACLE_AT_ONCE), list(dict.fromkeys(functions))
+    for _ in range(BRING_ROUNDS):
+        tiers = await asyncio.gather(*(oracle.bring(name, places) for name in absent))
+        absent = [name for name, tier in zip(absent, tiers, strict=True) if tier != "device"]
+        if not absent:
+            return
+    raise RuntimeError(f"{absent} do not reach the device; the node's answers: {oracle.orders}")
 
 
 async def run_cell(service: HttpService, load: Load, limits: Limits, *, told: bool, resident: bool, tie: float) -> Any:
@@ -166,6 +169,7 @@ async def run_cell(service: HttpService, load: Load, limits: Limits, *, told: bo
     row |= {f"{name}_mb": after[name][1] / 1e6 for name in after}
     for kind in ("useful", "late", "wasted"):
         row[f"prefetch_{kind}_bytes"] = record.get(f"prefetch_{kind}_bytes", 0)
+    row["cpu_workers"] = record.get("cpu_workers")
     return row | {"orders": {str(status): count for status, count in sorted(oracle.orders.items())}}
 
 
@@ -225,30 +229,31 @@ def processes(pid: int) -> dict[str, tuple[float, int]]:
     """Processor seconds and memory (its share of shared pages counted in part) of a service's gateway and node."""
     found: dict[str, tuple[float, int]] = {}
     for child in _children(pid):
-        command = Path(f"/proc/{child}/cmdline").read_text()
-        name = "gateway" if "run_gateway" in command else "node" if "run_node" in command else "other"
-        seconds, size = found.get(name, (0.0, 0))
-        for each in _tree(child):
-            seconds, size = seconds + _cpu_seconds(each), size + _memory(each)
-        found[name] = seconds, size
+        with suppress(FileNotFoundError, ProcessLookupError):  # some live for a moment
+            command = Path(f"/proc/{child}/cmdline").read_text()
+            name = "gateway" if "run_gateway" in command else "node" if "run_node" in command else "other"
+            found[name] = _sum([found.get(name, (0.0, 0)), _usage(child)])
     return found
+
+
+def _usage(pid: int) -> tuple[float, int]:
+    """Of a process and all that it started and that lives: processor seconds, and bytes of memory, of which a page that
+    n processes share counts as an nth."""
+    try:
+        children = _children(pid)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0, 0
+    memory = next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+    return _sum([((int(fields[11]) + int(fields[12])) / TICKS, memory), *map(_usage, children)])
+
+
+def _sum(usages: Iterable[tuple[float, int]]) -> tuple[float, int]:
+    seconds, memory = zip(*usages, strict=True)
+    return sum(seconds), sum(memory)
 
 
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
-def _tree(pid: int) -> list[int]:
-    return [pid, *(each for child in _children(pid) for each in _tree(child))]
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def _memory(pid: int) -> int:
-    """Bytes; a page that n processes share counts as an nth."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))

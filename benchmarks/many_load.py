@@ -207,7 +207,9 @@ class Oracle:
                 await asyncio.sleep(begin + at - time.perf_counter())
                 group.create_task(self.bring(name, places))
 
-    async def bring(self, name: str, places: asyncio.Semaphore) -> None:
-        """One function's adapter; the answer comes when it is there, or after 10 s."""
+    async def bring(self, name: str, places: asyncio.Semaphore) -> str | None:
+        """Returns where the function's adapter is then; None if it is still on its way after 10 s, or was refused."""
         async with places, self.session.post(self.url, json={"function": name}) as reply:
             self.orders[reply.status] = self.orders.get(reply.status, 0) + 1
+            tier: str | None = (await reply.json()).get("tier")
+            return tier

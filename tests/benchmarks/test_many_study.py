@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +17,7 @@ import pytest
 from benchmarks import many_load
 from benchmarks.load import Planned, open_session
 from benchmarks.many import figures_of
-from benchmarks.many_cells import Limits, Load, bring_all, measure_limits, operator, row_of, run_cell
+from benchmarks.many_cells import Limits, Load, bring_all, measure_limits, operator, processes, row_of, run_cell
 from benchmarks.many_load import Answer, Arrival, Caller, Oracle, Window, draw_window, prompt_lengths
 from benchmarks.many_tables import many_table
 from benchmarks.workloads import chat_lengths
@@ -152,7 +155,7 @@ async def order_many() -> None:
     async with scripted_service() as (script, service), operator(service) as oracle:
         await bring_all(oracle, (f"a{i}" for i in range(40)))
         assert script.most_orders <= many_load.ORACLE_AT_ONCE and len(script.here) == 40
-        with pytest.raises(RuntimeError, match="429"):
+        with pytest.raises(RuntimeError, match=r"refused.*429"):
             await bring_all(oracle, ["refused"])
 
 
@@ -174,6 +177,21 @@ def test_the_oracle_orders_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(oracle.tell([(2.0, "a"), (7.0, "b"), (7.5, "c")]))
     assert slept == [0.0, 1.0, 2.0, 2.5, 6.0, 6.5]
     assert brought == ["a", "a", "b", "c", "b", "c"]
+
+
+def test_processes_are_counted_with_what_they_started() -> None:
+    """A child, named as a gateway is, that waits for a grandchild of 0.3 processor seconds and 32 MB."""
+    work = "import time\na = bytes([1]) * (32 << 20)\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
+    command = [sys.executable, "-c", start, "run_gateway"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()
+        seconds, memory = processes(os.getpid())["gateway"]
+        child.stdin.write(b"\n")
+        child.stdin.close()
+    assert seconds >= 0.29 and 32 << 20 <= memory < 200 << 20
+    assert "gateway" not in processes(os.getpid())
 
 
 def rows() -> list[dict[str, Any]]:
