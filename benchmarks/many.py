@@ -10,18 +10,20 @@ count. Each row is a service started anew, with nothing in memory; a round's row
 `oracle` is `eviction`, but the study orders a prefetch of each adapter 5 s before its call, and once more 1 s before:
 of what is on the device, the second does nothing. `pinned`: every called adapter is on the device before the first
 call. Shares and percentiles are of a round's calls; figures are medians over rounds. `share_of_oracle`: of the cold
-calls that `oracle` has less than `eviction`, how many `forecast` has less.
+calls that `oracle` has less than `eviction`, how many `forecast` has less. `prefetch_wasted`: share of the bytes
+prefetched by forecast whose use is decided.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +35,7 @@ from benchmarks.cold_rig import make_adapters
 from benchmarks.cold_stream import s3_server
 from benchmarks.http_service import HttpService
 from benchmarks.many_cells import TIES, Limits, Load, measure_limits, run_cell, until_measured
-from benchmarks.many_load import draw_window, make_prompt, prompt_lengths
+from benchmarks.many_load import ORACLE_LEADS_S, WITHOUT_TOP, draw_window, make_prompt, prompt_lengths
 from benchmarks.remote_store import DELAY, RATE
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.slow_link import slow_link
@@ -142,8 +144,8 @@ def study(settings: Settings, root: Path) -> Iterator[tuple[dict[str, Any], list
         rows: list[dict[str, Any]] = []
         for number, load in enumerate(loads):
             timed = Load(load.window, load.warmup, gap_s, load.prompts, load.tokens)
-            rows += [_row(bench, name, timed, limits, number) for name in settings.variants]
-            yield _measured(bench, loads, limits, gap_s), rows
+            rows += [_row(bench, limits, timed, name=name, number=number) for name in settings.variants]
+            yield _measured(bench, loads, limits, gap_s=gap_s), rows
 
 
 @contextmanager
@@ -176,10 +178,10 @@ def _measure(bench: Bench) -> tuple[list[Load], Limits]:
         bench.deploy(service)
         if settings.measured:
             asyncio.run(until_measured(service))
-        return loads, asyncio.run(measure_limits(service, loads, long_prompt, ranks))
+        return loads, asyncio.run(measure_limits(service, loads, long_prompt=long_prompt, ranks=ranks))
 
 
-def _row(bench: Bench, name: str, load: Load, limits: Limits, number: int) -> dict[str, Any]:
+def _row(bench: Bench, limits: Limits, load: Load, *, name: str, number: int) -> dict[str, Any]:
     variant, tie = VARIANTS[name], TIES[bench.settings.dtype]
     resident = load.functions if variant.resident else []
     with bench.service(f"{name}-{number}", variant.node, resident) as service:
@@ -187,7 +189,7 @@ def _row(bench: Bench, name: str, load: Load, limits: Limits, number: int) -> di
         return {"variant": name, "round": number, **asyncio.run(cell)}
 
 
-def _measured(bench: Bench, loads: Sequence[Load], limits: Limits, gap_s: float) -> dict[str, Any]:
+def _measured(bench: Bench, loads: Sequence[Load], limits: Limits, *, gap_s: float) -> dict[str, Any]:
     return {
         "bytes": sum(bench.sizes), "device_bytes": bench.device, "host_bytes": bench.host,
         "link_bytes_s": bench.link, "store_bytes_s": RATE, "store_delay_s": DELAY,
@@ -213,25 +215,42 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _compared(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of `forecast` and other variants in the same round."""
-    rounds: dict[int, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        rounds.setdefault(row["round"], {})[row["variant"]] = row
-    found: dict[str, list[float]] = {}
-    for of in rounds.values():
-        if "forecast" not in of:
-            continue
-        ours = of["forecast"]
-        known = sum(ours[f"prefetch_{kind}_bytes"] for kind in ("useful", "late", "wasted"))
-        found.setdefault("prefetch_wasted", []).append(ours["prefetch_wasted_bytes"] / max(1, known))
-        if base := of.get("ondemand"):
-            found.setdefault("goodput_over_ondemand", []).append(ours["goodput"] / base["goodput"])
-            found.setdefault("ttft_p95_over_ondemand", []).append(ours["ttft_p95_ms"] / base["ttft_p95_ms"])
-        if "eviction" in of and "oracle" in of:
-            before, best = of["eviction"]["cold_share"], of["oracle"]["cold_share"]
-            if before > best:
-                found.setdefault("share_of_oracle", []).append((before - ours["cold_share"]) / (before - best))
-    return {name: median(values) for name, values in found.items()}
+    """`forecast` beside other variants: medians of ratios in one round; cold calls of all rounds."""
+    of = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
+    ours, found = of["forecast"], {}
+    if not ours:
+        return {}
+    for figure, key in (("goodput", "goodput"), ("ttft_p95", "ttft_p95_ms")):
+        pairs = zip(ours, of["ondemand"], strict=False)
+        if ratios := [mine[key] / base[key] for mine, base in pairs if base[key]]:
+            found[f"{figure}_over_ondemand"] = median(ratios)
+    kinds = ("useful", "late", "wasted")
+    sums = {kind: sum(row[f"prefetch_{kind}_bytes"] for row in ours) for kind in kinds}
+    found["prefetch_wasted"] = sums["wasted"] / max(1, sum(sums.values()))
+    cold = {name: sum(row["cold_share"] for row in each) for name, each in of.items()}
+    if of["eviction"] and of["oracle"] and cold["eviction"] > cold["oracle"]:
+        spared = cold["eviction"] - cold["forecast"]
+        found["share_of_oracle"] = spared / (cold["eviction"] - cold["oracle"])
+    return found
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    quick, variants = options.quick, tuple(options.variants)
+    if quick and len(variants) == len(VARIANTS):
+        variants = ("ondemand", "forecast")
+    return Settings(
+        model=options.model.absolute(),
+        dtype=options.dtype,
+        adapters=6 if quick else options.adapters,
+        calls=8 if quick else options.calls,
+        rounds=1 if quick else options.rounds,
+        tokens=4 if quick else 16,
+        utilisation=options.utilisation,
+        most_prompt=64 if quick else 1024,
+        variants=variants,
+        measured=not quick,
+        seed=options.seed,
+    )
 
 
 def main() -> None:
@@ -244,24 +263,15 @@ def main() -> None:
     parser.add_argument("--utilisation", type=float, default=0.5)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     options = parser.parse_args()
-    if options.quick:
-        options.adapters, options.calls, options.rounds = 6, 8, 1
-        options.variants = options.variants if len(options.variants) < len(VARIANTS) else ["ondemand", "forecast"]
-    settings = Settings(
-        options.model.absolute(), options.dtype, options.adapters, options.calls, options.rounds,
-        4 if options.quick else 16, options.utilisation, 64 if options.quick else 1024, tuple(options.variants),
-        not options.quick, options.seed,
-    )  # fmt: skip
+    settings = _settings(options)
     before = contention_probe()
-    stated = {
-        "model": settings.model.name, "dtype": settings.dtype, "adapters": settings.adapters, "ranks": RANKS,
-        "calls": settings.calls, "rounds": settings.rounds, "tokens": settings.tokens,
-        "utilisation": settings.utilisation, "variants": settings.variants,
-    }  # fmt: skip
+    stated = asdict(settings) | {"model": settings.model.name, "ranks": RANKS, "warmup_calls": settings.calls}
+    stated |= {"oracle_leads_s": ORACLE_LEADS_S, "tie": TIES[settings.dtype], "without_top": WITHOUT_TOP}
+    stated |= {"nodes": {name: VARIANTS[name].node for name in settings.variants}}
     with tempfile.TemporaryDirectory() as root:
         for measured, rows in study(settings, Path(root)):
             probes = {"probe_before_ms": before, "probe_after_ms": contention_probe()}
-            publish(report("many", stated | measured | probes, options.seed, rows, figures_of(rows)), options.json)
+            publish(report("many", stated | measured | probes, settings.seed, rows, figures_of(rows)), options.json)
 
 
 if __name__ == "__main__":

@@ -74,12 +74,14 @@ class Load:
         return [each.at * self.gap_s for each in self.window.arrivals]
 
 
-async def measure_limits(service: HttpService, loads: Sequence[Load], long_prompt: str, ranks: Sequence[str]) -> Limits:
+async def measure_limits(
+    service: HttpService, loads: Sequence[Load], *, long_prompt: str, ranks: Sequence[str]
+) -> Limits:
     """`ranks`: a function of each rank. `long_prompt` is called with the first of them."""
     prompts, tokens = loads[0].prompts, loads[0].tokens
     async with open_session(service.key) as session, operator(service) as oracle:
         await bring_all(oracle, [*ranks, *loads[0].functions])
-        call = Caller(session, service.url, [*prompts, long_prompt], tokens)
+        call = Caller(session, service.url, [*prompts, long_prompt], max_tokens=tokens)
         longs = [await _good(call, Planned(ranks[0], long_prompt)) for _ in range(REPEATS + 1)]
         warm = []
         for prompt in prompts:
@@ -90,7 +92,7 @@ async def measure_limits(service: HttpService, loads: Sequence[Load], long_promp
             begin, planned = monotonic(), loads[0].planned[: 4 * CONCURRENCY]
             check(await closed_loop(call, planned, CONCURRENCY))
             capacity = len(planned) / (monotonic() - begin)
-        asked = Caller(session, service.url, prompts, tokens, alternatives=2)
+        asked = Caller(session, service.url, prompts, max_tokens=tokens, alternatives=2)
         alone: dict[tuple[str, int], Answer] = {}
         for each in (each for load in loads for each in load.planned):
             key = (each.model, prompts.index(each.prompt))
@@ -154,7 +156,7 @@ async def run_cell(service: HttpService, load: Load, limits: Limits, *, told: bo
     async with open_session(service.key) as session, operator(service) as oracle:
         if resident:
             await bring_all(oracle, load.functions)
-        call, due = Caller(session, service.url, load.prompts, load.tokens), load.due
+        call, due = Caller(session, service.url, load.prompts, max_tokens=load.tokens), load.due
         before = processes(service.pid)
         async with asyncio.TaskGroup() as group:
             if told:

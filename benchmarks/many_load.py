@@ -142,6 +142,7 @@ class Caller:
         session: aiohttp.ClientSession,
         url: str,
         prompts: Sequence[str],
+        *,
         max_tokens: int,
         alternatives: int | None = None,
     ) -> None:

@@ -106,7 +106,7 @@ def load(*names: int, warmup: int = 0) -> Load:
 
 async def limits_of(loads: list[Load]) -> Limits:
     async with scripted_service() as (_, service):
-        return await measure_limits(service, loads, "x", ["a1", "a2"])
+        return await measure_limits(service, loads, long_prompt="x", ranks=["a1", "a2"])
 
 
 async def cell(calls: Load, limits: Limits, told: bool, resident: bool) -> Any:
@@ -139,7 +139,7 @@ def test_wrong_texts_and_broken_streams_are_seen() -> None:
 
 async def answers() -> list[Answer]:
     async with scripted_service() as (_, service), open_session(service.key) as session:
-        call, asked = (Caller(session, service.url, ["x"], 3, alternatives=count) for count in (None, 2))
+        call, asked = (Caller(session, service.url, ["x"], max_tokens=3, alternatives=count) for count in (None, 2))
         return [
             await call(Planned("broken", "x")),
             await call(Planned("liar", "x")),
