@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks.cold_single import FORCED, INTERRUPTING_RPS, PIPELINING_RANKS
@@ -16,6 +16,7 @@ TITLES = {
 }  # fmt: skip
 FULL = ("full", "full_slowed", "full_fourfold")
 """The planner's choice, by the speed of the CPU workers."""
+MEAN_OF = ("S1", "S2", "S3")
 TIMES = ("ttft", "tpt", "e2e")
 COLUMNS = ("fast", "slowed")
 """CPU workers as fast as they are, and slowed to the papers' ratio."""
@@ -51,7 +52,20 @@ def coldstart_table(document: dict[str, Any]) -> str:
     lines = [caption(document, text)]
     for row in rows:
         lines += ["", *_setting_lines(row, document["figures"])]
-    return "\n".join([*lines, "", f"Contention probe: {_probes(document)}."])
+    return "\n".join([*lines, *_mean_lines(document), "", f"Contention probe: {_probes(document)}."])
+
+
+def _mean_lines(document: dict[str, Any]) -> list[str]:
+    """FULL's geometric means over MEAN_OF."""
+    values = {kind: full_settings(document, kind) for kind in TIMES}
+    parts = []
+    for name in FULL:
+        found = {kind: [value for (part, of), value in values[kind].items() if of == name and part in MEAN_OF]
+                 for kind in TIMES}  # fmt: skip
+        if all(len(each) == len(MEAN_OF) for each in found.values()):
+            means = ", ".join(f"{kind.upper()} {geometric_mean(each):.2f}" for kind, each in found.items())
+            parts.append(f"{TITLES.get(name, name)} {means}")
+    return ["", wrapped(f"Geometric means over {', '.join(MEAN_OF)}: {'; '.join(parts)}.")] if parts else []
 
 
 def _setting_lines(row: Row, figures: dict[str, float]) -> list[str]:

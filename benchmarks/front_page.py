@@ -44,7 +44,7 @@ def benefits(reports: Reports) -> str:
     """Six bullets of one line."""
     exact, fair = reports["exactness"]["figures"], reports["fairness"]["figures"]
     mixed = peft_ratios(reports)
-    cold = [spread(full_settings(reports["coldstart"], kind).values(), lower_is_better=True) for kind in TIMES]
+    cold = [spread(full_settings(reports["coldstart_decode"], kind).values(), lower_is_better=True) for kind in TIMES]
     times = (f"{kind.upper()} {each.median:.2f} ({each.worst:.1f})" for kind, each in zip(TIMES, cold, strict=True))
     ties = f", {exact['ties']} a tie" if exact["ties"] else ""
     return "\n".join([
@@ -65,7 +65,7 @@ def figures(reports: Reports) -> str:
     bullets = [
         *(_engine(reports[name], name) for name in ENGINE if name in reports),
         *(_serving(reports[name], name) for name in SERVE if name in reports),
-        _cold(reports["coldstart"]),
+        _cold(reports["coldstart_decode"]),
         _exact(reports["exactness"]),
         _fair(reports["fairness"]),
         _faults(reports["chaos"], reports["chaos_minute"]),
@@ -144,17 +144,12 @@ def _cold(report: dict[str, Any]) -> str:
         part, variant = max(values, key=lambda setting: values[setting])
         where = f"{part}, {WORKERS[variant]}"
         parts.append(f"{kind.upper()} {median(values.values()):.2f} (worst {values[part, variant]:.2f}: {where})")
-    of = report["figures"]
-    gains = "; ".join(
-        f"{column} workers {of[f'full_over_assist_r64_{column}']:.2f} and {of[f'full_over_assist_r128_{column}']:.2f}"
-        for column in ("fast", "slowed")
-    )
     text = (
         f"**Cold starts** against calls whose adapter is on the device, over {len(kinds['ttft'])} settings: "
         f"{', '.join(parts)}. Means of a round's calls; a simulated link and CPU workers (`node.simulate` in "
-        f"serverless.yml), {host(report)}. ASSIST's TTFT over FULL's, ranks 64 and 128: {gains}."
+        f"serverless.yml), {host(report)}."
     )
-    return _source(text, "docs/design/cold-start.md#the-ways-of-loading", "coldstart")
+    return _source(text, "docs/design/cold-start.md#decoding-before-the-adapter-is-there", "coldstart_decode")
 
 
 def _exact(report: dict[str, Any]) -> str:

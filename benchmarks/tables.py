@@ -158,6 +158,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "cost": one("forecast", cost_table),
     },
     ROOT / "docs" / "design" / "cold-start.md": {
+        "coldstart-decode": one("coldstart_decode", coldstart_table),
         "coldstart": one("coldstart", coldstart_table),
         "planning": one("coldstart", planning_table),
         "streaming": one("coldstart", streaming_table),

@@ -98,8 +98,9 @@ def test_the_gateway_counts_all_rounds() -> None:
         figures_of(report["rows"][1:-1])
 
 
-def test_cold_starts_count_every_setting_of_full() -> None:
-    report = committed()["coldstart"]
+@pytest.mark.parametrize("name", ["coldstart", "coldstart_decode"])
+def test_cold_starts_count_every_setting_of_full(name: str) -> None:
+    report = committed()[name]
     names = {name for name in report["figures"] if re.fullmatch(r"ttft_over_cached_full(_slowed|_fourfold)?_.*", name)}
     settings = {
         f"ttft_over_cached_{variant}_{part}": value for (part, variant), value in full_settings(report, "ttft").items()
