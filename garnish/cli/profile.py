@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, HostNodes, State
+
+if TYPE_CHECKING:
+    from garnish.screen import Screen
+    from node_agent.config import EngineConfig
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +31,6 @@ def profile(
     many as `garnish up --nodes` will start; a node of a local pool has its pools' share without it.
     """
     from garnish.config import load_service_file
-    from garnish.measurement import run_measurement
     from garnish.node_pools import host_nodes_of
     from garnish.screen import Screen
     from garnish.settings import node_config, resolve_base
@@ -42,10 +45,24 @@ def profile(
         host_nodes=host_nodes or host_nodes_of(service, node_id),
     ).engine
     with Screen(as_json) as screen:
-        found = run_measurement(config, screen.progress)
+        found = _measure(config, screen)
         screen.end_progress()
         screen.result(found)
         show(found, Path(config.profile or ""), screen)
+
+
+def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
+    """Measures with the GPU and the cores that a node would have. Raises FrontDoorError."""
+    from garnish.errors import FrontDoorError
+    from garnish.measurement import run_measurement
+    from node_agent.gpu.claim import claimed_gpu
+    from node_agent.gpu.devices import NoGpu
+
+    try:
+        with claimed_gpu(config) as claimed:
+            return run_measurement(claimed, screen.progress)
+    except NoGpu as error:
+        raise FrontDoorError(f"the node can't be measured: {error}") from None
 
 
 def show(found: dict[str, Any], file: Path, screen: Any) -> None:
