@@ -66,16 +66,19 @@ def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], file: Path, screen: Any) -> None:
-    _show_cold_start(found["cold_start"], screen)
+    _show_cold_start(found["cold_start"], screen, found["performance"].get("expected_link"))
     _show_performance(found["performance"], screen)
     screen.line(f"written to {file} and {file.with_suffix('.performance.json').name}")
 
 
-def _show_cold_start(found: dict[str, Any], screen: Any) -> None:
+def _show_cold_start(found: dict[str, Any], screen: Any, expected: float | None) -> None:
     layer = ", ".join(f"{tokens}: {seconds * 1e3:.2f} ms" for tokens, seconds in found["layer"])
     screen.line(f"a layer on the device, by prompt tokens: {layer}")
     link = found["link"]
-    screen.line(f"host memory to device: {link['bandwidth'] / 1e9:.2f} GB/s, latency {link['latency'] * 1e6:.0f} us")
+    of = f" of the {expected / 1e9:.2f} GB/s of its PCIe link" if expected else ""
+    screen.line(
+        f"host memory to device: {link['bandwidth'] / 1e9:.2f} GB/s{of}, latency {link['latency'] * 1e6:.0f} us"
+    )
     cpu = found["cpu"]
     if cpu is None:
         screen.line("no CPU workers")

@@ -23,6 +23,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     bus: str = ""
     """Its PCI address as /sys writes it, such as 0000:17:00.0."""
+    link: float = 0.0
+    """Bytes per second that the PCIe link to it carries; 0: not known."""
     fault: str = ""
     """Why it can't be used; empty: it can."""
 
@@ -51,6 +53,16 @@ def list_gpus(seconds: float = LONGEST_LIST_S) -> list[Gpu]:
     if isinstance(found, NvmlProblem):
         raise found
     return found
+
+
+def expected_link(uuid: str) -> float | None:
+    """Returns the bytes per second that the PCIe link to a GPU carries; None for a node without one (`uuid` is empty),
+    and where NVML does not say."""
+    try:
+        links = [gpu.link for gpu in list_gpus() if gpu.uuid == uuid] if uuid else []
+    except NvmlProblem:
+        return None
+    return (links[0] or None) if links else None
 
 
 def usable_gpus(gpus: Sequence[Gpu], devices: Sequence[int] | None, environment: Mapping[str, str]) -> list[Gpu]:
@@ -99,6 +111,6 @@ def _look(nvml: Nvml, index: int) -> Gpu:
         pci = nvml.ask("nvmlDeviceGetPciInfo", handle)
         facts = read_errors(nvml, handle, read_identity(nvml, handle, gpu.uuid))
         bus = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0" if pci is not None else ""
-        return Gpu(index=index, uuid=gpu.uuid, name=facts.name, bus=bus, fault=facts.fault)
+        return Gpu(index=index, uuid=gpu.uuid, name=facts.name, bus=bus, link=facts.link, fault=facts.fault)
     except GpuFailed as failure:
         return msgspec.structs.replace(gpu, fault=f"it is lost ({failure})")

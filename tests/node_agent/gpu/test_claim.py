@@ -15,7 +15,7 @@ import pytest
 from node_agent.config import EngineConfig
 from node_agent.gpu import claim as claims
 from node_agent.gpu.claim import claimed_gpu, node_gpus
-from node_agent.gpu.devices import NoGpu, list_gpus
+from node_agent.gpu.devices import NoGpu, expected_link, list_gpus
 from node_agent.gpu.nvml import NvmlProblem
 from tests.node_agent.gpu.conftest import MakeNvml
 from tests.node_agent.gpu.fake_nvml import FakeNvml
@@ -143,6 +143,16 @@ def test_nvml_that_hangs_is_given_up(three: FakeNvml) -> None:
     three.set("nvmlInitWithFlags", hangs=True)
     with pytest.raises(NvmlProblem, match="has not answered"):
         list_gpus(0.05)
+
+
+def test_what_the_link_to_a_gpu_should_carry(three: FakeNvml) -> None:
+    assert expected_link("GPU-1") is None, "NVML does not say"
+    three.set("nvmlDeviceGetMaxPcieLinkGeneration", value=5)
+    three.set("nvmlDeviceGetMaxPcieLinkWidth", value=8)
+    assert expected_link("GPU-1") == 31_507_692_308.0
+    assert expected_link("") is None and expected_link("GPU-7") is None
+    three.set("nvmlInitWithFlags", code=999)
+    assert expected_link("GPU-1") is None
 
 
 def test_a_host_without_nvml_has_cpu_nodes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
