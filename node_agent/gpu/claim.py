@@ -36,17 +36,18 @@ log = logging.getLogger(__name__)
 def node_gpus(device: str, devices: Sequence[int] | None, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Returns the GPUs that nodes of this host may have; none on a host without, where the device is the CPU, and where
     NVML does not work: who watches over the GPUs is away then, they may be there. Raises NoGpu."""
-    return usable_gpus(found, devices, environment) if (found := _listed(device)) else []
+    return usable_gpus(found, devices, environment) if (found := _listed(device)) is not None else []
 
 
-def _listed(device: str) -> list[Gpu]:
+def _listed(device: str) -> list[Gpu] | None:
+    """Returns None where no GPU can be claimed: for the CPU, and where NVML does not work."""
     if device == "cpu":
-        return []
+        return None
     try:
         return list_gpus()
     except NvmlProblem as problem:
         log.warning("GPUs can't be listed, and none is claimed", extra={"reason": str(problem)})
-        return []
+        return None
 
 
 @contextlib.contextmanager
@@ -54,15 +55,16 @@ def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]
     """The settings with the first free GPU of `node_gpus`, which is nobody else's meanwhile. This process, and those
     that it starts, see that GPU alone and stay on cores near it. Without a GPU nothing changes. Raises NoGpu."""
     found = _listed(config.device)
-    gpus = usable_gpus(found, config.devices, os.environ) if found else []
-    if not gpus:
+    gpus = usable_gpus(found, config.devices, os.environ) if found is not None else []
+    if found is None or not gpus:
         yield config
         return
     gpu, claim = _claim_first(gpus)
     allowed, environment = os.sched_getaffinity(0), dict(os.environ)
     sharing = usable_gpus(found, config.devices, {})  # nodes elsewhere may see others of them
-    cores = share_cores(sharing, allowed, max(1, usable_cores() // len(sharing)), sys)[gpu.uuid]
-    host_nodes = 1 if len(cores) * len(sharing) <= len(allowed) else len(sharing)
+    shares = share_cores(sharing, allowed, max(1, usable_cores() // len(sharing)), sys)
+    cores = shares[gpu.uuid]
+    host_nodes = sum(1 for others in shares.values() if others & cores)
     with claim:
         log.info("GPU claimed", extra={"gpu": gpu.uuid, "index": gpu.index, "cores": sorted(cores)})
         os.environ |= {VISIBLE: gpu.uuid, ORDER: "PCI_BUS_ID"}

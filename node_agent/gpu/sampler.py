@@ -92,18 +92,19 @@ class Sampler:
     def _watch(self, nvml: Nvml) -> None:
         """Samples until `close`. Raises GpuFailed, or NvmlProblem where it can't begin."""
         handle = _handle(nvml, self._uuid)
-        facts = self._facts() if self._latest is not None else read_identity(nvml, handle, self._uuid)
+        facts, load = read_identity(nvml, handle, self._uuid), None
         events = _xid_events(nvml, handle)
         while not self._stop.is_set():
             self._since = self._clock()
             facts = read_errors(nvml, handle, facts)
-            self._latest = Sample(facts)
-            self._latest = Sample(facts, read_load(nvml, handle))
+            self._latest = Sample(facts, load)  # what is known when the next line fails
+            load = read_load(nvml, handle)
+            self._latest = Sample(facts, load)
             self._since = None
             xid = self._wait(nvml, events)
             if xid is not None:
                 facts = with_xid(facts, xid)
-                self._latest = Sample(facts, self._latest.load)
+                self._latest = Sample(facts, load)
 
     def _wait(self, nvml: Nvml, events: Any) -> int | None:
         """Waits for an Xid error, until the next sample is due. Returns its number, or None if there was none. Raises

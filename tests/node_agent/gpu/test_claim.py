@@ -160,3 +160,5 @@ def test_a_host_without_nvml_has_cpu_nodes(monkeypatch: pytest.MonkeyPatch, capl
     with claimed_gpu(CONFIG) as config:
         assert config is CONFIG
     assert not caplog.records
+    with pytest.raises(NoGpu, match=r"there is no GPU 1 on this host; it has 0"):
+        node_gpus("auto", (1,))

@@ -11,6 +11,7 @@ import pynvml
 import pytest
 
 from cluster.gpu import GpuFacts, GpuLoad
+from node_agent.gpu import sampler as sampler_module
 from node_agent.gpu.reading import FATAL_XIDS
 from node_agent.gpu.sampler import LONGEST_CALL_S, Sample, Sampler
 from tests.node_agent.gpu.conftest import MakeNvml
@@ -146,11 +147,18 @@ def test_a_call_that_fails_is_said_and_costs_its_value_alone(make_nvml: MakeNvml
 
 
 @pytest.mark.parametrize("name", ["nvmlInitWithFlags", "nvmlDeviceGetHandleByUUID"])
-def test_nvml_that_can_t_be_used_is_said(make_nvml: MakeNvml, start: Start, name: str) -> None:
+def test_nvml_that_can_t_be_used_is_said_and_tried_again(
+    make_nvml: MakeNvml, start: Start, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as a library of another version than the driver's."""
-    values(make_nvml()).set(name, code=18)
-    facts = sample_where(start(), lambda s: bool(s.facts.problem)).facts
+    monkeypatch.setattr(sampler_module, "RETRY_S", 0.02)
+    fake = values(make_nvml())
+    fake.set(name, code=18)
+    started = start()
+    facts = sample_where(started, lambda s: bool(s.facts.problem)).facts
     assert "mismatch" in facts.problem and not facts.fault
+    fake.set(name)
+    assert sample_where(started, whole) == Sample(FACTS, LOAD)
 
 
 @pytest.mark.parametrize("code", [15, 16], ids=["lost", "reset required"])
