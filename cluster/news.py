@@ -11,6 +11,7 @@ from typing import Literal, TypedDict
 
 import msgspec
 
+from cluster.gpu import GpuFacts, GpuLoad
 from cluster.messages import PROTOCOL_VERSION
 from cluster.performance_model import PerformanceModel
 from cluster.received import Received
@@ -100,6 +101,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Those that were still to come when it was called."""
     prefetch_wasted_bytes: int = 0
     """Those of adapters that went, or were no longer wanted, before they were called."""
+    gpu_load: GpuLoad | None = None
+    """None: it has no GPU, or knows nothing of it."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -132,6 +135,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """CPU LoRA workers that help cold calls; None: not reported."""
     cpu_workers_reason: str = ""
     """Why so many."""
+    gpu: GpuFacts | None = None
+    """None: it has no GPU, or knows nothing of it."""
 
 
 class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
@@ -155,6 +160,7 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     accepts: int = PROTOCOL_VERSION
     cpu_workers: int | None = None
     cpu_workers_reason: str = ""
+    gpu: GpuFacts | None = None
 
 
 def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:

@@ -40,6 +40,8 @@ class PerformanceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     exposed_share: float
     paper: tuple[PaperForm, ...] = ()
     """Toppings' two-parameter forms on its grid, where that was measured"""
+    expected_link: float | None = None
+    """bytes per second that the PCIe link to the device carries, of which `to_device` was measured; None: not known"""
     thorough: bool = False
     """by `garnish profile`; otherwise by the node itself, while it was idle"""
     version: int = MODEL_VERSION

@@ -44,7 +44,16 @@ def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
         raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {heartbeat.state[:60]!r}")
     if len(heartbeat.received.came) > WINDOW // 8:
         raise BadRecord(f"received: expected at most {WINDOW // 8} bytes")
-    for whose, part in (("", heartbeat), ("", facts), ("strict.", heartbeat.strict), ("received.", heartbeat.received)):
+    gpu = facts.gpu if facts is not None else None
+    parts: tuple[tuple[str, msgspec.Struct | None], ...] = (
+        ("", heartbeat),
+        ("strict.", heartbeat.strict),
+        ("received.", heartbeat.received),
+        ("gpu_load.", heartbeat.gpu_load),
+        ("", facts),
+        ("gpu.", gpu),
+    )
+    for whose, part in parts:
         for field, value in msgspec.structs.asdict(part).items() if part is not None else ():
             if isinstance(value, int) and not 0 <= value <= MOST:
                 raise BadRecord(f"{whose}{field}: {value} is below 0 or above 2^53")

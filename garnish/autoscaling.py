@@ -27,7 +27,7 @@ from infra.autoscale.local import LocalDriver
 from infra.autoscale.rounds import Autoscaler, Away, Decided, Picture, Scaled, View
 from infra.autoscale.sizing import Load, Targets
 from infra.errors import Interrupted
-from infra.instances import gpus_of
+from infra.instances import devices_of
 from infra.stack import check_stack
 
 INTERVAL = 2.0
@@ -169,13 +169,16 @@ def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
 
     assert service.infra.aws is not None
     host = ThisHost(service.file, state)
-    return NotedDriver(AwsDriver(service.service, service.infra.aws.region), host.directory, host.stated)
+    driver = AwsDriver(service.service, service.infra.aws.region, failed=host.failed)
+    return NotedDriver(driver, host.directory, host.stated)
 
 
 def _nodes_each(service: ServiceFile, name: str) -> int:
-    """Nodes that the pool's driver counts as one: an instance has a node per GPU."""
-    pool = service.node_pools[name]
-    return gpus_of(pool.instance_type or "", f"node_pools.{name}").count if pool.backend == "aws" else 1
+    """Nodes that the pool's driver counts as one: an instance has a node for each GPU that nodes may have."""
+    pool, devices = service.node_pools[name], service.node.devices
+    if pool.backend != "aws":
+        return 1
+    return len(devices_of(pool.instance_type or "", None if devices == "all" else devices, f"node_pools.{name}"))
 
 
 @contextmanager

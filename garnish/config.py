@@ -248,6 +248,7 @@ def _check_together(document: Document, loaded: ServiceFile) -> None:
         )
     if loaded.node.device == "cuda" and loaded.node.simulate != Simulate():
         raise document.error(("node", "simulate"), "a simulated link is for a node without a GPU, and device is cuda")
+    _check_devices(document, loaded.node)
     for name, pool in loaded.node_pools.items():
         if not pool.min <= pool.desired <= pool.max:
             raise document.error(("node_pools", name), "expected min <= desired <= max")
@@ -264,6 +265,15 @@ def _check_together(document: Document, loaded: ServiceFile) -> None:
             raise document.error((*path, "tenant"), f"unknown tenant; expected one of {', '.join(tenants)}")
         if function.alias is not None and not is_alias(function.alias):
             raise document.error((*path, "alias"), "expected a name that is not all digits")
+
+
+def _check_devices(document: Document, node: Node) -> None:
+    if node.devices == "all":
+        return
+    if node.device == "cpu":
+        raise document.error(("node", "devices"), "these are GPUs, and device is cpu: leave the key out")
+    if len(set(node.devices)) < len(node.devices):
+        raise document.error(("node", "devices"), "a GPU is named twice: it takes one node")
 
 
 def tenant_names(loaded: ServiceFile) -> tuple[str, ...]:

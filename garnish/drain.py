@@ -73,5 +73,10 @@ def undrain(client: Client, nodes: Iterable[str]) -> None:
         return
 
 
+def gpu_fault(node: NodeItem) -> str:
+    """Returns why the node's GPU can't be used any more; empty where it can."""
+    return str((node.record.get("gpu") or {}).get("fault", ""))
+
+
 def open_requests(node: NodeItem) -> int:
     return int(node.record["running"]) + int(node.record["queued"]) + node.reserved

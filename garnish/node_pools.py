@@ -119,6 +119,7 @@ def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
         image_parameter=aws.image_parameter,
         model_source=aws.model_source,
         node_file=node_file(service, state),
+        devices=None if service.node.devices == "all" else tuple(service.node.devices),
         volume_gib=aws.volume_gib,
         target_group_arns=tuple(aws.target_group_arns),
         tags=tuple(sorted(aws.tags.items())),

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from garnish.config import ServiceFile, load_service_file
-from garnish.drain import drain, known_nodes, undrain
+from garnish.drain import drain, gpu_fault, known_nodes, undrain
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import check_memory, infra_directory, stack_of
 from garnish.operate import admin_client
 from garnish.pool_node import STOP_SECONDS
 from garnish.pool_status import PoolStatus, Seen, is_instance, pool_statuses, size_told
+from gateway.routes.nodes import NodeItem
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
 from infra.errors import InfraError, StalePlan, StateLocked, Unchanged
@@ -28,6 +29,7 @@ from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, loca
 DRAIN_SECONDS = 600.0
 """Calls that are still open then get the node's own time to end, at TERM."""
 DEAD = "its process has died"
+FAILED = "its GPU has failed"
 STRAY = "no state holds it"
 Tell = Callable[[str], None]
 Apply = Callable[[Callable[[Event], None]], None]
@@ -73,8 +75,8 @@ class Provision:
             return note
 
     def resize(self, tell: Tell) -> None:
-        """Makes the local nodes as many as the stack says, replaces the dead ones, and does nothing else; for the
-        autoscaler.
+        """Makes the local nodes as many as the stack says, replaces those that are dead or whose GPU has failed, and
+        does nothing else; for the autoscaler.
 
         Raises Unchanged when the plan would also carry out a change that nobody has looked at, or when there can be no
         plan; InfraError when carrying it out fails.
@@ -123,7 +125,8 @@ class Provision:
         held = local_nodes(values)
         alive = {key.node for key in self._running(held)}
         applied = outputs(values, "pools") or {}
-        return pool_statuses(self.stack, Seen(applied, held, tainted_nodes(values), alive, self._seen_nodes()))
+        states = {name: _state_told(node) for name, node in self._seen_nodes().items()}
+        return pool_statuses(self.stack, Seen(applied, held, tainted_nodes(values), alive, states))
 
     def sizes_told(self) -> list[str]:
         """Returns one line per pool whose size the autoscaler has set: the plan keeps that size."""
@@ -131,10 +134,13 @@ class Provision:
         return [f"{line}; the plan keeps that, until `desired` is edited" for line in told]
 
     def _dead(self, held: Mapping[str, str]) -> dict[str, str]:
-        """Addresses of nodes in the state that should go on but whose process has ended."""
+        """Addresses of nodes in the state that should go on but whose process has ended, or whose GPU has failed; with
+        what became of them."""
         alive = {key.node for key in self._running(held)}
+        failed = {node for node, known in self._seen_nodes().items() if gpu_fault(known)} if alive else set()
         wanted = set(declared_nodes(self.stack))
-        return {address: DEAD for node, address in held.items() if node in wanted and node not in alive}
+        gone = {node: DEAD if node not in alive else FAILED for node in wanted if node not in alive or node in failed}
+        return {address: gone[node] for node, address in held.items() if node in gone}
 
     def _running(self, nodes: Iterable[str]) -> list[NodeKey]:
         keys = [
@@ -216,11 +222,11 @@ class Provision:
             name for name, known in made.items() if known["backend"] == "aws"
         }
 
-    def _seen_nodes(self) -> dict[str, str]:
-        """States by node; empty where the gateway can't be asked."""
+    def _seen_nodes(self) -> dict[str, NodeItem]:
+        """The nodes as the gateway sees them; empty where it can't be asked."""
         try:
             with admin_client(self.state) as client:
-                return {name: str(node.record["state"]) for name, node in known_nodes(client).items()}
+                return known_nodes(client)
         except GarnishError:
             return {}
 
@@ -315,11 +321,15 @@ def _name_in(event: dict[str, Any]) -> str:
     return str(resource.get("resource_key") or resource.get("addr", ""))
 
 
+def _state_told(node: NodeItem) -> str:
+    return f"{node.record['state']} ({FAILED})" if gpu_fault(node) else str(node.record["state"])
+
+
 def _of_size(change: Change) -> bool:
-    """Whether it only makes or ends nodes of local pools, by their number or because they have died."""
+    """Whether it only makes or ends nodes of local pools, by their number or because they, or their GPU, have died."""
     if "terraform_data.node[" not in change.address:
         return False
-    return change.action == "create" or change.reason in (DEAD, REASONS["delete_because_each_key"])
+    return change.action == "create" or change.reason in (DEAD, FAILED, REASONS["delete_because_each_key"])
 
 
 def _is_of(node: str, pools: Iterable[str]) -> bool:

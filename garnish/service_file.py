@@ -35,6 +35,11 @@ class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
 
 
+MOST_GPUS = 64
+"""Of one host."""
+Devices = Annotated[list[Annotated[int, Meta(ge=0, lt=MOST_GPUS)]], Meta(min_length=1, max_length=MOST_GPUS)]
+
+
 class DiskCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Text | None = None
     bytes: int | None = None
@@ -42,6 +47,7 @@ class DiskCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: Literal["all"] | Devices = "all"
     runner: Text = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     adapter_memory: int | None = None

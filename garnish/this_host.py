@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from garnish.config import load_service_file
-from garnish.drain import GONE, known_nodes, open_requests
+from garnish.drain import GONE, gpu_fault, known_nodes, open_requests
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import infra_directory, stack_of
 from garnish.operate import admin_client, drain_call
@@ -45,7 +45,14 @@ class ThisHost:
             for pool in stack.local_pools
             for node in node_ids(pool.name, pool.max)
         ]
-        return {key.node for key in running_nodes(self._state, stack.service, keys)}
+        running = {key.node for key in running_nodes(self._state, stack.service, keys)}
+        return running - self.failed() if running else running
+
+    def failed(self) -> set[str]:
+        """Ids of the nodes, of any pool, whose GPU has failed and whose last request has ended."""
+        with _told(), admin_client(self._state) as client:
+            nodes = known_nodes(client).items()
+        return {name for name, node in nodes if gpu_fault(node) and not open_requests(node)}
 
     def open_requests(self) -> Mapping[str, int]:
         with _told(), admin_client(self._state) as client:

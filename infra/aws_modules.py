@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from infra.errors import InfraError
-from infra.instances import gpus_of
+from infra.instances import devices_of
 from infra.stack import AwsHost, Pool, RegistryBucket, Stack, module_name
 from infra.text import literal
 
@@ -42,7 +42,7 @@ def _pool(stack: Stack, pool: Pool, host: AwsHost, registry: RegistryBucket) -> 
         "service": stack.service,
         "pool": pool.name,
         "instance_type": kind,
-        "gpus": gpus_of(kind, f"node_pools.{pool.name}.instance_type").count,
+        "devices": devices_of(kind, host.devices, f"node_pools.{pool.name}.instance_type"),
         "min": pool.min,
         "desired": pool.desired,
         "max": pool.max,

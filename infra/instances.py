@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -39,6 +40,17 @@ INSTANCE_TYPES: dict[str, Gpus] = {
     for family, ((name, mib), sizes) in _FAMILIES.items()
     for size, count in sizes.items()
 }
+
+
+def devices_of(instance_type: str, devices: Sequence[int] | None, field: str) -> list[int]:
+    """Returns the GPUs of an instance that get a node: `devices`, or all of them if that is None. Raises InfraError for
+    one that the type does not have."""
+    count = gpus_of(instance_type, field).count
+    if devices is None:
+        return list(range(count))
+    if max(devices) >= count:
+        raise InfraError(f"node.devices: there is no GPU {max(devices)} on {instance_type}, which has {count}")
+    return sorted(devices)
 
 
 def gpus_of(instance_type: str, field: str) -> Gpus:

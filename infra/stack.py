@@ -59,6 +59,8 @@ class AwsHost(msgspec.Struct, frozen=True, kw_only=True):
     """The base model: an s3:// address, copied to the instance's own disk before the node starts."""
     node_file: str
     """The service file of a node, as JSON text: the keys that a node reads, without tenants and functions."""
+    devices: tuple[int, ...] | None = None
+    """GPUs of an instance that get a node; None: all."""
     volume_gib: int = 100
     tags: tuple[tuple[str, str], ...] = ()
     target_group_arns: tuple[str, ...] = ()

@@ -31,6 +31,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Directory, or s3:// URL, of the object store."""
     device: str = "auto"
     """auto, cpu or cuda"""
+    devices: tuple[int, ...] | None = None
+    """GPUs of this host that nodes may have, as NVML counts them; None: all."""
+    gpu: str = ""
+    """UUID of the GPU that the node has for itself, once its supervisor has claimed one; empty: it has none."""
     runner: str = "auto"
     """auto, or one of RUNNERS"""
     dtype: str = "auto"

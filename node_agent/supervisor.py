@@ -22,6 +22,8 @@ from cluster.logs import set_up_logging
 from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
 from node_agent.cores import SPIN_LIMIT
 from node_agent.exit_note import clear_exit, write_exit
+from node_agent.gpu.claim import claimed_gpu
+from node_agent.gpu.devices import NoGpu
 from node_agent.heartbeat import NAME, Watch
 
 FIRST_BACKOFF = 0.2
@@ -39,11 +41,22 @@ log = logging.getLogger(__name__)
 
 
 def run(config: NodeConfig) -> int:
-    """Run the node until TERM or INT, then stop both processes. Returns the exit code, 0.
+    """Run the node until TERM or INT, then stop both processes. Returns the exit code: 0, or 1 when the node can't have
+    the GPU that it was to have.
 
     Must be called on the main thread, whose signal handlers it borrows. Raises OSError when `run_dir` can't be made.
     """
     set_up_logging("supervisor")
+    try:
+        with claimed_gpu(config.engine) as engine:
+            _run_processes(msgspec.structs.replace(config, engine=engine))
+    except NoGpu as error:
+        log.error("node can't start", extra={"reason": str(error)})
+        return 1
+    return 0
+
+
+def _run_processes(config: NodeConfig) -> None:
     run_dir = Path(config.run_dir).absolute()
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     run_dir.chmod(0o700)
@@ -65,7 +78,6 @@ def run(config: NodeConfig) -> int:
                 signals.wait(_tend(children))
         finally:
             stop(children, signals, config.stop_seconds + STOP_SLACK)
-    return 0
 
 
 class Child:

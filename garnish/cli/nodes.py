@@ -61,21 +61,42 @@ def list_nodes(
     for row, node in zip(rows, found.nodes, strict=True):
         row.insert(5, observed_over_forecast(node.record))
         row.insert(6, str(node.record.get("cpu_workers", "-")))
-    screen.table(
-        [
-            Column("ID", least=16),
-            Column("STATE"),
-            Column("RUNNING", number=True),
-            Column("QUEUED", number=True),
-            Column("KV FREE", number=True),
-            Column("OBSERVED/FORECAST", spare=1),
-            Column("CPU WORKERS", number=True, spare=1),
-            Column("URL", spare=2),
-            Column("ERROR", least=20),
-        ],
-        rows,
-    )
+    columns = [
+        Column("ID", least=16),
+        Column("STATE"),
+        Column("RUNNING", number=True),
+        Column("QUEUED", number=True),
+        Column("KV FREE", number=True),
+        Column("OBSERVED/FORECAST", spare=1),
+        Column("CPU WORKERS", number=True, spare=1),
+        Column("URL", spare=2),
+        Column("ERROR", least=20),
+    ]
+    if any(node.record.get("gpu") for node in found.nodes):
+        columns.insert(7, Column("GPU", spare=1))
+        for row, node in zip(rows, found.nodes, strict=True):
+            row.insert(7, gpu_shown(node.record))
+    screen.table(columns, rows)
     screen.result(found)
+
+
+def gpu_shown(record: Mapping[str, Any]) -> str:
+    """Returns the GPU of a node and how it is, as far as that is reported: `0 L4, 5.0 GiB of 24.0 GiB, 87 %, 43 C`."""
+    from garnish.sizes import shown_bytes
+
+    gpu, load = record.get("gpu"), record.get("gpu_load") or {}
+    if not gpu:
+        return "-"
+    parts = [f"{gpu.get('index', '')} {gpu.get('name', '')}".strip() or gpu["uuid"]]
+    if load.get("memory_used") is not None:
+        parts.append(f"{shown_bytes(load['memory_used'])} of {shown_bytes(gpu.get('memory', 0))}")
+    if load.get("utilisation") is not None:
+        parts.append(f"{load['utilisation']} %")
+    if load.get("temperature") is not None:
+        parts.append(f"{load['temperature']} C")
+    parts += load.get("throttled", ())
+    parts += [text for text in ("slow link" if gpu.get("slow_link") else "", gpu.get("problem", "")) if text]
+    return ", ".join(parts)
 
 
 def observed_over_forecast(record: Mapping[str, Any]) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, HostNodes, State
+
+if TYPE_CHECKING:
+    from garnish.screen import Screen
+    from node_agent.config import EngineConfig
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +31,6 @@ def profile(
     many as `garnish up --nodes` will start; a node of a local pool has its pools' share without it.
     """
     from garnish.config import load_service_file
-    from garnish.measurement import run_measurement
     from garnish.node_pools import host_nodes_of
     from garnish.screen import Screen
     from garnish.settings import node_config, resolve_base
@@ -42,23 +45,40 @@ def profile(
         host_nodes=host_nodes or host_nodes_of(service, node_id),
     ).engine
     with Screen(as_json) as screen:
-        found = run_measurement(config, screen.progress)
+        found = _measure(config, screen)
         screen.end_progress()
         screen.result(found)
         show(found, Path(config.profile or ""), screen)
 
 
+def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
+    """Measures with the GPU and the cores that a node would have. Raises FrontDoorError."""
+    from garnish.errors import FrontDoorError
+    from garnish.measurement import run_measurement
+    from node_agent.gpu.claim import claimed_gpu
+    from node_agent.gpu.devices import NoGpu
+
+    try:
+        with claimed_gpu(config) as claimed:
+            return run_measurement(claimed, screen.progress)
+    except NoGpu as error:
+        raise FrontDoorError(f"the node can't be measured: {error}") from None
+
+
 def show(found: dict[str, Any], file: Path, screen: Any) -> None:
-    _show_cold_start(found["cold_start"], screen)
+    _show_cold_start(found["cold_start"], screen, found["performance"].get("expected_link"))
     _show_performance(found["performance"], screen)
     screen.line(f"written to {file} and {file.with_suffix('.performance.json').name}")
 
 
-def _show_cold_start(found: dict[str, Any], screen: Any) -> None:
+def _show_cold_start(found: dict[str, Any], screen: Any, expected: float | None) -> None:
     layer = ", ".join(f"{tokens}: {seconds * 1e3:.2f} ms" for tokens, seconds in found["layer"])
     screen.line(f"a layer on the device, by prompt tokens: {layer}")
     link = found["link"]
-    screen.line(f"host memory to device: {link['bandwidth'] / 1e9:.2f} GB/s, latency {link['latency'] * 1e6:.0f} us")
+    of = f" of the {expected / 1e9:.2f} GB/s of its PCIe link" if expected else ""
+    screen.line(
+        f"host memory to device: {link['bandwidth'] / 1e9:.2f} GB/s{of}, latency {link['latency'] * 1e6:.0f} us"
+    )
     cpu = found["cpu"]
     if cpu is None:
         screen.line("no CPU workers")

@@ -25,7 +25,9 @@ def up(
     state: State = DEFAULT_STATE,
     host: Host = None,
     port: Port = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=64, help="Nodes on this host.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, max=64, help="Nodes on this host (default: one per GPU, or one).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve on this host until Ctrl-C: a gateway, its nodes and the functions of the service file."""

@@ -42,6 +42,8 @@ from garnish.settings import (
 )
 from gateway.config import GatewayConfig
 from node_agent.config import NodeConfig
+from node_agent.gpu.claim import node_gpus
+from node_agent.gpu.devices import NoGpu
 
 MAX_NODES = 64
 
@@ -51,7 +53,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     state: Path
     host: str | None = None
     port: int | None = None
-    nodes: int = 1
+    nodes: int | None = None
+    """None: one for each GPU, or one where there is none."""
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -109,6 +112,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     folders = _adapter_folders(service)
     check_port(gateway.host, gateway.port)
     check_shared(gateway)
+    count = node_count(service, options.nodes)
     credentials, new_keys = make_keys(service, state, url)
     return Prepared(
         service=service,
@@ -117,13 +121,26 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
         url=url,
         gateway=gateway,
         nodes=tuple(
-            node_config(service, base, state, node_id=f"node-{number}", gateway_url=url, host_nodes=options.nodes)
-            for number in range(1, options.nodes + 1)
+            node_config(service, base, state, node_id=f"node-{number}", gateway_url=url, host_nodes=count)
+            for number in range(1, count + 1)
         ),
         credentials=credentials,
         new_keys=new_keys,
         deployments=tuple(_deployments(service, folders, credentials)),
     )
+
+
+def node_count(service: ServiceFile, asked: int | None) -> int:
+    """Returns how many nodes this host gets: one for each GPU that nodes may have, or as many as are `asked` for. On a
+    host without GPUs that may be any number, and is one if None. Raises StartError."""
+    devices = service.node.devices
+    try:
+        gpus = len(node_gpus(service.node.device, None if devices == "all" else devices))
+    except NoGpu as error:
+        raise StartError(str(error)) from None
+    if asked is not None and 0 < gpus < asked:
+        raise StartError(f"--nodes {asked}: nodes may have {gpus} GPUs of this host, and a GPU takes one node")
+    return asked or gpus or 1
 
 
 def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dict[str, str]]:

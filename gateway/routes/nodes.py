@@ -13,6 +13,7 @@ from starlette.responses import Response
 from adapters.artifact import artifact_key
 from adapters.errors import NotFound
 from cluster.errors import ServiceError
+from cluster.gpu import GpuLoad, throttle_reasons
 from cluster.messages import Adapter
 from cluster.news import NodeRecord
 from cluster.record_check import BadRecord
@@ -214,8 +215,9 @@ async def _named(services: Services, request: Request, ref: AdapterRef) -> Adapt
 def _item(services: Services, node: NodeView) -> NodeItem:
     record = node.record
     strict = msgspec.structs.asdict(record.strict) if record.strict is not None else None
+    load = _gpu_load(record.gpu_load) if record.gpu_load is not None else None
     residents = [msgspec.structs.asdict(resident) for resident in node.residents.values()]
-    told = {**msgspec.to_builtins(record), "strict": strict, "residents": residents}
+    told = {**msgspec.to_builtins(record), "strict": strict, "gpu_load": load, "residents": residents}
     told.pop("received", None)
     return NodeItem(
         record=told,
@@ -223,6 +225,10 @@ def _item(services: Services, node: NodeView) -> NodeItem:
         age=round(node.age, 3),
         circuit=services.dispatcher.client.breakers.circuit(record.id, record.epoch),
     )
+
+
+def _gpu_load(load: GpuLoad) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(load), "throttled": throttle_reasons(load.throttled or 0)}
 
 
 def _adapter(state: AdapterState) -> NodeAdapter:

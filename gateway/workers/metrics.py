@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from cluster.messages import ColdStart
 from cluster.node_book import NodeView
 from gateway.workers.attainment import PROMISES, WINDOWS, Kept, Promise
+from gateway.workers.gpu_metrics import gpu_metrics
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -164,7 +165,8 @@ class Metrics:
         if MULTIPROCESS in os.environ:
             counted = CollectorRegistry()
             MultiProcessCollector(counted)  # type: ignore[no-untyped-call]
-        told.register(_Told([*_of_nodes(views, stale or 0.0), *_residency(views), self._of_promises(attained or {})]))
+        of_nodes = [*_of_nodes(views, stale or 0.0), *_residency(views), *gpu_metrics(views)]
+        told.register(_Told([*of_nodes, self._of_promises(attained or {})]))
         return generate_latest(counted) + generate_latest(told)
 
     def _of_promises(self, attained: Mapping[str, list[Kept]]) -> Metric:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import boto3
@@ -28,8 +29,15 @@ LIVE = frozenset({"Pending", "Pending:Wait", "Pending:Proceed", "InService"})
 class AwsDriver:
     """The groups are those of the module aws_pool: SERVICE-POOL. Raises InfraError where AWS can't be asked at all."""
 
-    def __init__(self, service: str, region: str, endpoint_url: str | None = None) -> None:
-        self._service = service
+    def __init__(
+        self,
+        service: str,
+        region: str,
+        endpoint_url: str | None = None,
+        failed: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        """`failed` returns the ids of nodes whose GPU has failed; they are called POOL-INSTANCE-GPU."""
+        self._service, self._failed = service, failed
         try:
             self._client: Any = boto3.client(
                 "autoscaling", region_name=region, endpoint_url=endpoint_url, config=TIMEOUTS
@@ -40,12 +48,23 @@ class AwsDriver:
     def size(self, pool: str) -> PoolSize:
         group = self._group(pool)
         live = sum(instance["LifecycleState"] in LIVE for instance in group["Instances"])
-        return PoolSize(min=group["MinSize"], desired=group["DesiredCapacity"], max=group["MaxSize"], live=live)
+        return PoolSize(
+            min=group["MinSize"],
+            desired=group["DesiredCapacity"],
+            max=group["MaxSize"],
+            live=live,
+            settled=not self._broken(pool, group),
+        )
 
     def set_desired(self, pool: str, size: int) -> None:
-        """AWS checks the bounds too, but not every server that speaks its language does."""
+        """AWS checks the bounds too, but not every server that speaks its language does. Instances with a GPU that has
+        failed are called unhealthy: the group replaces them, and drains their other nodes before."""
         known = self.size(pool)
         check_bounds(pool, size, known)
+        for instance in [] if known.settled else self._broken(pool, self._group(pool)):
+            self._call(
+                "set_instance_health", InstanceId=instance, HealthStatus="Unhealthy", ShouldRespectGracePeriod=False
+            )
         if known.desired != size:
             self._call(
                 "set_desired_capacity",
@@ -53,6 +72,13 @@ class AwsDriver:
                 DesiredCapacity=size,
                 HonorCooldown=False,  # our own windows steady the size
             )
+
+    def _broken(self, pool: str, group: dict[str, Any]) -> list[str]:
+        """Ids of the instances with a failed GPU that the group takes for healthy."""
+        serving = [instance for instance in group["Instances"] if instance["LifecycleState"] == "InService"]
+        healthy = [str(instance["InstanceId"]) for instance in serving if instance.get("HealthStatus") == "Healthy"]
+        failed = self._failed() if healthy else ()
+        return [name for name in healthy if any(node.startswith(f"{pool}-{name}-") for node in failed)]
 
     def _group(self, pool: str) -> dict[str, Any]:
         name = self._name(pool)

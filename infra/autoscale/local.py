@@ -31,7 +31,7 @@ class Host(Protocol):
         ...
 
     def running(self) -> Collection[str]:
-        """Ids of the nodes whose process lives."""
+        """Ids of the nodes whose process lives and whose GPU, if they have one, can be used."""
         ...
 
     def open_requests(self) -> Mapping[str, int]:

@@ -34,6 +34,8 @@ from node_agent.api.request import read_limits
 from node_agent.api.requests import RequestRegistry
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import ApiProcessConfig, NodeConfig
+from node_agent.gpu.sampler import Sampler
+from node_agent.gpu.watch import GpuWatch
 from node_agent.heartbeat import NAME
 
 NOTICE_SECONDS = 0.3
@@ -158,7 +160,8 @@ async def serve(config: ApiProcessConfig) -> None:
     node = config.node
     secret = read_secret(Path(node.secret_file))
     listener = listen(node.host, node.port)
-    registry = RequestRegistry(node, read_limits(Path(node.engine.model_dir)))
+    sampler = Sampler(node.engine.gpu) if node.engine.gpu else None
+    registry = RequestRegistry(node, read_limits(Path(node.engine.model_dir)), gpu=GpuWatch(sampler))
     registry.url = url_of(listener, node.gateway_url)
     server = _Server(
         uvicorn.Config(
@@ -174,7 +177,13 @@ async def serve(config: ApiProcessConfig) -> None:
         ),
         registry,
     )
-    await server.serve(sockets=[listener])
+    if sampler is not None:
+        sampler.start()
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        if sampler is not None:
+            sampler.close()
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from node_agent.api.request import Limits, check_request
 from node_agent.api.residency_log import ResidencyLog
 from node_agent.config import NodeConfig
 from node_agent.exit_note import clear_exit, read_exit
+from node_agent.gpu.watch import GpuWatch
 from node_agent.ipc import (
     Admitted,
     Answer,
@@ -113,8 +114,11 @@ class InFlight:
 class RequestRegistry:
     """Takes requests in, hands the engine's events to them, and reports the node's state."""
 
-    def __init__(self, config: NodeConfig, limits: Limits, backstop: float = BACKSTOP) -> None:
+    def __init__(
+        self, config: NodeConfig, limits: Limits, backstop: float = BACKSTOP, gpu: GpuWatch | None = None
+    ) -> None:
         self._config = config
+        self._gpu = gpu or GpuWatch(None)
         self.limits = limits
         self._run_dir = Path(config.run_dir)
         self.backstop = backstop
@@ -169,8 +173,9 @@ class RequestRegistry:
         self._send(Want(residency))
 
     def _check(self, request: GenerateRequest) -> None:
-        if self.draining:
-            raise ServiceError("unavailable", "this node is draining", retry_after=RETRY_AFTER)
+        if self.state == "draining":
+            why = f": {fault}" if (fault := self._gpu.fault) else ""
+            raise ServiceError("unavailable", f"this node is draining{why}", retry_after=RETRY_AFTER)
         if self.ready is None or self._stands_still:
             raise ServiceError("unavailable", f"this node is not ready: {self.error}", retry_after=RETRY_AFTER)
         if request.base != self.ready.base:
@@ -288,12 +293,14 @@ class RequestRegistry:
 
     @property
     def error(self) -> str:
-        """Why the engine is not ready; empty when it is."""
+        """Why the node can't be used; empty when it can."""
+        if fault := self._gpu.fault:
+            return fault
         return self._stands_still if self.ready is not None else read_exit(self._run_dir) or self._error
 
     @property
     def state(self) -> str:
-        if self.draining:
+        if self.draining or self._gpu.fault:
             return "draining"
         return "ready" if self.ready is not None and not self._stands_still else "warming"
 
@@ -301,6 +308,8 @@ class RequestRegistry:
         """The node as it is now; each has a higher `seq`."""
         self._seq += 1
         ready, stats, queued = self.ready, self._stats, self.queued
+        performance = stats.performance if stats else None
+        gpu = self._gpu.look(performance.to_device.bandwidth if performance is not None else None)
         waiting = [entry for entry in self._in_flight.values() if not entry.pictured]
         return NodeRecord(
             id=self._config.node_id,
@@ -323,7 +332,7 @@ class RequestRegistry:
             prompt_tokens_left=sum(entry.prompt_tokens for entry in waiting)
             + (stats.prompt_tokens_left if stats else 0),
             loading_bytes=stats.loading_bytes if stats else 0,
-            performance=stats.performance if stats else None,
+            performance=performance,
             forecast_ratio=stats.forecast_ratio if stats else None,
             measuring=stats.measuring if stats else None,
             adapter_bytes_free=stats.adapter_bytes_free if stats else 0,
@@ -343,6 +352,8 @@ class RequestRegistry:
             accepts=NEWEST_VERSION,
             cpu_workers=ready.cpu_workers if ready else None,
             cpu_workers_reason=ready.cpu_workers_reason if ready else "",
+            gpu=gpu.facts if gpu is not None else None,
+            gpu_load=gpu.load if gpu is not None else None,
         )
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:

@@ -38,6 +38,7 @@ from node_agent.coldstart.profile import Profile
 from node_agent.config import EngineConfig
 from node_agent.device import hardware_name
 from node_agent.engine.loop import Engine
+from node_agent.gpu.devices import expected_link
 from node_agent.performance.cases import LONG, RANKS, grid_cases
 from node_agent.performance.drift import Drift
 from node_agent.performance.links import measure_store, store_transfer
@@ -103,7 +104,13 @@ def measure_performance(
         grid = measure_grid(made, LONG.rounds, progress)
     progress("measuring reads from the store", 0.0)
     profile = profile_of(engine, base, *fit(sweep), cold_costs(engine, base))
-    return replace(profile, from_store=measure_store(config, base), paper=_paper_forms(grid), thorough=True)
+    return replace(
+        profile,
+        from_store=measure_store(config, base),
+        paper=_paper_forms(grid),
+        expected_link=expected_link(config.gpu),
+        thorough=True,
+    )
 
 
 def measure_grid(made: Bench, rounds: int, progress: Progress = lambda *_: None) -> list[DecodeSample]:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.frames import Frames
+from cluster.gpu import GpuLoad
 from cluster.messages import (
     PROTOCOL_VERSION,
     Adapter,
@@ -121,6 +122,7 @@ def test_news_are_small_however_much_a_node_does() -> None:
         adapter_ranks=most, prompt_tokens_left=most, tightest_tpot=0.0123, strict=room, loading_bytes=most,
         adapter_bytes_free=most, forecast_ratio=1.0123, measuring=0.123, received=received, prefetches=2,
         prefetch_useful_bytes=most, prefetch_late_bytes=most, prefetch_wasted_bytes=most,
+        gpu_load=GpuLoad(1 << 40, 100, 1200, 120, 0x7FF),
     )  # fmt: skip
     assert len(msgspec.msgpack.encode(News(heartbeat, None, Changes(most, most)))) <= 400
 

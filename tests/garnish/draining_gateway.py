@@ -19,6 +19,8 @@ class Gateway(ThreadingHTTPServer):
         self.drained: list[str] = []
         self.orders: list[str] = []
         self.stuck: set[str] = set()
+        self.faults: dict[str, str] = {}
+        """What is wrong with nodes' GPUs."""
         self.failing: dict[str, tuple[int, str]] = {}
 
     @property
@@ -28,7 +30,9 @@ class Gateway(ThreadingHTTPServer):
     def items(self) -> list[dict[str, Any]]:
         items = []
         for node, count in self.open.items():
-            record = {"id": node, "state": "ready", "running": count, "queued": 0}
+            record: dict[str, Any] = {"id": node, "state": "ready", "running": count, "queued": 0}
+            if node in self.faults:
+                record |= {"state": "draining", "gpu": {"uuid": "GPU-1", "fault": self.faults[node]}}
             items.append({"record": record, "reserved": 0, "age": 0.1, "circuit": "closed"})
             if node in self.drained and node not in self.stuck:
                 self.open[node] = max(0, count - 1)

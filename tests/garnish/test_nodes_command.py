@@ -1,4 +1,4 @@
-"""What `garnish nodes` says of forecasts."""
+"""What `garnish nodes` says of forecasts and GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from garnish.cli.nodes import observed_over_forecast
+from garnish.cli.nodes import gpu_shown, observed_over_forecast
 from tests.cluster.measured import PROFILE
 
 
@@ -25,3 +25,22 @@ from tests.cluster.measured import PROFILE
 )
 def test_forecasts_are_shown_where_there_are_any(record: dict[str, Any], shown: str) -> None:
     assert observed_over_forecast(record) == shown
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({}, "-"),
+        ({"gpu": {"uuid": "GPU-1"}}, "GPU-1"),
+        (
+            {
+                "gpu": {"uuid": "GPU-1", "index": 2, "name": "L4", "memory": 24 << 30, "slow_link": "half of it"},
+                "gpu_load": {"memory_used": 5 << 30, "utilisation": 0, "temperature": 43, "throttled": ["thermal"]},
+            },
+            "2 L4, 5.0 GiB of 24.0 GiB, 0 %, 43 C, thermal, slow link",
+        ),
+        ({"gpu": {"uuid": "GPU-1", "name": "L4", "problem": "it does not return"}}, "L4, it does not return"),
+    ],
+)
+def test_a_gpu_is_shown_as_far_as_it_is_known(record: dict[str, Any], shown: str) -> None:
+    assert gpu_shown(record) == shown

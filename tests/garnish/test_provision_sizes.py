@@ -7,9 +7,11 @@ import signal
 import pytest
 
 from garnish.errors import FrontDoorError
-from garnish.provision import DEAD
+from garnish.provision import DEAD, FAILED
+from garnish.this_host import ThisHost
 from infra.autoscale.sizes import SetSize, set_size
 from infra.errors import InfraError
+from tests.garnish.draining_gateway import running_gateway
 from tests.garnish.local_pools import Pools
 from tests.infra.stacks import needs_terraform
 
@@ -50,6 +52,25 @@ def test_a_size_also_replaces_what_died(pools: Pools) -> None:
     pools.provision().resize(pools.told.append)
     (shown,) = pools.provision().show()
     assert shown.applied == 2
+
+
+def test_a_size_also_replaces_a_node_whose_gpu_has_failed(pools: Pools) -> None:
+    """Once nothing runs on it; it is still alive."""
+    with running_gateway() as gateway:
+        pools.reach(gateway.url)
+        pools.made()
+        gateway.open |= {"here-1": 0, "here-2": 1}
+        gateway.faults["here-2"] = "the GPU is lost"
+        host = ThisHost(pools.file, pools.state)
+        assert (host.failed(), set(host.running())) == (set(), {"here-1", "here-2"})
+        gateway.open["here-2"] = 0
+        assert (host.failed(), set(host.running())) == ({"here-2"}, {"here-1"})
+        assert pools.plan() == [("replace", "here-2", FAILED)]
+        (shown,) = pools.provision().show()
+        assert shown.nodes["here-2"] == f"draining ({FAILED})"
+        pools.provision().resize(pools.told.append)
+    assert pools.running["here-2"].wait(30) == -signal.SIGTERM
+    assert pools.running["here-1"].poll() is None
 
 
 def test_a_size_carries_out_nothing_that_nobody_looked_at(pools: Pools) -> None:

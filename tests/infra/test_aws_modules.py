@@ -23,7 +23,7 @@ from infra.terraform import environment, find_program
 
 AWS = ("aws_pool", "aws_registry")
 SETTINGS: dict[str, Any] = {
-    "region": "eu-central-1", "pool": "l40s", "group": "demo-l40s", "gpus": 4,
+    "region": "eu-central-1", "pool": "l40s", "group": "demo-l40s", "devices": "0 1 3",
     "gateway_url": "http://gateway.internal:8080", "node_port": 8081, "secret_parameter": "/garnish/demo/secret",
     "package": "s3://acme-packages/garnish-0.1.0-py3-none-any.whl",
     "model_source": "s3://acme-models/llama-8b/", "node_file": base64.b64encode(b'{"node": {}}').decode(),
@@ -113,7 +113,7 @@ def test_user_data(tmp_path: Path) -> None:
     assert all("--max-time" in call for call in calls), "no wait without bound"
     assert "--name '/garnish/demo/secret' --with-decryption" in text
     assert 'data/model/llama-8b/"' in text, "the folder that the node's file names"
-    assert '[ "$gpu" -lt 4 ]' in text
+    assert "for gpu in 0 1 3; do" in text
     assert "aws s3 cp --only-show-errors 's3://acme-packages/" in text
     assert 'pip install --quiet "/opt/$(basename' in text
 
@@ -163,13 +163,23 @@ def test_the_unit_in_user_data_starts_what_there_is(tmp_path: Path) -> None:
 def test_what_is_rendered_for_aws() -> None:
     root = render(aws_stack())
     module = root["module"]["pool_l40s"]
-    assert (module["source"], module["gpus"], module["max"]) == ("./modules/aws_pool", 4, 3)
+    assert (module["source"], module["devices"], module["max"]) == ("./modules/aws_pool", [0, 1, 2, 3], 3)
     assert module["tags"] == {"team": "support"}
     assert module["node_file"] == '{"note": "$${not} a template"}'
     assert root["provider"]["aws"]["default_tags"]["tags"] == {"garnish:service": "demo", "team": "support"}
     assert root["terraform"]["required_providers"]["aws"]["source"] == "hashicorp/aws"
     assert set(root["module"]) == {"pool_here", "pool_l40s"}
     assert set(render(aws_stack(managed=True))["module"]) == {"pool_here", "pool_l40s", "registry"}
+
+
+def test_only_the_devices_that_are_named_get_a_node() -> None:
+    whole = aws_stack()
+    assert whole.aws is not None
+    some = msgspec.structs.replace(whole, aws=msgspec.structs.replace(whole.aws, devices=(2, 0)))
+    assert render(some)["module"]["pool_l40s"]["devices"] == [0, 2]
+    none = msgspec.structs.replace(whole, aws=msgspec.structs.replace(whole.aws, devices=(4,)))
+    with pytest.raises(InfraError, match=r"there is no GPU 4 on g6e\.12xlarge, which has 4"):
+        render(none)
 
 
 def test_every_setting_is_a_variable_of_the_module() -> None:

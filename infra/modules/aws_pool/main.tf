@@ -17,7 +17,7 @@ locals {
     region           = data.aws_region.current.region
     pool             = var.pool
     group            = local.name
-    gpus             = var.gpus
+    devices          = join(" ", var.devices)
     gateway_url      = var.gateway_url
     node_port        = var.node_port
     secret_parameter = var.secret_parameter
@@ -62,7 +62,7 @@ resource "aws_vpc_security_group_ingress_rule" "gateway" {
   referenced_security_group_id = var.gateway_security_group_id
   ip_protocol                  = "tcp"
   from_port                    = var.node_port
-  to_port                      = var.node_port + var.gpus - 1
+  to_port                      = var.node_port + max(var.devices...)
 }
 
 resource "aws_vpc_security_group_egress_rule" "all" {

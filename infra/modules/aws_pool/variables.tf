@@ -31,14 +31,14 @@ variable "instance_type" {
   }
 }
 
-variable "gpus" {
-  description = "GPUs of the instance type; each has a node of its own."
-  type        = number
+variable "devices" {
+  description = "GPUs of an instance that have a node each, as NVML counts them."
+  type        = list(number)
   nullable    = false
 
   validation {
-    condition     = var.gpus >= 1 && var.gpus <= 16 && floor(var.gpus) == var.gpus
-    error_message = "The number of GPUs must be a whole number from 1 to 16."
+    condition     = length(var.devices) > 0 && alltrue([for gpu in var.devices : gpu >= 0 && gpu < 16 && floor(gpu) == gpu])
+    error_message = "The devices must be whole numbers from 0 to 15, at least one."
   }
 }
 

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.gpu import GpuFacts, GpuLoad
 from cluster.news import NodeRecord, Resident
 from cluster.node_book import NodeView
 from gateway.workers.metrics import MAX_LABELS, Metrics
@@ -40,7 +42,7 @@ def samples(text: bytes) -> Samples:
     return {(item.name, frozenset(item.labels.items())): item.value for family in families for item in family.samples}
 
 
-def node(name: str, state: str, *residents: Resident, **fields: float) -> NodeView:
+def node(name: str, state: str, *residents: Resident, **fields: Any) -> NodeView:
     record = NodeRecord(
         id=name, epoch="1", seq=1, url="", state=state, base="b", base_id="b", max_context=8, running=3, queued=1,
         queue_limit=8, kv_blocks_free=5, kv_blocks=9, block_tokens=16, **fields,
@@ -73,6 +75,25 @@ def test_nodes_as_they_are_now() -> None:
     assert known["garnish_node_forecast_ratio", frozenset({("node", "n1")})] == 1.25
     again = samples(metrics.render([]))
     assert not any(name.startswith("garnish_node") for name, _ in again), "a node that is gone is gone"
+
+
+def test_gpus_as_their_nodes_report_them() -> None:
+    gpu = GpuFacts(uuid="GPU-1", memory=24, ecc_uncorrectable=2, xid=79, xids=3, pcie_width_now=8, fault="it is lost")
+    first = node("n1", "ready", gpu=gpu, gpu_load=GpuLoad(memory_used=5, power=60, throttled=0x44))
+    found = samples(Metrics().render([first, node("n2", "ready", gpu=GpuFacts(uuid="GPU-2")), node("n3", "ready")]))
+    of_first = {
+        (name.removeprefix("garnish_node_gpu_"), dict(labels).get("reason", "")): value
+        for (name, labels), value in found.items()
+        if name.startswith("garnish_node_gpu_") and ("node", "n1") in labels and value
+    }
+    assert of_first == {
+        ("memory_bytes", ""): 24, ("ecc_uncorrectable", ""): 2, ("last_xid", ""): 79, ("xids", ""): 3,
+        ("pcie_lanes", ""): 8, ("failed", ""): 1, ("memory_used_bytes", ""): 5, ("power_watts", ""): 60,
+        ("throttled", "power_cap"): 1, ("throttled", "hardware_thermal"): 1,
+    }  # fmt: skip
+    assert found["garnish_node_gpu_failed", frozenset({("node", "n2")})] == 0
+    assert not any("gpu" in name for (name, labels) in found if ("node", "n3") in labels)
+    assert not any("temperature" in name for name, _ in found), "nobody reports it"
 
 
 def test_workers_count_as_one(tmp_path: Path) -> None:

@@ -31,6 +31,27 @@ def test_a_size_is_set_and_told(service: str, s3_endpoint: str) -> None:
     assert driver.size("l40s").desired == 1
 
 
+def test_an_instance_whose_gpu_has_failed_is_called_unhealthy(service: str, s3_endpoint: str) -> None:
+    """Once; the group replaces it."""
+    failed: list[str] = []
+    driver = AwsDriver(service, REGION, s3_endpoint, failed=lambda: failed)
+    client = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
+
+    def health() -> dict[str, str]:
+        (group,) = client.describe_auto_scaling_groups(AutoScalingGroupNames=[f"{service}-l40s"])["AutoScalingGroups"]
+        return {instance["InstanceId"]: instance["HealthStatus"] for instance in group["Instances"]}
+
+    driver.set_desired("l40s", 2)
+    first, second = health()
+    failed[:] = [f"other-{second}-0", "l40s-i-0-0"]
+    assert driver.size("l40s").settled
+    failed.append(f"l40s-{first}-3")
+    assert not driver.size("l40s").settled
+    driver.set_desired("l40s", 2)
+    assert (health()[first], health()[second]) == ("Unhealthy", "Healthy")
+    assert driver.size("l40s").settled
+
+
 @pytest.mark.parametrize("size", [0, 5, -1])
 def test_a_size_outside_the_bounds_is_refused(service: str, s3_endpoint: str, size: int) -> None:
     driver = AwsDriver(service, REGION, s3_endpoint)

@@ -26,7 +26,7 @@ variables {
   service                   = "demo"
   pool                      = "l40s"
   instance_type             = "g6e.12xlarge"
-  gpus                      = 4
+  devices                   = [0, 1, 3]
   min                       = 0
   desired                   = 1
   max                       = 8

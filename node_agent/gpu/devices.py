@@ -1,0 +1,116 @@
+"""The GPUs of this host, and which of them nodes may have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from node_agent.gpu.nvml import GpuFailed, Nvml, NvmlProblem, load_nvml
+from node_agent.gpu.reading import read_errors, read_identity
+
+LONGEST_LIST_S = 30.0
+"""A driver that is loaded by the first call takes seconds for each GPU."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU as NVML counts it. One that has failed may have no `uuid` and no `bus` any more."""
+
+    index: int
+    uuid: str = ""
+    name: str = ""
+    bus: str = ""
+    """Its PCI address as /sys writes it, such as 0000:17:00.0."""
+    link: float = 0.0
+    """Bytes per second that the PCIe link to it carries; 0: not known."""
+    fault: str = ""
+    """Why it can't be used; empty: it can."""
+
+
+class NoGpu(Exception):
+    """A node can't have the GPUs that it was to have; the message says why."""
+
+
+def list_gpus(seconds: float = LONGEST_LIST_S) -> list[Gpu]:
+    """Returns the host's GPUs; none without NVML. Raises NvmlProblem when NVML can't be used, or does not answer within
+    so many seconds: the thread that waits for it is left behind then."""
+    listed: list[list[Gpu] | NvmlProblem] = []
+
+    def work() -> None:
+        try:
+            listed.append(_list())
+        except NvmlProblem as problem:
+            listed.append(problem)
+
+    thread = threading.Thread(target=work, name="gpu-list", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not listed:
+        raise NvmlProblem(f"NVML has not answered for {seconds:g} s")
+    found = listed[0]
+    if isinstance(found, NvmlProblem):
+        raise found
+    return found
+
+
+def expected_link(uuid: str) -> float | None:
+    """Returns the bytes per second that the PCIe link to a GPU carries; None for a node without one (`uuid` is empty),
+    and where NVML does not say."""
+    try:
+        links = [gpu.link for gpu in list_gpus() if gpu.uuid == uuid] if uuid else []
+    except NvmlProblem:
+        return None
+    return (links[0] or None) if links else None
+
+
+def usable_gpus(gpus: Sequence[Gpu], devices: Sequence[int] | None, environment: Mapping[str, str]) -> list[Gpu]:
+    """Returns those that nodes may have: of `devices` (None: all), as far as CUDA_VISIBLE_DEVICES lets this process see
+    them, without those that have failed. Raises NoGpu for a device that is not there, and where all have failed."""
+    known = {gpu.index: gpu for gpu in gpus}
+    missing = [index for index in devices or () if index not in known]
+    if missing:
+        raise NoGpu(f"node.devices: there is no GPU {missing[0]} on this host; it has {len(gpus)}")
+    allowed = [gpu for gpu in gpus if devices is None or gpu.index in devices]
+    allowed = [gpu for gpu in allowed if _is_visible(gpu, environment.get(VISIBLE))]
+    usable = [gpu for gpu in allowed if not gpu.fault]
+    if allowed and not usable:
+        raise NoGpu("; ".join(f"GPU {gpu.index} can't be used: {gpu.fault}" for gpu in allowed))
+    return usable
+
+
+def _is_visible(gpu: Gpu, visible: str | None) -> bool:
+    """CUDA counts as NVML does only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which a node's processes get."""
+    if visible is None:
+        return True
+    named = [entry.strip() for entry in visible.split(",")]
+    return str(gpu.index) in named or any(gpu.uuid.startswith(name) for name in named if name.startswith("GPU-"))
+
+
+def _list() -> list[Gpu]:
+    """Raises NvmlProblem."""
+    library = load_nvml()
+    if library is None:
+        return []
+    nvml = Nvml(library)
+    try:
+        return [_look(nvml, index) for index in range(nvml.call("nvmlDeviceGetCount"))]
+    except GpuFailed as failure:
+        raise NvmlProblem(str(failure)) from failure
+    finally:
+        nvml.ask("nvmlShutdown")
+
+
+def _look(nvml: Nvml, index: int) -> Gpu:
+    """Raises NvmlProblem."""
+    gpu = Gpu(index=index)
+    try:
+        handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+        gpu = Gpu(index=index, uuid=nvml.call("nvmlDeviceGetUUID", handle))
+        pci = nvml.ask("nvmlDeviceGetPciInfo", handle)
+        facts = read_errors(nvml, handle, read_identity(nvml, handle, gpu.uuid))
+        bus = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0" if pci is not None else ""
+        return Gpu(index=index, uuid=gpu.uuid, name=facts.name, bus=bus, link=facts.link, fault=facts.fault)
+    except GpuFailed as failure:
+        return msgspec.structs.replace(gpu, fault=f"it is lost ({failure})")

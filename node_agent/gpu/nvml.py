@@ -1,0 +1,101 @@
+"""NVML behind a border of our own: absent values are None, and a GPU that can't be used any more is one exception.
+
+Any call may hang in the driver. Nothing here bounds that: it is called in threads that nobody has to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+ABSENT = (
+    "NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "NO_DATA", "ARGUMENT_VERSION_MISMATCH", "DEPRECATED",
+    "VGPU_ECC_NOT_SUPPORTED",
+)  # fmt: skip
+"""Errors of calls that this GPU, driver or user does not have."""
+NOT_HERE = ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
+"""Errors of a host without an NVIDIA driver."""
+FAILED = ("GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND")
+
+
+class GpuFailed(Exception):
+    """The GPU has fallen off the bus, or works only after a reset."""
+
+
+class NvmlProblem(Exception):
+    """NVML is here and can't be used, or a call has failed; says how. `code`: NVML's, where there is one."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class NvmlAbsent(NvmlProblem):
+    """This GPU, driver or user does not have the call; there is nothing wrong."""
+
+
+def load_nvml() -> ModuleType | None:
+    """Returns pynvml, initialised; None on a host without it or without an NVIDIA driver. Raises NvmlProblem."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if _is_one_of(pynvml, error, (*NOT_HERE, "FUNCTION_NOT_FOUND")):
+            return None
+        raise NvmlProblem(f"nvmlInit: {error}") from error
+    except OSError as error:  # a library that can't be loaded
+        raise NvmlProblem(f"nvmlInit: {error}") from error
+    loaded: ModuleType = pynvml
+    return loaded
+
+
+class Nvml:
+    """Calls into NVML, by one thread."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self._library = library
+        self.calling = ""
+        """The call that is under way."""
+        self.problems: dict[str, str] = {}
+        """By call, why it failed the last time; without those that failed in no unusual way."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Constants of NVML."""
+        return getattr(self._library, name)
+
+    def ask(self, name: str, *arguments: object) -> Any:
+        """Returns what the call answers; None where there is no answer, and `problems` has the reason if that is
+        unusual. Raises GpuFailed."""
+        self.problems.pop(name, None)
+        try:
+            return self.call(name, *arguments)
+        except NvmlAbsent:
+            return None
+        except NvmlProblem as problem:
+            self.problems[name] = str(problem)
+            return None
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """Raises GpuFailed, or NvmlProblem for any other failure."""
+        function: Callable[..., Any] = getattr(self._library, name)
+        self.calling = name
+        try:
+            return function(*arguments)
+        except self._library.NVMLError as error:
+            message = f"{name}: {error}"
+            if _is_one_of(self._library, error, FAILED):
+                raise GpuFailed(message) from error
+            kind = NvmlAbsent if _is_one_of(self._library, error, ABSENT) else NvmlProblem
+            raise kind(message, error.value) from error
+        except UnicodeDecodeError as error:
+            raise NvmlProblem(f"{name}: its answer is no text") from error
+        finally:
+            self.calling = ""
+
+
+def _is_one_of(library: ModuleType, error: Any, names: tuple[str, ...]) -> bool:
+    return error.value in [getattr(library, f"NVML_ERROR_{name}", None) for name in names]

@@ -1,0 +1,83 @@
+"""One look at a GPU: what it is, how it is now, and whether it can still be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from cluster.gpu import GpuFacts, GpuLoad
+from node_agent.gpu.link import link_bandwidth
+from node_agent.gpu.nvml import Nvml
+
+FATAL_XIDS = {
+    48: "an uncorrectable ECC error",
+    64: "a memory row that can't be remapped",
+    79: "the GPU has fallen off the bus",
+    95: "an uncontained ECC error",
+    140: "an unrecovered ECC error",
+}
+"""Xid errors after which a GPU is not to be used before it was reset or replaced (NVIDIA, "Xid Errors"). Others, such
+as 13, 31 and 43, are mostly a program's own fault, and 94 ends that program alone."""
+
+
+def read_identity(nvml: Nvml, handle: Any, uuid: str) -> GpuFacts:
+    """Returns what does not change. Raises GpuFailed."""
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    generation = nvml.ask("nvmlDeviceGetMaxPcieLinkGeneration", handle) or 0
+    width = nvml.ask("nvmlDeviceGetMaxPcieLinkWidth", handle) or 0
+    return GpuFacts(
+        uuid=uuid,
+        index=nvml.ask("nvmlDeviceGetIndex", handle),
+        name=nvml.ask("nvmlDeviceGetName", handle) or "",
+        driver=nvml.ask("nvmlSystemGetDriverVersion") or "",
+        memory=memory.total if memory is not None else 0,
+        pcie_generation=generation,
+        pcie_width=width,
+        link=link_bandwidth(generation, width),
+    )
+
+
+def read_load(nvml: Nvml, handle: Any) -> GpuLoad:
+    """Returns what changes all the time. Raises GpuFailed."""
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
+    milliwatts = nvml.ask("nvmlDeviceGetPowerUsage", handle)
+    throttled = nvml.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+    if throttled is None:  # its name in drivers before 535
+        throttled = nvml.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    return GpuLoad(
+        memory_used=memory.used if memory is not None else None,
+        utilisation=rates.gpu if rates is not None else None,
+        power=round(milliwatts / 1e3) if milliwatts is not None else None,
+        temperature=nvml.ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+        throttled=throttled,
+    )
+
+
+def read_errors(nvml: Nvml, handle: Any, known: GpuFacts) -> GpuFacts:
+    """Returns `known` with the errors counted up to now, and with the fault that they amount to. Raises GpuFailed."""
+    volatile = nvml.NVML_VOLATILE_ECC
+    corrected = nvml.ask("nvmlDeviceGetTotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, volatile)
+    broken = nvml.ask("nvmlDeviceGetTotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, volatile)
+    rows = nvml.ask("nvmlDeviceGetRemappedRows", handle)
+    return replace(
+        known,
+        pcie_width_now=nvml.ask("nvmlDeviceGetCurrPcieLinkWidth", handle) or 0,
+        ecc_corrected=corrected or 0,
+        ecc_uncorrectable=broken or 0,
+        problem="; ".join(sorted(nvml.problems.values())),
+        fault=known.fault or _fault(broken or 0, bool(rows and rows[3])),
+    )
+
+
+def with_xid(known: GpuFacts, xid: int) -> GpuFacts:
+    """Returns `known` with one Xid error more."""
+    fault = f"Xid {xid}: {FATAL_XIDS[xid]}" if xid in FATAL_XIDS else ""
+    return replace(known, xid=xid, xids=known.xids + 1, fault=known.fault or fault)
+
+
+def _fault(uncorrectable: int, unmapped: bool) -> str:
+    if unmapped:
+        return "a memory row of the GPU can't be remapped"
+    return "the GPU has reported uncorrectable ECC errors" if uncorrectable else ""
