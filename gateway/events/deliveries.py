@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -118,7 +119,7 @@ def _prompt(event: EventRecord) -> str:
     return msgspec.json.encode({"id": event.id, "function": event.function, "error": error}).decode()
 
 
-def _replaced(event: EventRecord, **fields: object) -> EventRecord:
+def _replaced(event: EventRecord, **fields: Any) -> EventRecord:
     assert event.delivery is not None
     delivery = msgspec.structs.replace(event.delivery, nonce=new_nonce(), **fields)
     return msgspec.structs.replace(event, delivery=delivery)

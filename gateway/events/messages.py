@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from adapters.destinations import Destination
@@ -73,7 +75,7 @@ def reply_of(event: EventRecord) -> EventReply:
     return EventReply(**_fields(event), result=event.result, delivery=_delivery(event.delivery))
 
 
-def _fields(event: EventRecord) -> dict[str, object]:
+def _fields(event: EventRecord) -> dict[str, Any]:
     ended = event.state not in ("queued", "running")
     return {
         "id": event.id,

@@ -12,7 +12,7 @@ belong to its event is a leftover. Each change draws a new nonce: no change touc
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -102,7 +102,7 @@ class EventRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """It is being removed."""
 
 
-class Marker(NamedTuple):
+class Marker(msgspec.Struct, frozen=True):
     """A marker's key, taken apart."""
 
     index: str
@@ -161,5 +161,5 @@ def markers_of(event: EventRecord) -> frozenset[str]:
     marker = Marker(event.state, event.tenant, time, event.nonce, event.id, event.holder, named)
     if event.delivery is None or event.delivery.state != "pending":
         return frozenset({marker.key})
-    told = marker._replace(index=DELIVERING, time=event.delivery.due, nonce=event.delivery.nonce)
+    told = msgspec.structs.replace(marker, index=DELIVERING, time=event.delivery.due, nonce=event.delivery.nonce)
     return frozenset({marker.key, told.key})

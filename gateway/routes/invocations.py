@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,7 +44,7 @@ async def list_invocations(request: Request, services: Services, tenant: str) ->
     state = request.query_params.get("state")
     if state is not None and state not in STATES:
         raise ServiceError("validation_failed", f"state must be one of {', '.join(STATES)}", param="state")
-    states = LISTED_STATES if state is None else (cast(State, state),)
+    states = LISTED_STATES if state is None else (state,)
     return json_response(await _page(request, services, tenant, states))
 
 
