@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from itertools import islice
 from time import monotonic
@@ -31,6 +32,7 @@ SCANNED = 5000
 """Most markers that one page of a list goes through in search of a function's."""
 MAX_REDRIVEN = 500
 """Dead letters that one call redrives."""
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 ATTEMPTS = 10
 """At a change that others come between."""
 
@@ -185,7 +187,7 @@ class Events:
         found: list[Marker] = []
         scanned = 0
         first, _, name = after.partition("/")
-        for state in states[_position(first, states) :]:
+        for state in states[_position(first, name, states) :]:
             prefix = folder(state, tenant)
             for marker, info in self.store.infos(prefix, prefix + name if state == first else ""):
                 scanned += 1
@@ -196,11 +198,11 @@ class Events:
         return Page(self.store.read(found), None)
 
 
-def _position(first: str, states: tuple[State, ...]) -> int:
-    """Returns where in `states` a page begins. Raises ServiceError for a state that the list has not."""
-    if not first:
+def _position(first: str, name: str, states: tuple[State, ...]) -> int:
+    """Returns where in `states` a page begins. Raises ServiceError for what is of no page of a list of these states."""
+    if not first and not name:
         return 0
-    if first not in states:
+    if first not in states or not _NAME.fullmatch(name):
         raise ServiceError("validation_failed", "after is not `next` of an earlier page of this list", param="after")
     return states.index(first)
 

@@ -79,7 +79,22 @@ def test_lists_are_by_state_and_function(client: httpx.Client) -> None:
     assert len(set(listed)) == len(listed)
     assert client.get("/invocations", params={"function": "nobody"}).json() == {"invocations": [], "next": None}
     assert client.get("/invocations", params={"after": "nonsense"}).status_code == 422
+    assert client.get("/invocations", params={"after": "failed/../x"}).status_code == 422
     assert client.get("/invocations", params={"state": "lost"}).status_code == 422
+
+
+def test_a_tenant_that_is_made_again_has_no_events(client: httpx.Client, deployed: Running) -> None:
+    with deployed.client("admin", **{"x-garnish-tenant": "short"}) as admin:
+        assert admin.put("/tenants/short", json={}).status_code == 201
+        secret = admin.post("/tenants/short/webhook-secrets")
+        assert (secret.status_code, secret.json()["secret"][:6]) == (201, "whsec_")
+        reply = admin.post("/invoke/stories260K", json={"prompt": "x", "max_tokens": 1, "background": True})
+        event = ended(admin, reply.json()["id"])
+        admin.delete("/tenants/short").raise_for_status()
+        assert admin.put("/tenants/short", json={}).status_code == 201
+        assert admin.get(f"/invocations/{event.id}").status_code == 404
+        assert admin.get("/invocations").json()["invocations"] == []
+        assert admin.delete(f"/tenants/short/webhook-secrets/{secret.json()['secret_id']}").status_code == 404
 
 
 @pytest.mark.parametrize(
