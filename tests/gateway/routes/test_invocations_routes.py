@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ import pytest
 from running_gateway import Running, until
 from stub_node import Script, die_at_once, hang_before_first, refuse_for_good
 
+import garnish
+from garnish.cli.main import main
 from gateway.events.messages import EventReply
 
 
@@ -84,17 +87,17 @@ def test_lists_are_by_state_and_function(client: httpx.Client) -> None:
 
 
 def test_a_tenant_that_is_made_again_has_no_events(client: httpx.Client, deployed: Running) -> None:
-    with deployed.client("admin", **{"x-garnish-tenant": "short"}) as admin:
-        assert admin.put("/tenants/short", json={}).status_code == 201
-        secret = admin.post("/tenants/short/webhook-secrets")
-        assert (secret.status_code, secret.json()["secret"][:6]) == (201, "whsec_")
-        reply = admin.post("/invoke/stories260K", json={"prompt": "x", "max_tokens": 1, "background": True})
-        event = ended(admin, reply.json()["id"])
-        admin.delete("/tenants/short").raise_for_status()
-        assert admin.put("/tenants/short", json={}).status_code == 201
-        assert admin.get(f"/invocations/{event.id}").status_code == 404
-        assert admin.get("/invocations").json()["invocations"] == []
-        assert admin.delete(f"/tenants/short/webhook-secrets/{secret.json()['secret_id']}").status_code == 404
+    admin = deployed.client("admin", **{"x-garnish-tenant": "short"})
+    assert admin.put("/tenants/short", json={}).status_code == 201
+    secret = admin.post("/tenants/short/webhook-secrets")
+    assert (secret.status_code, secret.json()["secret"][:6]) == (201, "whsec_")
+    reply = admin.post("/invoke/stories260K", json={"prompt": "x", "max_tokens": 1, "background": True})
+    event = ended(admin, reply.json()["id"])
+    admin.delete("/tenants/short").raise_for_status()
+    assert admin.put("/tenants/short", json={}).status_code == 201
+    assert admin.get(f"/invocations/{event.id}").status_code == 404
+    assert admin.get("/invocations").json()["invocations"] == []
+    assert admin.delete(f"/tenants/short/webhook-secrets/{secret.json()['secret_id']}").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,42 @@ def test_a_function_is_told(client: httpx.Client, deployed: Running) -> None:
         return [item for item in found if item["qualifier"] == "latest"]
 
     until(lambda: len(led_to()) == 1)
+
+
+def test_the_clients(deployed: Running) -> None:
+    key = deployed.keys["acme"]
+    with garnish.Client(deployed.url, key) as client:
+        event = client.submit("pirate", "Once", max_tokens=2, idempotency_key=f"client {time.time_ns()}")
+        until(lambda: client.event(event.id).ended is not None)
+        assert event.id in [item.id for item in client.events("pirate", "succeeded", 100).invocations]
+        assert client.redrive_all("nobody").redriven == 0
+
+    async def talk() -> None:
+        async with garnish.AsyncClient(deployed.url, key) as client:
+            again = await client.event(event.id)
+            assert again.result is not None
+            with pytest.raises(garnish.GarnishError, match="has ended"):
+                await client.cancel(event.id)
+            assert (await client.dead_letters("nobody")).invocations == []
+
+    asyncio.run(talk())
+
+
+def test_the_command_line(deployed: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("GARNISH_URL", deployed.url)
+    monkeypatch.setenv("GARNISH_API_KEY", deployed.keys["acme"])
+
+    def command(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        assert ended.value.code == 0
+        return str(capsys.readouterr().out)
+
+    event_id = command("invoke", "pirate", "Once", "--max-tokens", "2", "--async").strip()
+    until(lambda: "succeeded" in command("events", "get", event_id))
+    assert command("events", "get", event_id).endswith(" t0 t1\n")
+    assert event_id in command("events", "list", "--function", "pirate", "--in", "succeeded", "--limit", "100")
+    assert "0 queued again" in command("events", "redrive", "--all", "--function", "nobody")
 
 
 def as_other(running: Running) -> dict[str, str]:
