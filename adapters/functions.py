@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from adapters.aliases import Alias, history_room, moved
+from adapters.destinations import Destination, check_destination
 from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.slo import SloClass
 from adapters.warm_windows import MAX_WINDOWS, CronProblem, WarmWindow, check_windows
@@ -50,6 +51,13 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """When its adapter is wanted on nodes before calls come."""
     slo_class: SloClass | None = None
     """None: the tenant's. A higher one than the tenant's has the effect of the tenant's."""
+    retries: Annotated[int, Meta(ge=0, le=10)] | None = None
+    """Of an asynchronous call, after its first attempt."""
+    max_age: Annotated[float, Meta(ge=1, le=7 * 86400)] | None = None
+    """Seconds from the acceptance of an asynchronous call, after which no attempt begins."""
+    on_success: Destination | None = None
+    """Of asynchronous calls that state none themselves; so is `on_failure`."""
+    on_failure: Destination | None = None
 
 
 SUPPORTED_POLICY = Policy.__struct_fields__
@@ -140,6 +148,8 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
     except CronProblem as problem:
         index, told = problem.args
         raise InvalidRequest(f"{within}warm[{index}].cron", f"{within}warm[{index}].cron: {told}") from None
+    check_destination(stated.on_success, f"{within}on_success")
+    check_destination(stated.on_failure, f"{within}on_failure")
     return msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})
 
 

@@ -14,6 +14,7 @@ import httpx
 
 from garnish.connection import Connection, find_connection
 from garnish.errors import GarnishError
+from garnish.event_methods import AsyncEventMethods, EventMethods
 from garnish.hub import is_hub_place, local_folder
 from garnish.protocol import (
     AliasTarget,
@@ -51,7 +52,7 @@ from gateway.routes.usage import UsageReply
 Reply = TypeVar("Reply")
 
 
-class Client:
+class Client(EventMethods):
     """Calls a Garnish service. Use it as a context manager, or `close` it. Every method raises GarnishError.
 
     Without `url` and `key` it takes GARNISH_URL and GARNISH_API_KEY, else `./.garnish/credentials.toml`, else
@@ -209,7 +210,7 @@ class Client:
         reader.end()
 
 
-class AsyncClient:
+class AsyncClient(AsyncEventMethods):
     """The async twin of `Client`: the same methods, awaited; `invoke(..., stream=True)` gives an async iterator."""
 
     def __init__(

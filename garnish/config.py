@@ -115,7 +115,6 @@ def _policies() -> tuple[object, ...]:
 
 
 BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
-    "gateway.webhook_hosts": (),
     "gateway.policy": _policies,
     "node.runner": ("auto", *RUNNERS),
     "node.tensor_parallel": (1,),

@@ -109,6 +109,7 @@ def gateway_config(
         node_hosts=tuple(service.gateway.node_hosts or ()),
         auth="keys" if service.auth == "keys" else "none",
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
+        webhook_hosts=tuple(service.gateway.webhook_hosts or ()),
         policy=service.gateway.policy,
     )
     if service.gateway.hold is not None:

@@ -14,6 +14,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 
 from gateway.config import GatewayConfig, check_config, share
+from gateway.events.calls import running_events
 from gateway.http.boundary import Boundary, OpenRequests
 from gateway.http.routing import mounted
 from gateway.http.upload_folders import remove_abandoned
@@ -42,7 +43,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[State]:
         remove_abandoned(Path(config.tmp_dir))
-        async with open_services(config, counted) as services:
+        async with open_services(config, counted) as services, running_events(services):
             started()
             yield {"services": services}
             # Cancelled by the server, they still have to say so.

@@ -12,6 +12,7 @@ from adapters.errors import InvalidRequest
 from adapters.s3_url import parse_s3_url
 from cluster.news import RECORD_EXPIRY
 from cluster.redis_url import url_problem
+from gateway.events.webhook_hosts import parse_webhook_hosts
 
 MAX_TIMEOUT = 3600.0
 """Seconds: the longest call."""
@@ -64,6 +65,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are placed: one of gateway.scheduling.policy.POLICIES."""
     allowed_sources: tuple[str, ...] = ()
     """`s3://bucket/prefix`es from below which tenants may deploy."""
+    webhook_hosts: tuple[str, ...] = ()
+    """Hosts that webhooks may go to (`*.domain`: all below it), and networks that may be private; empty: none."""
 
     call_body: int = 1 << 20
     deploy_body: int = 512 << 20
@@ -121,6 +124,10 @@ def check_config(config: GatewayConfig) -> None:
             parse_s3_url(source)
     except InvalidRequest as error:
         raise ConfigError(f"allowed_sources: {error}") from None
+    try:
+        parse_webhook_hosts(config.webhook_hosts)
+    except ValueError as error:
+        raise ConfigError(f"webhook_hosts: {error}") from None
     for name in POSITIVE:
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")

@@ -49,6 +49,9 @@ from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
 from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.config import GatewayConfig, share, usage_directory
+from gateway.events.event_store import EventStore
+from gateway.events.events import Events
+from gateway.events.jobs import event_jobs
 from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
@@ -81,6 +84,8 @@ from gateway.workers.windows import Windows
 
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
+EVENT_THREADS = 8
+"""Writes of asynchronous calls at once."""
 CLOCK_SECONDS = 60.0
 """By which this host's clock may differ from the store's without a word."""
 
@@ -101,6 +106,7 @@ class Services:
     name_watch: NameWatch
     usage: UsageLedger
     functions: Functions
+    events: Events
     suggestions: Suggestions
     cluster: ClusterState
     leases: Leases
@@ -226,7 +232,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
             services.peers.on_message, services.functions.on_change = services.heard, services.function_changed
             await services.callers.learn_tenants()
-            leader = _leader(config, metrics, store, shared, services.residency)
+            leader = _leader(config, metrics, shared, services)
             async with (
                 services.name_watch.running(),
                 services.windows.running(),
@@ -238,13 +244,15 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
                 yield services
 
 
-def _leader(
-    config: GatewayConfig, metrics: Metrics, store: ObjectStore, shared: Shared, residency: Residency
-) -> Leader:
-    alone = config.redis is None
+def _leader(config: GatewayConfig, metrics: Metrics, shared: Shared, services: Services) -> Leader:
+    alone, store, events = config.redis is None, services.registry.store, services.events
     leases: Leases = StoreLeases(store, monotonic) if alone else shared.leases
     seconds = STORE_LEASE_SECONDS if alone else LEASE_SECONDS
-    jobs = [Job("usage_compaction", UsageCompaction(store, monotonic).run), *residency.jobs()]
+    jobs = [
+        Job("usage_compaction", UsageCompaction(store, monotonic).run),
+        *services.residency.jobs(),
+        *event_jobs(events.store, events.announce),
+    ]
     return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic, seconds, alone=alone)
 
 
@@ -272,6 +280,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         name_watch=name_watch,
         usage=opened.usage,
         functions=functions,
+        events=Events(EventStore(store), StoreThreads(config.store_seconds, EVENT_THREADS), shared.events),
         suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,

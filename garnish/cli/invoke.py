@@ -24,6 +24,7 @@ def invoke(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     stream: Annotated[bool, typer.Option("--stream", help="Print tokens as they come.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
+    later: Annotated[bool, typer.Option("--async", help="Don't wait: print the id for `garnish events`.")] = False,
     timing: Annotated[bool, typer.Option("--timing", help="Show where the time went.")] = False,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
@@ -54,10 +55,21 @@ def invoke(
     }
     sent = [{"role": "user", "content": text}] if chat else text
     screen = Screen(as_json)
+    if later and (stream or timing):
+        raise typer.BadParameter("--async has neither a stream nor a timing to show")
     with open_client(url, state, tenant) as client:
+        if later:
+            return _submitted(client, screen, name, sent, options)
         reply = (_streamed if stream else _whole)(client, screen, name, sent, options)
     if timing:
         _show_timing(screen, reply)
+    return None
+
+
+def _submitted(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> None:
+    event = client.submit(name, prompt, **options)
+    screen.line(event.id)
+    screen.result(event)
 
 
 def _whole(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> InvokeReply:

@@ -12,6 +12,7 @@ from cluster.printable import printable
 from garnish.cli import (
     autoscale,
     compare,
+    events,
     explain,
     functions,
     infra,
@@ -42,6 +43,7 @@ functions.register(app)
 versions.register(app)
 warm.register(app)
 invoke.register(app)
+events.register(app)
 nodes.register(app)
 explain.register(app)
 compare.register(app)

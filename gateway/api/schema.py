@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.destinations import Destination
 from adapters.functions import Defaults
 
 MAX_CHOICES = 16
@@ -96,6 +97,11 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     """Not read: every stream ends with its usage."""
     metadata: dict[str, Any] | None = None
     """Not read; for the caller's own logs."""
+    background: bool = False
+    """The call is answered with 202 once it is stored, and run later."""
+    on_success: Destination | None = None
+    """Of an asynchronous call, as is `on_failure`: who is told; null: what the function's policy says."""
+    on_failure: Destination | None = None
 
     @property
     def alternatives(self) -> int | None:

@@ -12,6 +12,7 @@ from starlette.types import Receive
 
 from cluster.errors import ServiceError
 from cluster.text import BaseText, TextError, TextTooLong
+from gateway.api.schema import InvokeRequest
 from gateway.calls.parameters import check_ids
 from gateway.catalog.threads import LeavableThreads
 from gateway.http.connected import while_connected
@@ -98,6 +99,20 @@ class Conversation(msgspec.Struct, frozen=True):
 
     def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
         return [_last(text.encode_chat(self.messages, limit if keep is None else None), keep)]
+
+
+def source_of(call: InvokeRequest, vocab_size: int) -> Source:
+    """Returns what a native call asks to go on from. Raises ServiceError."""
+    if (call.prompt is None) == (call.messages is None):
+        raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
+    if call.messages is not None:
+        if call.echo:
+            raise ServiceError(
+                "validation_failed", "echo needs prompt; with messages use prompt_logprobs", param="echo"
+            )
+        return Conversation(msgspec.to_builtins(call.messages))
+    assert call.prompt is not None
+    return prompts_of(call.prompt, vocab_size)
 
 
 async def tokens_of(

@@ -9,6 +9,7 @@ import msgspec
 
 from adapters.aliases import point_of
 from adapters.choices import Choice, Resolved, pick
+from adapters.destinations import Destination
 from adapters.errors import NoSuchFunction
 from adapters.function_changes import function_key
 from adapters.functions import Defaults
@@ -40,6 +41,11 @@ class Target(msgspec.Struct, frozen=True):
     max_concurrency: int | None = None
     slo_class: SloClass | None = None
     """None: the tenant's."""
+    retries: int | None = None
+    """Of asynchronous calls, as are the next three; None: what the service does by default."""
+    max_age: float | None = None
+    on_success: Destination | None = None
+    on_failure: Destination | None = None
 
     @property
     def digest(self) -> str | None:
@@ -140,4 +146,8 @@ def _target(found: Resolved) -> Target:
         timeout=found.policy.timeout,
         max_concurrency=found.policy.max_concurrency,
         slo_class=found.policy.slo_class,
+        retries=found.policy.retries,
+        max_age=found.policy.max_age,
+        on_success=found.policy.on_success,
+        on_failure=found.policy.on_failure,
     )

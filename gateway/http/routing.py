@@ -56,6 +56,8 @@ PATH_PARAMETERS = {
     "alias": parameter("path", "alias", "Not all digits", NAME_TEXT),
     "tenant": parameter("path", "tenant", "The tenant", NAME_TEXT),
     "key_id": parameter("path", "key_id", "Its id"),
+    "secret_id": parameter("path", "secret_id", "Its id"),
+    "id": parameter("path", "id", "The invocation's id"),
 }
 """What the names in paths mean, where a route does not say otherwise."""
 TENANT = parameter("header", TENANT_HEADER, "With an admin key: whose functions are meant", NAME_TEXT)

@@ -10,6 +10,7 @@ from gateway.routes import (
     explain,
     functions,
     health,
+    invocations,
     invoke,
     metrics,
     nodes,
@@ -19,9 +20,10 @@ from gateway.routes import (
     tokens,
     usage,
     warm,
+    webhook_secrets,
 )
 
-CALLED = (invoke, openai, tokens, deploy, functions, aliases, warm)
-OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs)
+CALLED = (invoke, invocations, openai, tokens, deploy, functions, aliases, warm)
+OPERATED = (health, metrics, cluster, nodes, pools, tenants, webhook_secrets, usage, explain, docs)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
 """In the order in which openapi.json has them."""

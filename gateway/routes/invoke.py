@@ -1,8 +1,8 @@
-"""POST /invoke/{name}, /invoke/{name}:{alias-or-version}, ?qualifier=: one generation, as JSON or as a stream."""
+"""POST /invoke/{name}, /invoke/{name}:{alias-or-version}, ?qualifier=: one generation, as JSON, as a stream, or as an
+event that is run later."""
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -11,9 +11,11 @@ from gateway.api import schema
 from gateway.calls.choices import collect
 from gateway.calls.invocation import Invocation
 from gateway.calls.prepare import prepare
-from gateway.calls.prompts import Conversation, Source, prompts_of
+from gateway.calls.prompts import source_of
 from gateway.calls.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
 from gateway.calls.unserved import UNSERVED, served_fields
+from gateway.events.calls import IDEMPOTENCY_HEADER, accept
+from gateway.events.messages import EventReply, reply_of
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
 from gateway.http.event_stream import EventStream
@@ -25,15 +27,20 @@ from gateway.services import Services
 
 routes = Routes()
 
+TYPE_HEADER = "x-invocation-type"
+
 
 @routes.call(
     "POST /invoke/{target:path}",
     "Generate text with a function",
-    {200: schema.InvokeReply},
+    {200: schema.InvokeReply, 202: EventReply},
     parameters=(
         parameter("path", "target", "`name`, `name:alias`, `name:version`, or the base model's id"),
         parameter("query", "qualifier", "Alias or version, if the path names none"),
+        parameter("header", TYPE_HEADER, "`Event`: as `background` in the body; `RequestResponse`: the caller waits"),
+        parameter("header", IDEMPOTENCY_HEADER, "Of an asynchronous call: the same one again is answered with it"),
     ),
+    errors=(409,),
     body=schema.InvokeRequest,
     stream="Events `token` (TokenEvent), then one `done` (DoneEvent), or `error` (ErrorReply)",
 )
@@ -41,7 +48,11 @@ async def invoke(request: Request, services: Services, tenant: str, watch: Stopw
     data = await read_call_body(request, services.config)
     call = convert(served_fields(parse_json(data), UNSERVED), schema.InvokeRequest)
     watch.lap("body")
-    named, source = _name_and_qualifier(request), _source(call, services.base.vocab_size)
+    named = _name_and_qualifier(request)
+    if _is_event(request, call):
+        event = await accept(request, services, tenant, watch, named=named, call=call)
+        return json_response(reply_of(event), 202, {"location": f"/invocations/{event.id}"})
+    source = source_of(call, services.base.vocab_size)
     invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
     if call.stream or asks_for_events(request.headers.get("accept", "")):
         return _stream(services, invocation, request.state.request_id)
@@ -67,6 +78,20 @@ def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGI
     )
 
 
+def _is_event(request: Request, call: schema.InvokeRequest) -> bool:
+    """Whether nobody waits for the call. Raises ServiceError for what fits only one of both kinds of calls."""
+    stated = request.headers.get(TYPE_HEADER, "")
+    if stated.lower() not in ("", "event", "requestresponse"):
+        raise ServiceError("validation_failed", "it must be Event or RequestResponse", param=TYPE_HEADER)
+    event = call.background or stated.lower() == "event"
+    if event and call.stream:
+        raise ServiceError("validation_failed", "an asynchronous call has no stream", param="stream")
+    if not event and (call.on_success or call.on_failure):
+        field = "on_success" if call.on_success else "on_failure"
+        raise ServiceError("validation_failed", f"{field} needs an asynchronous call: set background", param=field)
+    return event
+
+
 def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     name, colon, qualifier = request.path_params["target"].partition(":")
     asked = request.query_params.get("qualifier")
@@ -75,16 +100,3 @@ def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     if colon:
         return name, qualifier or ":"  # an empty qualifier names nothing, which is not the same as none
     return name, asked
-
-
-def _source(call: schema.InvokeRequest, vocab_size: int) -> Source:
-    if (call.prompt is None) == (call.messages is None):
-        raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
-    if call.messages is not None:
-        if call.echo:
-            raise ServiceError(
-                "validation_failed", "echo needs prompt; with messages use prompt_logprobs", param="echo"
-            )
-        return Conversation(msgspec.to_builtins(call.messages))
-    assert call.prompt is not None
-    return prompts_of(call.prompt, vocab_size)

@@ -17,6 +17,8 @@ from cluster.redis_link import RedisLink, prefix_of
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
 from gateway.config import GatewayConfig
+from gateway.events.events import EventQueued
+from gateway.events.events import make_channel as make_event_channel
 from gateway.residency.reports import Message, make_channel
 from gateway.workers.channel import Channel
 from gateway.workers.peers import Peers
@@ -34,6 +36,7 @@ class Shared:
     leases: Leases
     peers: Peers
     residency: Channel[Message]
+    events: Channel[EventQueued]
     link: RedisLink | None
     workers: Callable[[], int]
     """Of all gateways of the cluster, this one included; as last known while Redis is away."""
@@ -44,7 +47,14 @@ async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Share
     if config.redis is None:
         cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
         yield Shared(
-            cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), Peers(None), make_channel(None), None, lambda: 1
+            cluster=cluster,
+            limits=MemoryLimits(monotonic),
+            leases=MemoryLeases(monotonic),
+            peers=Peers(None),
+            residency=make_channel(None),
+            events=make_event_channel(None),
+            link=None,
+            workers=lambda: 1,
         )
         return
     worker = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -55,10 +65,11 @@ async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Share
         RedisLeases(link),
         Peers(link),
         make_channel(link),
+        make_event_channel(link),
         link,
         lambda: max(config.workers, link.workers),
     )
-    async with link.running(), shared.peers.running():
+    async with link.running(), shared.peers.running(), shared.events.running():
         if not await link.wait_until_up(START_SECONDS):
             log.error("Redis is still away: this worker starts without knowing any nodes")
         yield shared

@@ -150,7 +150,6 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("gateway.webhook_hosts", "gateway: {webhook_hosts: [hooks.acme.example]}"),
         ("gateway.policy", "gateway: {policy: best}"),
         ("node.runner", "node: {runner: lightllm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),

@@ -1,0 +1,56 @@
+"""Requests about asynchronous calls, for both clients and the command line: `Client.ask` sends them."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+from garnish.protocol import Call, Prompt, invoke_call
+
+
+def submit_call(name: str, prompt: Prompt, options: dict[str, Any]) -> Call:
+    """The reply is gateway.events.messages.EventReply. `options`: those of an invoke, `on_success`, `on_failure` and
+    `idempotency_key`."""
+    stated = dict(options)
+    key = stated.pop("idempotency_key", None)
+    call = invoke_call(name, prompt, False, {**stated, "background": True})
+    if key is not None:
+        call.headers["idempotency-key"] = key
+    return call
+
+
+def event_call(event_id: str) -> Call:
+    """The reply is EventReply; so is that of `cancel_call` and `redrive_call`."""
+    return Call(method="GET", url=f"/invocations/{quote(event_id, safe='')}")
+
+
+def cancel_call(event_id: str) -> Call:
+    return Call(method="DELETE", url=f"/invocations/{quote(event_id, safe='')}")
+
+
+def redrive_call(event_id: str) -> Call:
+    return Call(method="POST", url=f"/dead-letters/{quote(event_id, safe='')}/redrive")
+
+
+def redrive_all_call(function: str | None) -> Call:
+    """The reply is RedriveReply."""
+    return Call(method="POST", url="/dead-letters/redrive", params=_stated(function=function))
+
+
+def events_call(function: str | None, state: str | None, limit: int, after: str | None) -> Call:
+    """The reply is EventList; so is that of `dead_letters_call`."""
+    params = _stated(function=function, state=state, limit=str(limit), after=after)
+    return Call(method="GET", url="/invocations", params=params)
+
+
+def dead_letters_call(function: str | None, limit: int, after: str | None) -> Call:
+    return Call(method="GET", url="/dead-letters", params=_stated(function=function, limit=str(limit), after=after))
+
+
+def webhook_secret_call(tenant: str) -> Call:
+    """Needs an admin key. The reply is gateway.routes.webhook_secrets.NewSecretReply."""
+    return Call(method="POST", url=f"/tenants/{quote(tenant, safe='')}/webhook-secrets")
+
+
+def _stated(**params: str | None) -> dict[str, str]:
+    return {name: value for name, value in params.items() if value is not None}

@@ -1,0 +1,153 @@
+"""A call as an event: accepted with the checks of any call, and later run like one, as best effort."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Message
+
+from adapters.destinations import Destination, check_destination
+from cluster.errors import ServiceError
+from gateway.api.schema import InvokeReply, InvokeRequest
+from gateway.calls.choices import collect
+from gateway.calls.invocation import Invocation
+from gateway.calls.prepare import prepare
+from gateway.calls.prompts import source_of
+from gateway.calls.reply import invoke_reply
+from gateway.events.deliveries import Deliveries
+from gateway.events.records import MAX_AGE_S, RETRIES, EventRecord, new_nonce
+from gateway.events.webhook_hosts import NotAllowed, parse_webhook_hosts
+from gateway.events.webhook_secrets import read_secrets
+from gateway.events.webhooks import open_webhooks
+from gateway.events.worker import Worker
+from gateway.http.stopwatch import Stopwatch
+from gateway.services import Services
+
+IDEMPOTENCY_HEADER = "idempotency-key"
+MAX_KEY = 255
+"""Characters of an Idempotency-Key."""
+OWN_FIELDS = ("background", "stream", "on_success", "on_failure")
+"""Of the request, which say how it is called and not what is generated."""
+
+
+async def accept(
+    request: Request,
+    services: Services,
+    tenant: str,
+    watch: Stopwatch,
+    *,
+    named: tuple[str, str | None],
+    call: InvokeRequest,
+) -> EventRecord:
+    """Stores the call as an event. Raises what a call that can't be run raises, and ServiceError `overloaded` for a
+    full queue, `conflict` for an Idempotency-Key that another call has used."""
+    source = source_of(call, services.base.vocab_size)
+    target = (await prepare(request, services, tenant, watch, named=named, source=source, stated=call)).target
+    on_success, on_failure = call.on_success or target.on_success, call.on_failure or target.on_failure
+    await _check(services, tenant, on_success, "on_success")
+    await _check(services, tenant, on_failure, "on_failure")
+    stated = {name: value for name, value in msgspec.to_builtins(call).items() if name not in OWN_FIELDS}
+    asked = {name: value for name, value in stated.items() if value is not None}
+    now, max_age = await services.events.clock.now(), target.max_age or MAX_AGE_S
+    event = EventRecord(
+        id=_event_id(request, tenant),
+        tenant=tenant,
+        function=named[0],
+        qualifier=named[1],
+        request=asked,
+        fingerprint=_fingerprint(named, asked, call),
+        created=now,
+        changed=now,
+        due=now,
+        retries=RETRIES if target.retries is None else target.retries,
+        max_age=max_age,
+        deadline=now + max_age,
+        nonce=new_nonce(),
+        on_success=on_success,
+        on_failure=on_failure,
+    )
+    return await services.events.add(event)
+
+
+async def execute(services: Services, event: EventRecord) -> InvokeReply:
+    """Runs the event's call once. Raises what calls raise."""
+    try:
+        call = msgspec.convert(event.request, InvokeRequest)
+    except msgspec.ValidationError:  # of a newer release, in the middle of a reload: another worker knows it
+        raise ServiceError("unavailable", "this worker's release does not know all fields of the call") from None
+    named, source = (event.function, event.qualifier), source_of(call, services.base.vocab_size)
+    request, watch = _request(event), Stopwatch()
+    prepared = await prepare(request, services, event.tenant, watch, named=named, source=source, stated=call)
+    invocation = _best_effort(prepared)
+    generations = services.dispatcher.generations(invocation)
+    outcomes = await collect(generations)
+    return msgspec.structs.replace(invoke_reply(invocation, generations, outcomes), id=event.id)
+
+
+@asynccontextmanager
+async def running_events(services: Services) -> AsyncIterator[None]:
+    """This process runs events of all tenants as long as the context lasts."""
+
+    async def run(event: EventRecord) -> InvokeReply:
+        return await execute(services, event)
+
+    allowed, events = parse_webhook_hosts(services.config.webhook_hosts), services.events
+    async with open_webhooks(allowed) as webhooks, Worker(events, run, Deliveries(events, webhooks)).running():
+        yield
+
+
+def _best_effort(invocation: Invocation) -> Invocation:
+    """Returns the invocation below all that callers wait for; nothing is promised for it."""
+    requests = [
+        msgspec.structs.replace(request, slo_class="best_effort", ttft=None, tpot=None)
+        for request in invocation.requests
+    ]
+    return msgspec.structs.replace(invocation, requests=requests)
+
+
+async def _check(services: Services, tenant: str, destination: Destination | None, field: str) -> None:
+    """Raises InvalidRequest, ServiceError `validation_failed` for a webhook that would never be sent."""
+    check_destination(destination, field)
+    if destination is None or destination.webhook is None:
+        return
+    try:
+        parse_webhook_hosts(services.config.webhook_hosts).check_url(destination.webhook)
+    except NotAllowed as error:
+        raise ServiceError("validation_failed", str(error), param=f"{field}.webhook") from None
+    if not await services.threads.read(read_secrets, services.registry.store, tenant):
+        why = "the tenant has no webhook secret to sign with: POST /tenants/{id}/webhook-secrets makes one"
+        raise ServiceError("validation_failed", why, param=f"{field}.webhook")
+
+
+def _event_id(request: Request, tenant: str) -> str:
+    """Returns an id that is the same for the same Idempotency-Key of a tenant. Raises ServiceError."""
+    key = request.headers.get(IDEMPOTENCY_HEADER)
+    if key is None:
+        return f"inv_{secrets.token_hex(12)}"
+    if not 1 <= len(key) <= MAX_KEY:
+        why = f"Idempotency-Key must have 1 to {MAX_KEY} characters"
+        raise ServiceError("validation_failed", why, param=IDEMPOTENCY_HEADER)
+    return f"inv_{hashlib.sha256(f'{tenant}/{key}'.encode()).hexdigest()[:24]}"
+
+
+def _fingerprint(named: tuple[str, str | None], asked: dict[str, Any], call: InvokeRequest) -> str:
+    whole = msgspec.json.encode([named, asked, call.on_success, call.on_failure], order="sorted")
+    return hashlib.sha256(whole).hexdigest()
+
+
+def _request(event: EventRecord) -> Request:
+    """Returns a request without a connection: nobody waits on it, so that it is never closed."""
+    scope = {"type": "http", "method": "POST", "headers": [], "state": {"request_id": event.id}}
+    return Request(scope, _never)
+
+
+async def _never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets the event")

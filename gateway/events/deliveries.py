@@ -1,0 +1,125 @@
+"""Tells destinations how events ended: each at least once, again and again for a day."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from cluster.errors import ServiceError
+from gateway.events.event_store import Stored
+from gateway.events.events import Events
+from gateway.events.messages import EventReply, reply_of
+from gateway.events.records import Delivery, EventRecord, new_nonce
+from gateway.events.webhook_secrets import read_secrets
+from gateway.events.webhooks import NotDelivered, Webhooks
+
+PAUSES_S = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
+"""Behind the tries of a delivery; the last one goes on."""
+GIVEN_UP_S = 86400.0
+MAX_BODY = 256 << 10
+"""Bytes of a webhook; a result that makes it larger is left out, and can be fetched by the event's id."""
+MAX_DEPTH = 8
+"""Events in a row of which each led to the next: two functions that call each other must end."""
+
+
+class WebhookBody(msgspec.Struct, frozen=True):
+    """What a webhook carries."""
+
+    type: str
+    """`invocation.` and the state."""
+    timestamp: str
+    """When the event ended, in ISO 8601."""
+    data: EventReply
+
+
+class Deliveries:
+    def __init__(self, events: Events, webhooks: Webhooks) -> None:
+        self._events = events
+        self._webhooks = webhooks
+
+    async def deliver(self, stored: Stored) -> None:
+        """Tries once. That is stored before: whoever dies in between leaves it to be tried again."""
+        events, delivery = self._events, stored.event.delivery
+        assert delivery is not None
+        now = await events.clock.now()
+        pause = PAUSES_S[min(delivery.attempts, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
+        begun = _replaced(stored.event, attempts=delivery.attempts + 1, due=now + pause)
+        claim = await events.threads.write(events.store.change, stored, begun)
+        if claim is None:
+            return
+        try:
+            await self._send(claim.event, delivery)
+        except NotDelivered as error:
+            over = now + pause > delivery.began + GIVEN_UP_S
+            ended = _replaced(claim.event, problem=str(error), state="failed" if over else "pending")
+        else:
+            ended = _replaced(claim.event, problem=None, state="delivered")
+        await events.threads.write(events.store.change, claim, ended)
+
+    async def _send(self, event: EventRecord, delivery: Delivery) -> None:
+        """Raises NotDelivered, StoreUnavailable."""
+        if delivery.to.function is not None:
+            return await self._call(event, delivery.to.function)
+        assert delivery.to.webhook is not None
+        secrets = await self._events.threads.read(read_secrets, self._events.store.objects, event.tenant)
+        await self._webhooks.send(delivery.to.webhook, message_id(event), webhook_body(event), secrets)
+        return None
+
+    async def _call(self, event: EventRecord, destination: str) -> None:
+        if event.depth >= MAX_DEPTH:
+            raise NotDelivered(f"{MAX_DEPTH} events led to this one already")
+        function, _, qualifier = destination.partition(":")
+        now = await self._events.clock.now()
+        called = EventRecord(
+            # The same in each try: the function is called once.
+            id=f"inv_{hashlib.sha256(f'{message_id(event)} to {destination}'.encode()).hexdigest()[:24]}",
+            tenant=event.tenant,
+            function=function,
+            qualifier=qualifier or None,
+            request={"prompt": _prompt(event)},
+            created=now,
+            changed=now,
+            due=now,
+            retries=event.retries,
+            max_age=event.max_age,
+            deadline=now + event.max_age,
+            nonce=new_nonce(),
+            depth=event.depth + 1,
+        )
+        try:
+            await self._events.add(called)
+        except ServiceError as error:
+            raise NotDelivered(error.message) from None
+
+
+def message_id(event: EventRecord) -> str:
+    """Names what is told: the same in each try, another one after a redrive."""
+    return f"{event.id}-{event.redriven}" if event.redriven else event.id
+
+
+def webhook_body(event: EventRecord) -> bytes:
+    ended = datetime.fromtimestamp(event.changed, UTC).isoformat()
+    reply = reply_of(msgspec.structs.replace(event, delivery=None))
+    body = msgspec.json.encode(WebhookBody(f"invocation.{event.state}", ended, reply))
+    if len(body) <= MAX_BODY:
+        return body
+    short = msgspec.structs.replace(reply, result=None)
+    return msgspec.json.encode(WebhookBody(f"invocation.{event.state}", ended, short))
+
+
+def _prompt(event: EventRecord) -> str:
+    """Returns what a destination's function is given: the text of a result, or what failed, as JSON."""
+    if event.result is not None:
+        return event.result.output.text
+    error = None if event.error is None else msgspec.to_builtins(event.error)
+    return msgspec.json.encode({"id": event.id, "function": event.function, "error": error}).decode()
+
+
+def _replaced(event: EventRecord, **fields: Any) -> EventRecord:
+    assert event.delivery is not None
+    delivery = msgspec.structs.replace(event.delivery, nonce=new_nonce(), **fields)
+    return msgspec.structs.replace(event, delivery=delivery)

@@ -1,0 +1,211 @@
+"""A tenant's asynchronous calls: accepted, looked up, listed, cancelled and redriven. `Worker` runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from itertools import islice
+from time import monotonic
+from typing import NamedTuple
+
+import msgspec
+
+from adapters.errors import Conflict, NotFound, StoreUnavailable
+from cluster.errors import ServiceError
+from cluster.redis_link import RedisLink
+from gateway.catalog.threads import StoreThreads
+from gateway.events.event_store import EventStore, Stored
+from gateway.events.records import DEAD, ENDED, EventRecord, Marker, State, folder
+from gateway.events.store_clock import StoreClock
+from gateway.events.transitions import cancelled, redriven
+from gateway.workers.channel import Channel
+
+MAX_QUEUED = 10_000
+"""Events of one tenant that wait; more are answered 429."""
+COUNTED_FOR_S = 5.0
+"""For which a count of a tenant's queue is used; what this worker adds meanwhile is added to it."""
+MAX_COUNTS = 10_000
+"""Tenants whose counts are kept."""
+FULL_RETRY_AFTER_S = 10.0
+SCANNED = 5000
+"""Most markers that one page of a list goes through in search of a function's."""
+MAX_REDRIVEN = 500
+"""Dead letters that one call redrives."""
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
+ATTEMPTS = 10
+"""At a change that others come between."""
+
+
+class EventQueued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
+    """Another worker has queued an event: those that are idle may look for it now."""
+
+
+def make_channel(link: RedisLink | None) -> Channel[EventQueued]:
+    """Has to be made before the link connects; of its own, because workers of an earlier release know no such
+    message."""
+    return Channel(link, "events", EventQueued, 100)
+
+
+class Page(NamedTuple):
+    events: list[EventRecord]
+    after: str | None
+    """Where the next page begins; None: this is the last one."""
+
+
+class _Count(NamedTuple):
+    events: int
+    counted: float
+
+
+class Events:
+    """`max_queued` bounds each tenant's queue, as seen by each worker."""
+
+    def __init__(
+        self, store: EventStore, threads: StoreThreads, channel: Channel[EventQueued], max_queued: int = MAX_QUEUED
+    ) -> None:
+        self.store = store
+        self.threads = threads
+        self.clock = StoreClock(store.objects, threads, monotonic)
+        self.wakes: list[asyncio.Event] = []
+        """Set when there may be an event to run, or a destination to be told."""
+        self.on_cancel: Callable[[str], None] = lambda _: None
+        """Told of the id of each event that is cancelled here."""
+        self._channel = channel
+        self._channel.on_message = lambda _: self.wake()
+        self._max_queued = max_queued
+        self._counts: dict[str, _Count] = {}
+
+    async def add(self, event: EventRecord) -> EventRecord:
+        """Stores the event and returns it; it is durable then. If there is one of its id, that one is returned.
+
+        Raises ServiceError: `overloaded` when the tenant's queue is full, `conflict` when another call has used the
+        Idempotency-Key; StoreUnavailable.
+        """
+        known = await self.threads.read(self.store.get, event.tenant, event.id)
+        if known is None:
+            await self._check_room(event.tenant, 1)
+            if await self.threads.write(self.store.add, event) is not None:
+                self.announce()
+                return event
+            known = await self.threads.read(self.store.get, event.tenant, event.id)
+        if known is None:
+            raise StoreUnavailable("an earlier call with this Idempotency-Key is being removed")
+        if known.event.fingerprint != event.fingerprint:
+            raise ServiceError("conflict", "another call has used this Idempotency-Key", param="idempotency-key")
+        return known.event
+
+    async def get(self, tenant: str, event_id: str) -> EventRecord:
+        """Raises NotFound, StoreUnavailable."""
+        return (await self._stored(tenant, event_id)).event
+
+    async def list(self, tenant: str, states: tuple[State, ...], function: str | None, after: str, limit: int) -> Page:
+        """Lists at most `limit` events in these states, the newest that ended first. `after`: of the page before, or
+        empty. Raises StoreUnavailable."""
+        return await self.threads.read(self._list, tenant, states, function, after, limit)
+
+    async def cancel(self, tenant: str, event_id: str) -> EventRecord:
+        """Ends an event that has not ended. Raises NotFound, Conflict, StoreUnavailable."""
+
+        def change(event: EventRecord, now: float) -> EventRecord:
+            if event.state in ENDED and event.state != "cancelled":
+                raise Conflict(f"it has ended already: {event.state}")
+            return event if event.state == "cancelled" else cancelled(event, now)
+
+        event = await self._change(tenant, event_id, change)
+        self.on_cancel(event_id)
+        return event
+
+    async def redrive(self, tenant: str, event_id: str) -> EventRecord:
+        """Queues a dead letter again. Raises NotFound, Conflict, ServiceError `overloaded`, StoreUnavailable."""
+        await self._check_room(tenant, 1)
+
+        def change(event: EventRecord, now: float) -> EventRecord:
+            if event.state not in DEAD:
+                raise Conflict(f"it is no dead letter: {event.state}")
+            return redriven(event, now)
+
+        event = await self._change(tenant, event_id, change)
+        self.announce()
+        return event
+
+    async def redrive_all(self, tenant: str, function: str | None) -> tuple[int, bool]:
+        """Queues up to MAX_REDRIVEN dead letters again. Returns how many, and whether there may be more. Raises
+        ServiceError `overloaded`, StoreUnavailable."""
+        page = await self.list(tenant, DEAD, function, "", MAX_REDRIVEN)
+        await self._check_room(tenant, len(page.events))
+        count = 0
+        for event in page.events:
+            try:
+                await self.redrive(tenant, event.id)
+            except (NotFound, Conflict):  # someone else was faster
+                continue
+            count += 1
+        return count, page.after is not None
+
+    def announce(self) -> None:
+        """Wakes those that look for events, in other processes too."""
+        self.wake()
+        self._channel.publish(EventQueued())
+
+    def wake(self) -> None:
+        for wake in self.wakes:
+            wake.set()
+
+    async def _check_room(self, tenant: str, wanted: int) -> None:
+        known = self._counts.get(tenant)
+        if known is None or monotonic() - known.counted > COUNTED_FOR_S:
+            known = _Count(await self.threads.read(self._count, tenant), monotonic())
+        if known.events + wanted > self._max_queued:
+            self._counts[tenant] = known
+            why = f"the tenant has {self._max_queued} asynchronous calls waiting already"
+            raise ServiceError("overloaded", why, retry_after=FULL_RETRY_AFTER_S)
+        if len(self._counts) >= MAX_COUNTS:
+            self._counts.clear()
+        self._counts[tenant] = known._replace(events=known.events + wanted)
+
+    def _count(self, tenant: str) -> int:
+        return sum(1 for _ in islice(self.store.infos(folder("queued", tenant)), self._max_queued))
+
+    async def _stored(self, tenant: str, event_id: str) -> Stored:
+        found = await self.threads.read(self.store.get, tenant, event_id) if _is_id(event_id) else None
+        if found is None:
+            raise NotFound(f"there is no invocation {event_id[:100]!r}")
+        return found
+
+    async def _change(
+        self, tenant: str, event_id: str, change: Callable[[EventRecord, float], EventRecord]
+    ) -> EventRecord:
+        for _ in range(ATTEMPTS):
+            stored = await self._stored(tenant, event_id)
+            event = change(stored.event, await self.clock.now())
+            if event is stored.event or await self.threads.write(self.store.change, stored, event) is not None:
+                return event
+        raise StoreUnavailable(f"invocation {event_id} is changed by too many at once")
+
+    def _list(self, tenant: str, states: tuple[State, ...], function: str | None, after: str, limit: int) -> Page:
+        found: list[Marker] = []
+        scanned = 0
+        first, _, name = after.partition("/")
+        for state in states[_position(first, name, states) :]:
+            prefix = folder(state, tenant)
+            for marker, info in self.store.infos(prefix, prefix + name if state == first else ""):
+                scanned += 1
+                if function in (None, marker.function):
+                    found.append(marker)
+                if len(found) == limit or scanned == SCANNED:
+                    return Page(self.store.read(found), f"{state}/{info.key.removeprefix(prefix)}")
+        return Page(self.store.read(found), None)
+
+
+def _position(first: str, name: str, states: tuple[State, ...]) -> int:
+    """Returns where in `states` a page begins. Raises ServiceError for what is of no page of a list of these states."""
+    if not first and not name:
+        return 0
+    if first not in states or not _NAME.fullmatch(name):
+        raise ServiceError("validation_failed", "after is not `next` of an earlier page of this list", param="after")
+    return states.index(first)
+
+
+def _is_id(text: str) -> bool:
+    return text.startswith("inv_") and text[4:].isalnum() and text.isascii() and len(text) <= 64

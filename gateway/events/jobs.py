@@ -1,0 +1,71 @@
+"""What the leader does for events: it takes them from workers that died, and removes them when their time is over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from adapters.errors import CorruptRecord
+from gateway.catalog.threads import LeavableThreads
+from gateway.events.event_store import EventStore, Stored
+from gateway.events.lost import release_lost
+from gateway.events.records import DEAD, ENDED, State, ended_before
+from gateway.leader.turn import Job, Turn
+
+KEPT_S = 24 * 3600.0
+DEAD_KEPT_S = 7 * 24 * 3600.0
+"""Dead letters wait longer: someone may have to mend what they failed with."""
+LOST_PAUSE_S = 10.0
+RETENTION_PAUSE_S = 60.0
+
+log = logging.getLogger("gateway")
+
+
+def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
+    """`announce` is called when events were queued again."""
+    threads = LeavableThreads(1)
+
+    async def release(turn: Turn) -> None:
+        count = await threads.run(partial(release_lost, store, turn.check))
+        turn.work += count
+        if count:
+            announce()
+
+    async def retain(turn: Turn) -> None:
+        await threads.run(partial(remove_old, store, turn))
+
+    return [
+        Job("lost_events", release, LOST_PAUSE_S),
+        Job("event_retention", retain, RETENTION_PAUSE_S),
+    ]
+
+
+def remove_old(store: EventStore, turn: Turn) -> None:
+    """Removes events that ended long enough ago. What is left at the turn's end waits for the next one.
+
+    Raises TurnEnded, StoreUnavailable.
+    """
+    now = store.objects.now()
+    for state in ENDED:
+        before = now - kept_seconds(state)
+        for tenant in store.tenants(state):
+            after = ended_before(state, tenant, before)
+            for marker, info in store.infos(f"events/{state}/{tenant}/", after):
+                turn.check()
+                try:
+                    stored = store.owner(marker, info.modified)
+                except CorruptRecord as error:
+                    log.error("an event can't be read", extra={"event": marker.id, "why": str(error)})
+                    continue
+                turn.work += stored is not None and _remove(store, stored)
+
+
+def kept_seconds(state: State) -> float:
+    return DEAD_KEPT_S if state in DEAD else KEPT_S
+
+
+def _remove(store: EventStore, stored: Stored) -> bool:
+    """Returns False for an event whose destination is still to be told, or that was changed meanwhile."""
+    delivery = stored.event.delivery
+    return (delivery is None or delivery.state != "pending") and store.remove(stored)

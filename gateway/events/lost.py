@@ -1,0 +1,45 @@
+"""Events whose worker died: found by their markers, and queued again or failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.events.event_store import LEFTOVER_S, EventStore
+from gateway.events.transitions import LOST, retried
+
+WORKER_S = 60.0
+"""For which a worker lives after its last word; it gives one far more often."""
+FORGOTTEN_S = 3600.0
+"""After which nothing is kept of a worker that died."""
+
+
+def release_lost(store: EventStore, check: Callable[[], None]) -> int:
+    """Takes events from workers that have said nothing for WORKER_S. Returns how many.
+
+    `check` is called before each change; raises what it raises, StoreUnavailable.
+    """
+    now, workers = store.objects.now(), store.workers()
+    alive = {worker for worker, last in workers.items() if now - last < WORKER_S}
+    count = release(store, lambda holder, _: holder not in alive, check)
+    for worker, last in workers.items():
+        if now - last > FORGOTTEN_S:
+            check()
+            store.retire(worker)
+    return count
+
+
+def release(store: EventStore, is_lost: Callable[[str, str], bool], check: Callable[[], None] = lambda: None) -> int:
+    """Queues running events again for whose holder and id `is_lost`, or fails those that may not be run again. Returns
+    how many."""
+    count, now = 0, store.objects.now()
+    for tenant in store.tenants("running"):
+        for marker, info in store.infos(f"events/running/{tenant}/"):
+            # A marker without its event may belong to a claim under way.
+            if not is_lost(marker.holder, marker.id) or info.modified > now - LEFTOVER_S:
+                continue
+            check()
+            stored = store.owner(marker, info.modified)
+            if stored is not None:
+                lost = retried(stored.event, LOST, now, 0.0)
+                count += store.change(stored, lost) is not None
+    return count

@@ -1,0 +1,169 @@
+"""Finds events that are due, and hands them out in fair shares of tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from itertools import islice
+from time import monotonic
+from typing import NamedTuple
+
+from adapters.errors import CorruptRecord, StoreUnavailable
+from adapters.store import ObjectInfo
+from gateway.events.event_store import EventStore, Stored
+from gateway.events.events import Events
+from gateway.events.records import Marker, folder
+
+IDLE_S = 5.0
+"""Between two looks at the store while nothing wakes the worker: other hosts' events wait so long where no Redis is."""
+LOOK_S = 0.1
+"""Least time between two looks: a store asks money for each."""
+FRESH_S = 1.0
+"""After which a look is not used any more: other tenants may have come."""
+TENANTS_A_LOOK = 200
+"""Tenants whose queues one look goes through; the next look goes on behind them."""
+WINDOW = 128
+"""Events of a tenant among which a look chooses."""
+EVENTS_A_TENANT = 32
+"""Due events of a tenant that one look takes up."""
+
+log = logging.getLogger("gateway")
+
+
+class Due(NamedTuple):
+    marker: Marker
+    info: ObjectInfo
+
+
+class Look(NamedTuple):
+    """What one look at the store has found."""
+
+    due: dict[str, list[Due]]
+    """By tenant, in the order in which they are due."""
+    next_due: float | None
+    """When the first of the others is due, by the store's clock."""
+    after: str
+    """Where the next look begins; empty: at the first tenant."""
+
+
+class Poller:
+    """Calls `handle` with each due event of an index, at most `at_once` at a time, those of the tenant that has the
+    fewest first. `handle` gets the event as it is stored now, with its marker in place, and changes it."""
+
+    def __init__(
+        self, events: Events, index: str, handle: Callable[[Stored], Awaitable[None]], *, at_once: int
+    ) -> None:
+        self.active: dict[str, asyncio.Task[None]] = {}
+        """By the events' ids."""
+        self._events = events
+        self._index = index
+        self._handle = handle
+        self._at_once = at_once
+        self._tenants: Counter[str] = Counter()
+        """How many are handled of each tenant."""
+        self._after = ""
+        self._left: dict[str, list[Due]] = {}
+        """Of the last look, what has not begun."""
+        self._looked = float("-inf")
+        self._next_due: float | None = None
+        self._wake = asyncio.Event()
+        events.wakes.append(self._wake)
+        self._some_ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Runs until it is cancelled; then nothing new begins, but what is handled goes on."""
+        while True:
+            try:
+                pause = await self._round()
+            except StoreUnavailable as error:
+                log.warning("events can't be looked for", extra={"why": str(error)})
+                pause = IDLE_S
+            await self._rest(pause)
+
+    async def _round(self) -> float:
+        """Begins what is due and has room. Returns for how many seconds to rest, unless something happens before."""
+        if len(self.active) >= self._at_once:
+            return IDLE_S
+        since = monotonic() - self._looked
+        if since < LOOK_S and not any(self._left.values()):
+            await asyncio.sleep(LOOK_S - since)
+        if since > FRESH_S or not any(self._left.values()):
+            await self._look()
+        while len(self.active) < self._at_once and (tenant := self._next_tenant()) is not None:
+            self._begin(self._left[tenant].pop(0))
+        if any(self._left.values()):
+            return IDLE_S  # until one has ended: there is no room
+        if self._after:
+            return LOOK_S
+        now = await self._events.clock.now()
+        return IDLE_S if self._next_due is None else min(max(self._next_due - now, LOOK_S), IDLE_S)
+
+    async def _look(self) -> None:
+        self._wake.clear()
+        now = await self._events.clock.now()
+        look = await self._events.threads.read(_look, self._events.store, self._index, self._after, now)
+        self._looked, self._after, self._next_due = monotonic(), look.after, look.next_due
+        self._left = {
+            tenant: [due for due in found if due.marker.id not in self.active] for tenant, found in look.due.items()
+        }
+
+    def _next_tenant(self) -> str | None:
+        """Returns the tenant of which the fewest are handled; None if no tenant has a due event."""
+        waiting = [tenant for tenant, due in self._left.items() if due]
+        return min(waiting, key=lambda tenant: (self._tenants[tenant], random.random()), default=None)
+
+    def _begin(self, due: Due) -> None:
+        marker = due.marker
+        self._tenants[marker.tenant] += 1
+        task = self.active[marker.id] = asyncio.create_task(self._one(due))
+
+        def end(_: asyncio.Task[None]) -> None:
+            del self.active[marker.id]
+            self._tenants[marker.tenant] -= 1
+            if not self._tenants[marker.tenant]:
+                del self._tenants[marker.tenant]
+            self._some_ended.set()
+
+        task.add_done_callback(end)
+
+    async def _one(self, due: Due) -> None:
+        events = self._events
+        try:
+            stored = await events.threads.read(events.store.owner, due.marker, due.info.modified)
+            if stored is not None:
+                await self._handle(stored)
+        except CorruptRecord as error:
+            log.error("an event can't be read", extra={"event": due.marker.id, "why": str(error)})
+        except StoreUnavailable as error:  # its marker stays: it is found again
+            log.warning("an event waits for the store", extra={"event": due.marker.id, "why": str(error)})
+        except Exception:  # one event must not end the others
+            log.exception("an event could not be handled", extra={"event": due.marker.id})
+
+    async def _rest(self, seconds: float) -> None:
+        """Returns after `seconds`, or sooner when an event was queued or one has ended."""
+        self._some_ended.clear()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._wake, self._some_ended)]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def _look(store: EventStore, index: str, after: str, now: float) -> Look:
+    due: dict[str, list[Due]] = {}
+    next_due: float | None = None
+    tenants = store.objects.folders(f"events/{index}/", after, TENANTS_A_LOOK)
+    for tenant in tenants:
+        # Begins anywhere among the due ones, so that several workers seldom take the same.
+        window = [Due(*found) for found in islice(store.infos(folder(index, tenant), page=WINDOW), WINDOW)]
+        ready = [each for each in window if each.marker.time <= now]
+        later = next((each.marker.time for each in window if each.marker.time > now), None)
+        if later is not None:
+            next_due = later if next_due is None else min(next_due, later)
+        skipped = random.randrange(len(ready) - EVENTS_A_TENANT + 1) if len(ready) > EVENTS_A_TENANT else 0
+        due[tenant] = ready[skipped : skipped + EVENTS_A_TENANT]
+    return Look(due, next_due, tenants[-1] if len(tenants) == TENANTS_A_LOOK else "")

@@ -1,0 +1,165 @@
+"""What the store keeps of an asynchronous call, and the markers by which it is found without reading everything.
+
+    tenants/<tenant>/invocations/<id>.json        the event, changed by compare-and-swap
+    events/<index>/<tenant>/<time>-<nonce>-<id>-<holder>-<function>     an empty marker
+    events/workers/<worker>                       written again and again by a worker that runs events
+
+`index` is the event's state, or `delivering` while its destination is still to be told. Markers are made before the
+event says so and removed after it says otherwise. So each has at least the markers that belong to it; one that does not
+belong to its event is a leftover. Each change draws a new nonce: no change touches another one's markers.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal
+
+import msgspec
+
+from adapters.destinations import Destination
+from adapters.names import is_name
+from gateway.api.schema import InvokeReply
+
+State = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+LISTED_STATES: tuple[State, ...] = ("running", "queued", "failed", "expired", "succeeded", "cancelled")
+"""In the order in which lists have them."""
+ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled", "expired")
+DEAD: tuple[State, ...] = ("failed", "expired")
+"""What is a dead letter."""
+DELIVERING = "delivering"
+RETRIES = 2
+"""After the first attempt, where neither call nor policy says otherwise."""
+MAX_AGE_S = 6 * 3600.0
+NOBODY = "0"
+_END_OF_TIME_MS = 10**14
+"""Markers of ended events count down to it, so that the newest are listed first."""
+
+
+class EventError(msgspec.Struct, frozen=True):
+    """Why an attempt, or the whole event, failed; `type` as in error replies."""
+
+    type: str
+    message: str
+
+
+class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One execution. It is stored before it begins."""
+
+    started: float
+    ended: float | None = None
+    error: EventError | None = None
+
+
+class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of telling the destination."""
+
+    to: Destination
+    state: Literal["pending", "delivered", "failed"] = "pending"
+    attempts: int = 0
+    began: float = 0.0
+    due: float = 0.0
+    """When it is tried next."""
+    nonce: str = NOBODY
+    problem: str | None = None
+    """Of the last attempt that failed."""
+
+
+class EventRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """invocations/<id>.json. Times are Unix time by the store's clock."""
+
+    id: str
+    tenant: str
+    function: str
+    qualifier: str | None = None
+    request: dict[str, Any]
+    """Fields of an InvokeRequest."""
+    fingerprint: str = ""
+    """Of what was asked: calls with the same Idempotency-Key must have the same."""
+    created: float
+    retries: int = RETRIES
+    max_age: float = MAX_AGE_S
+    deadline: float
+    """After which no attempt begins."""
+    state: State = "queued"
+    due: float = 0.0
+    """When a queued event may begin."""
+    changed: float
+    """When it came to be in this state."""
+    nonce: str
+    holder: str = NOBODY
+    """The worker that runs it."""
+    attempts: tuple[Attempt, ...] = ()
+    """Since it was accepted, or redriven last."""
+    result: InvokeReply | None = None
+    error: EventError | None = None
+    on_success: Destination | None = None
+    on_failure: Destination | None = None
+    delivery: Delivery | None = None
+    depth: int = 0
+    """How many events led to it, each by its destination."""
+    redriven: int = 0
+    removed: bool = False
+    """It is being removed."""
+
+
+class Marker(msgspec.Struct, frozen=True):
+    """A marker's key, taken apart."""
+
+    index: str
+    tenant: str
+    time: float
+    """When a queued event or a delivery is due; else when the event came to be in this state."""
+    nonce: str
+    id: str
+    holder: str
+    function: str
+
+    @property
+    def key(self) -> str:
+        ms = round(self.time * 1000)
+        if self.index in ENDED:
+            ms = _END_OF_TIME_MS - ms
+        name = f"{ms:014d}-{self.nonce}-{self.id}-{self.holder}-{self.function}"
+        return f"{folder(self.index, self.tenant)}{name}"
+
+
+def folder(index: str, tenant: str) -> str:
+    return f"events/{index}/{tenant}/"
+
+
+def ended_before(index: str, tenant: str, time: float) -> str:
+    """Returns the key behind which the markers of events lie that ended before that time."""
+    return f"{folder(index, tenant)}{_END_OF_TIME_MS - round(time * 1000):014d}-"
+
+
+def parse_marker(key: str) -> Marker | None:
+    """Returns None for a key that is no marker's."""
+    parts = key.split("/")
+    fields = parts[-1].split("-", 4)
+    if len(parts) != 4 or len(fields) != 5 or not fields[0].isdigit():
+        return None
+    ms = int(fields[0])
+    if parts[1] in ENDED:
+        ms = _END_OF_TIME_MS - ms
+    return Marker(parts[1], parts[2], ms / 1000, *fields[1:])
+
+
+def event_key(tenant: str, event_id: str) -> str:
+    return f"tenants/{tenant}/invocations/{event_id}.json"
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(6)
+
+
+def markers_of(event: EventRecord) -> frozenset[str]:
+    """Returns the keys of all markers that the event should have."""
+    if event.removed:
+        return frozenset()
+    time = event.due if event.state == "queued" else event.changed
+    named = event.function if is_name(event.function) else ""  # the base model's id may have other characters
+    marker = Marker(event.state, event.tenant, time, event.nonce, event.id, event.holder, named)
+    if event.delivery is None or event.delivery.state != "pending":
+        return frozenset({marker.key})
+    told = msgspec.structs.replace(marker, index=DELIVERING, time=event.delivery.due, nonce=event.delivery.nonce)
+    return frozenset({marker.key, told.key})

@@ -1,0 +1,95 @@
+"""How an event goes from state to state. Nothing here reads a clock or the store."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+from cluster.errors import ServiceError
+from gateway.api.schema import InvokeReply
+from gateway.events.records import NOBODY, Attempt, Delivery, EventError, EventRecord, State, new_nonce
+
+RETRIED = frozenset({"node_failed", "overloaded", "unavailable", "timeout"})
+"""Errors behind which the same call may succeed: a node was lost, there was no room, or no token came in time."""
+POSTPONED = frozenset({"rate_limited"})
+"""The tenant's own limits were in the way: nothing ran, so it counts as no attempt."""
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 300.0
+LOST = EventError("node_failed", "the gateway worker that ran it was lost")
+STOPPED = EventError("unavailable", "the gateway worker that ran it was stopped")
+TOO_OLD = EventError("timeout", "it was not done within its max_age")
+
+
+def claimed(event: EventRecord, worker: str, now: float) -> EventRecord:
+    """Returns the queued event as the worker begins to run it."""
+    return _changed(event, "running", now, holder=worker, attempts=(*event.attempts, Attempt(now)))
+
+
+def succeeded(event: EventRecord, result: InvokeReply, now: float) -> EventRecord:
+    ended = _attempt_ended(event, now, None)
+    return _ended(ended, "succeeded", now, result=result)
+
+
+def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
+    """Returns the running event after an attempt that failed: queued again where that may help, else a dead letter."""
+    told = EventError(error.type, error.message)
+    if error.type in POSTPONED:
+        # Nothing ran, so the attempt is taken back; the event's deadline still bounds how often that happens.
+        taken_back = msgspec.structs.replace(event, attempts=event.attempts[:-1], error=told)
+        return _requeued(taken_back, now + _pause(len(event.attempts), error.retry_after), now)
+    if error.type not in RETRIED:
+        return _ended(_attempt_ended(event, now, told), "failed", now, error=told)
+    return retried(event, told, now, _pause(len(event.attempts), error.retry_after))
+
+
+def retried(event: EventRecord, error: EventError, now: float, pause: float) -> EventRecord:
+    """Returns the running event queued again after a pause (seconds), or failed if that was its last attempt."""
+    ended = _attempt_ended(event, now, error)
+    if len(event.attempts) > event.retries:
+        return _ended(ended, "failed", now, error=error)
+    return _requeued(ended, now + pause, now)
+
+
+def expired(event: EventRecord, now: float) -> EventRecord:
+    """Returns the event past its deadline; its error is that of its last attempt, if it had one."""
+    last = next((attempt.error for attempt in reversed(event.attempts) if attempt.error), event.error)
+    return _ended(event, "expired", now, error=last or TOO_OLD)
+
+
+def cancelled(event: EventRecord, now: float) -> EventRecord:
+    """Returns the event as its owner ends it: no destination is told."""
+    ended = _attempt_ended(event, now, None) if event.state == "running" else event
+    return _changed(ended, "cancelled", now, error=EventError("cancelled", "it was cancelled"))
+
+
+def redriven(event: EventRecord, now: float) -> EventRecord:
+    """Returns a dead letter queued as if it were new."""
+    fresh: dict[str, Any] = {"attempts": (), "error": None, "delivery": None, "redriven": event.redriven + 1}
+    return _requeued(msgspec.structs.replace(event, deadline=now + event.max_age, **fresh), now, now)
+
+
+def _pause(attempts: int, at_least: float | None) -> float:
+    """Returns seconds: doubled with each attempt, and drawn from their upper half so that events spread."""
+    bound = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(attempts - 1, 0))
+    return max(at_least or 0.0, 0.0) + random.uniform(bound / 2, bound)
+
+
+def _attempt_ended(event: EventRecord, now: float, error: EventError | None) -> EventRecord:
+    last = msgspec.structs.replace(event.attempts[-1], ended=now, error=error)
+    return msgspec.structs.replace(event, attempts=(*event.attempts[:-1], last))
+
+
+def _requeued(event: EventRecord, due: float, now: float) -> EventRecord:
+    return _changed(event, "queued", now, due=due)
+
+
+def _ended(event: EventRecord, state: State, now: float, **fields: Any) -> EventRecord:
+    to = event.on_success if state == "succeeded" else event.on_failure
+    delivery = None if to is None else Delivery(to=to, began=now, due=now, nonce=new_nonce())
+    return _changed(event, state, now, delivery=delivery, **fields)
+
+
+def _changed(event: EventRecord, state: State, now: float, *, holder: str = NOBODY, **fields: Any) -> EventRecord:
+    return msgspec.structs.replace(event, state=state, changed=now, nonce=new_nonce(), holder=holder, **fields)

@@ -1,0 +1,107 @@
+"""Where webhooks may go: allowed hosts, and no address of a private network unless that is allowed by name."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+RESOLVE_S = 5.0
+MAX_ADDRESSES = 8
+"""Of one host, that are checked and tried."""
+
+Network = IPv4Network | IPv6Network
+
+
+class NotAllowed(OSError):
+    """A webhook's host or address that the operator has not allowed. An OSError, as aiohttp expects of resolvers."""
+
+
+@dataclass(frozen=True)
+class WebhookHosts:
+    """`hosts`: names, with `*.` before a domain for all below it. `networks`: allowed although they are private."""
+
+    hosts: frozenset[str]
+    networks: tuple[Network, ...]
+
+    def check_url(self, url: str) -> None:
+        """Raises NotAllowed for a host that is not allowed. Nothing is resolved."""
+        host = (urlsplit(url).hostname or "").rstrip(".")
+        address = as_address(host)
+        if address is not None:
+            self.check_address(address)
+            if not any(address in network for network in self.networks):
+                raise NotAllowed(f"webhooks to {host} are not allowed here")
+        elif host not in self.hosts and not any(f"*.{parent}" in self.hosts for parent in _parents(host)):
+            raise NotAllowed(f"webhooks to {host} are not allowed here; the operator lists hosts in webhook_hosts")
+
+    def check_address(self, address: IPv4Address | IPv6Address) -> None:
+        """Raises NotAllowed for an address that is not on the public internet, and in no allowed network."""
+        inner = getattr(address, "ipv4_mapped", None) or address
+        public = inner.is_global and not inner.is_multicast
+        if not public and not any(inner in network for network in self.networks):
+            raise NotAllowed("the webhook's host has an address that is not public")
+
+
+def parse_webhook_hosts(entries: Sequence[str]) -> WebhookHosts:
+    """Entries are host names, `*.domain`, addresses and networks such as 10.1.0.0/16. Raises ValueError."""
+    hosts: set[str] = set()
+    networks: list[Network] = []
+    for entry in entries:
+        if "/" in entry or as_address(entry) is not None:
+            networks.append(ip_network(entry))
+        elif not entry or not all(part.replace("-", "a").isalnum() for part in entry.removeprefix("*.").split(".")):
+            raise ValueError(f"{entry!r} is no host, *.domain, address or network")
+        else:
+            hosts.add(entry.lower())
+    return WebhookHosts(frozenset(hosts), tuple(networks))
+
+
+def as_address(text: str) -> IPv4Address | IPv6Address | None:
+    """Returns None for what is no address."""
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
+
+
+class CheckedResolver(AbstractResolver):
+    """Resolves a host to addresses that were checked: the connection goes to one of these."""
+
+    def __init__(self, allowed: WebhookHosts) -> None:
+        self._allowed = allowed
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Raises NotAllowed if any of the host's addresses is not allowed, OSError."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(RESOLVE_S):
+            found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+        results: list[ResolveResult] = []
+        for kind, _, protocol, _, place in found[:MAX_ADDRESSES]:
+            self._allowed.check_address(ip_address(str(place[0]).partition("%")[0]))
+            results.append(
+                ResolveResult(
+                    hostname=host,
+                    host=str(place[0]),
+                    port=port,
+                    family=kind,
+                    proto=protocol,
+                    flags=socket.AI_NUMERICHOST,
+                )
+            )
+        return results
+
+    async def close(self) -> None:
+        return None
+
+
+def _parents(host: str) -> list[str]:
+    parts = host.split(".")
+    return [".".join(parts[at:]) for at in range(1, len(parts))]

@@ -1,0 +1,72 @@
+"""A tenant's webhook secrets: at most two are valid, so that receivers can change from one to the other."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+
+import msgspec
+
+from adapters.errors import Conflict, NotFound
+from adapters.names import NAME_RULE, is_name
+from adapters.records import read_record, update_record
+from adapters.store import ObjectStore
+from adapters.tenants import Tenants
+
+MAX_SECRETS = 2
+SECRET_BYTES = 32
+
+
+class WebhookSecret(msgspec.Struct, frozen=True):
+    secret_id: str
+    secret: str
+    """`whsec_` and base64, as Standard Webhooks has it. Signing needs the text, so no hash would do."""
+    created: float
+
+
+class WebhookSecrets(msgspec.Struct, frozen=True):
+    """tenants/<tenant>/webhook_secrets.json; a record of its own, so that no reply about a tenant can show it."""
+
+    secrets: tuple[WebhookSecret, ...] = ()
+
+
+def read_secrets(store: ObjectStore, tenant: str) -> tuple[WebhookSecret, ...]:
+    """Raises StoreUnavailable."""
+    found = read_record(store, _key(tenant), WebhookSecrets)
+    return found[0].secrets if found else ()
+
+
+def add_secret(tenants: Tenants, tenant: str) -> WebhookSecret:
+    """Makes a secret. Raises NotFound without its tenant, Conflict when two are valid already."""
+    tenants.get(tenant)
+    text = base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
+    made = WebhookSecret(secrets.token_hex(8), f"whsec_{text}", tenants.store.now())
+
+    def add(record: WebhookSecrets | None) -> WebhookSecrets:
+        known = record.secrets if record else ()
+        if len(known) >= MAX_SECRETS:
+            raise Conflict(f"tenant {tenant} has {MAX_SECRETS} webhook secrets already; end one first")
+        return WebhookSecrets((*known, made))
+
+    update_record(tenants.store, _key(tenant), WebhookSecrets, add)
+    return made
+
+
+def end_secret(tenants: Tenants, tenant: str, secret_id: str) -> None:
+    """Raises NotFound."""
+    if not is_name(tenant):
+        raise NotFound(f"there is no tenant {tenant[:100]!r}: a tenant's name has {NAME_RULE}")
+    tenants.get(tenant)
+
+    def end(record: WebhookSecrets | None) -> WebhookSecrets:
+        known = record.secrets if record else ()
+        left = tuple(each for each in known if each.secret_id != secret_id)
+        if len(left) == len(known):
+            raise NotFound(f"there is no webhook secret {secret_id[:100]!r}")
+        return WebhookSecrets(left)
+
+    update_record(tenants.store, _key(tenant), WebhookSecrets, end)
+
+
+def _key(tenant: str) -> str:
+    return f"tenants/{tenant}/webhook_secrets.json"

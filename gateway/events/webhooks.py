@@ -1,0 +1,77 @@
+"""Sends webhooks as Standard Webhooks has them: signed, bounded in size and time, and never redirected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+import aiohttp
+from standardwebhooks import Webhook
+
+from gateway.events.webhook_hosts import CheckedResolver, NotAllowed, WebhookHosts
+from gateway.events.webhook_secrets import WebhookSecret
+
+SEND_S = 15.0
+"""For one try, from the resolution of the host to the status of the reply."""
+CONNECTIONS = 16
+
+
+class NotDelivered(Exception):
+    """Why a try failed, as its owner may read it."""
+
+
+class Webhooks:
+    """Of one worker."""
+
+    def __init__(self, allowed: WebhookHosts, session: aiohttp.ClientSession) -> None:
+        self.allowed = allowed
+        self._session = session
+
+    async def send(self, url: str, message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> None:
+        """Raises NotDelivered unless the receiver answers 2xx."""
+        if not secrets:
+            raise NotDelivered("the tenant has no webhook secret any more")
+        try:
+            self.allowed.check_url(url)
+            async with asyncio.timeout(SEND_S):
+                request = self._session.post(
+                    url, data=body, headers=signed(message_id, body, secrets), allow_redirects=False
+                )
+                async with request as reply:
+                    status = reply.status
+        except NotAllowed as error:
+            raise NotDelivered(str(error)) from None
+        except TimeoutError:
+            raise NotDelivered(f"no answer within {SEND_S:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            cause = error.__cause__ or error
+            told = str(cause) if isinstance(cause, NotAllowed) else "the host can't be reached"
+            raise NotDelivered(told) from None
+        if not 200 <= status < 300:
+            raise NotDelivered(f"the receiver answered {status}")
+
+
+def signed(message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> dict[str, str]:
+    """Returns the headers of a message that is sent now, with a signature by each valid secret."""
+    now = datetime.now(UTC)
+    text = body.decode()
+    signatures = [Webhook(each.secret).sign(message_id, now, text) for each in secrets]
+    return {
+        "content-type": "application/json",
+        "user-agent": "garnish-webhooks",
+        "webhook-id": message_id,
+        "webhook-timestamp": str(int(now.timestamp())),
+        "webhook-signature": " ".join(signatures),
+    }
+
+
+@asynccontextmanager
+async def open_webhooks(allowed: WebhookHosts) -> AsyncIterator[Webhooks]:
+    connector = aiohttp.TCPConnector(
+        resolver=CheckedResolver(allowed), limit=CONNECTIONS, use_dns_cache=False, force_close=True
+    )
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(connector=connector, cookie_jar=jar, trust_env=False) as session:
+        yield Webhooks(allowed, session)

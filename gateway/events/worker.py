@@ -1,0 +1,158 @@
+"""Runs events: claims one by compare-and-swap, executes it, and stores how that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from time import monotonic
+
+from adapters.errors import StoreUnavailable
+from cluster.errors import ServiceError
+from gateway.api.schema import InvokeReply
+from gateway.background import background
+from gateway.events.deliveries import Deliveries
+from gateway.events.event_store import Stored
+from gateway.events.events import Events
+from gateway.events.lost import WORKER_S, release
+from gateway.events.poller import Poller
+from gateway.events.records import DELIVERING, EventRecord
+from gateway.events.transitions import STOPPED, claimed, expired, failed, retried, succeeded
+from gateway.http.errors import is_unexpected, to_service_error
+
+AT_ONCE = 32
+"""Events that one worker runs."""
+DELIVERIES_AT_ONCE = 16
+BEAT_S = 10.0
+STOP_S = 10.0
+"""At the worker's end its events may go on for so long; then they are queued again."""
+SAVED_WITHIN_S = 300.0
+"""Tries to store an outcome; after that the event is run again, as that of a lost worker."""
+AGAIN_S = 1.0
+
+Execute = Callable[[EventRecord], Awaitable[InvokeReply]]
+
+log = logging.getLogger("gateway")
+
+
+class Worker:
+    """Of one gateway process. `execute` runs the call and raises what it fails with."""
+
+    def __init__(self, events: Events, execute: Execute, deliveries: Deliveries) -> None:
+        self.name = secrets.token_hex(6)
+        self._events = events
+        self._execute = execute
+        self._runs = Poller(events, "queued", self._run, at_once=AT_ONCE)
+        self._deliveries = Poller(events, DELIVERING, deliveries.deliver, at_once=DELIVERIES_AT_ONCE)
+        self._executions: dict[str, tuple[Stored, asyncio.Task[InvokeReply]]] = {}
+        self._stopping = False
+        self._beat_at = float("-inf")
+        events.on_cancel = self._end_execution
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Runs events as long as the context lasts, then gives back those that do not end in time."""
+        async with background(self._beats):
+            async with background(self._runs.run, self._deliveries.run):
+                yield
+            await self._stop()
+
+    async def _stop(self) -> None:
+        if tasks := list(self._runs.active.values()):
+            await asyncio.wait(tasks, timeout=STOP_S)
+        self._stopping = True
+        for event_id in list(self._executions):
+            self._end_execution(event_id)
+        for task in self._deliveries.active.values():
+            task.cancel()
+        if tasks := [*self._runs.active.values(), *self._deliveries.active.values()]:
+            await asyncio.wait(tasks, timeout=STOP_S)
+        try:
+            await self._events.threads.write(self._events.store.retire, self.name)
+        except StoreUnavailable as error:
+            log.warning("a worker of events leaves without a word", extra={"why": str(error)})
+
+    async def _beats(self) -> None:
+        while True:
+            began, events = monotonic(), self._events
+            try:
+                await events.threads.write(events.store.beat, self.name, len(self._executions))
+                self._beat_at = began
+                await self._check_executions()
+                await events.threads.write(release, events.store, self._lost_here)
+            except StoreUnavailable as error:
+                log.warning("a worker of events can't say that it lives", extra={"why": str(error)})
+            await asyncio.sleep(BEAT_S)
+
+    def _lost_here(self, holder: str, event_id: str) -> bool:
+        """Whether the event is claimed by this worker, which does not know of it: the store failed during its claim,
+        or for too long at its end."""
+        return holder == self.name and event_id not in self._runs.active
+
+    async def _check_executions(self) -> None:
+        """Ends executions of events that were cancelled through another worker, or taken from this one."""
+        for event_id, (stored, _) in list(self._executions.items()):
+            now = await self._events.threads.read(self._events.store.get, stored.event.tenant, event_id)
+            if now is None or now.event.nonce != stored.event.nonce:
+                self._end_execution(event_id)
+
+    def _end_execution(self, event_id: str) -> None:
+        if event_id in self._executions:
+            self._executions[event_id][1].cancel()
+
+    async def _run(self, stored: Stored) -> None:
+        events, now = self._events, await self._events.clock.now()
+        if now > stored.event.deadline:
+            await events.threads.write(events.store.change, stored, expired(stored.event, now))
+            return None
+        if monotonic() - self._beat_at > WORKER_S / 2:  # the others could take this worker for lost
+            return None
+        claim = await events.threads.write(events.store.change, stored, claimed(stored.event, self.name, now))
+        if claim is None:
+            return None
+        ended = await self._outcome(claim)
+        await self._save(claim, ended)
+        events.wake()  # for a destination that is to be told
+        return None
+
+    async def _outcome(self, claim: Stored) -> EventRecord:
+        task = asyncio.ensure_future(self._execute(claim.event))
+        self._executions[claim.event.id] = claim, task
+        try:
+            await asyncio.wait([task])
+        finally:
+            del self._executions[claim.event.id]
+            task.cancel()
+        now = await self._now(claim)
+        if task.cancelled():
+            if self._stopping:
+                return retried(claim.event, STOPPED, now, 0.0)
+            return failed(claim.event, ServiceError("cancelled", "it was cancelled"), now)
+        error = task.exception()
+        if error is None:
+            return succeeded(claim.event, task.result(), now)
+        if is_unexpected(error):
+            log.error("an event failed unexpectedly", exc_info=error, extra={"event": claim.event.id})
+        return failed(claim.event, to_service_error(error), now)
+
+    async def _now(self, claim: Stored) -> float:
+        """Returns the store's time; while it can't be known, that of the claim: the outcome must be kept."""
+        try:
+            return await self._events.clock.now()
+        except StoreUnavailable:
+            return claim.event.changed
+
+    async def _save(self, claim: Stored, ended: EventRecord) -> None:
+        """Returns when the outcome is stored, or another process has changed the event meanwhile. Raises
+        StoreUnavailable."""
+        until = monotonic() + SAVED_WITHIN_S
+        while True:
+            try:
+                await self._events.threads.write(self._events.store.change, claim, ended)
+                return
+            except StoreUnavailable:
+                if monotonic() > until:
+                    raise
+            await asyncio.sleep(AGAIN_S)

@@ -1,0 +1,47 @@
+"""/tenants/{id}/webhook-secrets: what a tenant's webhooks are signed with, for administrators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.events.webhook_secrets import add_secret, end_secret
+from gateway.http.responses import json_response
+from gateway.http.routing import Routes
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+routes = Routes()
+
+
+class NewSecretReply(msgspec.Struct, frozen=True):
+    """`secret` is shown this once."""
+
+    tenant: str
+    secret_id: str
+    secret: str
+    created: float
+
+
+@routes.admin(
+    "POST /tenants/{tenant}/webhook-secrets",
+    "Make a secret that a tenant's webhooks are signed with, which is shown this once; two are valid at most",
+    {201: NewSecretReply},
+    errors=(409,),
+)
+async def create_webhook_secret(request: Request, services: Services) -> Response:
+    tenant = request.path_params["tenant"]
+    made = await services.threads.write(add_secret, services.tenants, tenant)
+    reply = NewSecretReply(tenant, made.secret_id, made.secret, made.created)
+    return json_response(reply, 201, {"cache-control": "no-store"})
+
+
+@routes.admin("DELETE /tenants/{tenant}/webhook-secrets/{secret_id}", "End a webhook secret", {204: None})
+async def end_webhook_secret(request: Request, services: Services) -> Response:
+    tenant, secret_id = request.path_params["tenant"], request.path_params["secret_id"]
+    await services.threads.write(end_secret, services.tenants, tenant, secret_id)
+    return Response(status_code=204)

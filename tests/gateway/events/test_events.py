@@ -1,0 +1,202 @@
+"""Events in a store: queues with limits, fair shares, several workers, orderly ends, and retention."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from event_world import World, all_ended, leftovers, make_worker, new_event, open_events
+
+from adapters.errors import NotFound
+from cluster.errors import ServiceError
+from gateway.events import worker
+from gateway.events.event_store import EventStore, Stored
+from gateway.events.events import Events
+from gateway.events.jobs import DEAD_KEPT_S, KEPT_S, remove_old
+from gateway.events.poller import Poller
+from gateway.events.records import EventRecord, markers_of, parse_marker
+from gateway.events.transitions import claimed, expired, failed
+from gateway.leader.turn import Turn
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "registry")
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await work
+
+    asyncio.run(bounded())
+
+
+async def add_some(events: Events, count: int, tenant: str = "acme", first: int = 0) -> list[str]:
+    now = await events.clock.now()
+    added = [await events.add(new_event(first + number, now, tenant)) for number in range(count)]
+    return [event.id for event in added]
+
+
+def test_a_full_queue_takes_no_more(world: World) -> None:
+    async def work() -> None:
+        events = open_events(world.store(), max_queued=3)
+        await add_some(events, 3)
+        with pytest.raises(ServiceError, match="3 asynchronous calls waiting") as refused:
+            await add_some(events, 1, first=9)
+        assert refused.value.type == "overloaded"
+        await add_some(events, 1, "other", first=9)
+
+    run(work())
+
+
+def test_two_workers_run_each_event_once(world: World) -> None:
+    async def work() -> None:
+        several = [open_events(world.store()) for _ in range(2)]
+        ids = await add_some(several[0], 40)
+        workers = [make_worker(world, events, lambda *_: None) for events in several]
+        async with workers[0].running(), workers[1].running():
+            found = await all_ended(several[0], ids)
+        assert [event.state for event in found] == ["succeeded"] * 40
+        assert set(world.runs.values()) == {1}
+        assert not leftovers(world.store())
+        assert not list(world.store().list("events/workers/"))
+
+    run(work())
+
+
+def test_a_flood_of_one_tenant_delays_no_other(world: World) -> None:
+    """Of the first events that begin, as many are of the tenant with few as of the one with many."""
+
+    async def work() -> None:
+        events, begun = open_events(world.store()), []
+        enough, release = asyncio.Event(), asyncio.Event()
+
+        async def handle(stored: Stored) -> None:
+            begun.append(stored.event.tenant)
+            if len(begun) == 8:
+                enough.set()
+            await release.wait()
+
+        await add_some(events, 20, "flood")
+        await add_some(events, 4, "quiet", first=100)
+        poller = Poller(events, "queued", handle, at_once=8)
+        task = asyncio.create_task(poller.run())
+        await enough.wait()
+        task.cancel()
+        release.set()
+        assert begun.count("quiet") == 4
+
+    run(work())
+
+
+def test_what_runs_at_the_end_is_queued_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "STOP_S", 0.1)
+
+    async def work() -> None:
+        events = open_events(world.store())
+        [event_id] = await add_some(events, 1)
+        stopped, began = make_worker(world, events, lambda *_: None), asyncio.Event()
+
+        async def hang(event: EventRecord) -> Any:
+            began.set()
+            await asyncio.Event().wait()
+
+        stopped._execute = hang
+        async with stopped.running():
+            await began.wait()
+        event = await events.get("acme", event_id)
+        assert (event.state, event.attempts[0].error.type) == ("queued", "unavailable")
+        async with make_worker(world, events, lambda *_: None).running():
+            assert [each.state for each in await all_ended(events, [event_id])] == ["succeeded"]
+
+    run(work())
+
+
+def test_retries_are_bounded_and_postponements_are_no_attempts(world: World) -> None:
+    now = world.store().now()
+    event = new_event(1, now)
+    for _ in range(3):
+        assert event.state == "queued"
+        event = failed(claimed(event, "w", now), ServiceError("rate_limited", "slow"), now)
+        assert (event.attempts, event.due > now) == ((), True)
+    for number in range(3):
+        assert event.state == "queued"
+        event = failed(claimed(event, "w", now), ServiceError("overloaded", "full", retry_after=40.0), now)
+        assert len(event.attempts) == number + 1
+        assert event.state == "failed" or event.due >= now + 40.0
+    assert event.state == "failed"
+    refused = failed(claimed(new_event(2, now), "w", now), ServiceError("not_found", "gone"), now)
+    assert refused.state == "failed"
+
+
+def test_old_events_are_removed(world: World) -> None:
+    async def work() -> None:
+        events = open_events(world.store())
+        ids = await add_some(events, 3)
+        async with make_worker(world, events, lambda *_: None).running():
+            await all_ended(events, ids)
+        dead = new_event(7, world.store().now(), deadline=0.0)
+        store = EventStore(world.store())
+        assert store.add(expired(dead, world.store().now())) is not None
+        turn = Turn(float("inf"), lambda: 0.0, lambda: True)
+        world.pass_time(KEPT_S - 60)
+        remove_old(store, turn)
+        assert turn.work == 0
+        world.pass_time(120)
+        remove_old(store, turn)
+        assert turn.work == 3
+        for event_id in ids:
+            with pytest.raises(NotFound):
+                await events.get("acme", event_id)
+        assert (await events.get("acme", dead.id)).state == "expired"
+        world.pass_time(DEAD_KEPT_S)
+        remove_old(store, turn)
+        assert not list(world.store().list("events/"))
+        assert not list(world.store().list("tenants/"))
+
+    run(work())
+
+
+def test_an_event_past_its_deadline_is_not_run(world: World) -> None:
+    async def work() -> None:
+        events = open_events(world.store())
+        now = await events.clock.now()
+        await events.add(new_event(1, now, deadline=now - 1.0))
+        async with make_worker(world, events, lambda *_: None).running():
+            [event] = await all_ended(events, ["inv_0001"])
+        assert (event.state, event.error.type) == ("expired", "timeout")
+        assert not world.runs
+
+    run(work())
+
+
+def test_a_newer_release_stores_more(world: World) -> None:
+    """Fields that this release does not know are passed over."""
+    store = world.store()
+    event = new_event(1, store.now())
+    EventStore(store).add(event)
+    key = f"tenants/acme/invocations/{event.id}.json"
+    stored = store.get(key)
+    more = msgspec.json.encode({**msgspec.json.decode(stored.data), "newer": {"x": 1}})
+    store.put_if_match(key, more, stored.etag)
+    found = EventStore(store).get("acme", event.id)
+    assert found is not None
+    assert found.event == event
+
+
+@pytest.mark.parametrize("function", ["pirate", "a-b.c_d", "org/base", ""])
+def test_markers_say_what_they_are(world: World, function: str) -> None:
+    event = msgspec.structs.replace(new_event(1, 1700000000.123), function=function, tenant="a.b-c")
+    running = claimed(event, "abc", 1700000001.5)
+    for each in (event, running, expired(running, 1700000002.75)):
+        [key] = markers_of(each)
+        marker = parse_marker(key)
+        assert marker is not None
+        assert marker.key == key
+        assert (marker.index, marker.tenant, marker.id, marker.holder) == (each.state, "a.b-c", each.id, each.holder)
+        assert marker.function == ("" if "/" in function else function)
