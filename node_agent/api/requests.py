@@ -309,7 +309,8 @@ class RequestRegistry:
         self._seq += 1
         ready, stats, queued = self.ready, self._stats, self.queued
         performance = stats.performance if stats else None
-        gpu = self._gpu.look(performance.to_device.bandwidth if performance is not None else None)
+        on_gpu = ready is not None and ready.device.startswith("cuda")  # else it measured no link
+        gpu = self._gpu.look(performance.to_device.bandwidth if on_gpu and performance is not None else None)
         waiting = [entry for entry in self._in_flight.values() if not entry.pictured]
         return NodeRecord(
             id=self._config.node_id,

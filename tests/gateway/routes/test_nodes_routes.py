@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from stub_node import StubNode, echo, hang_after_first, stub_node
 
+from cluster.gpu import GpuLoad
 from cluster.news import whole
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.secret import is_authorized
@@ -253,3 +254,9 @@ def test_a_node_that_is_gone(running: Running) -> None:
     admin = running.client("admin")
     for method, path in (("GET", "adapters"), ("POST", "drain"), ("POST", "undrain")):
         assert error_of(admin.request(method, f"/nodes/n1/{path}")) == (502, "node_failed")
+
+
+def test_what_holds_a_gpu_back_is_named() -> None:
+    """Idle clocks (1) and clocks that somebody has set (2) hold nothing back."""
+    load = nodes._gpu_load(GpuLoad(memory_used=5, throttled=0x47))
+    assert (load["memory_used"], load["power"], load["throttled"]) == (5, None, ["power_cap", "hardware_thermal"])

@@ -12,7 +12,7 @@ from cluster.errors import ServiceError
 from cluster.gpu import GpuFacts, GpuLoad
 from node_agent.gpu.sampler import Sample
 from node_agent.gpu.watch import GpuWatch
-from tests.node_agent.scripted_engine import stats
+from tests.node_agent.scripted_engine import READY, stats
 from tests.node_agent.served_node import request_of, run_scenario, served_node
 from tests.node_agent.test_api_record import MODEL
 
@@ -59,10 +59,14 @@ def test_the_measured_link_is_compared(tmp_path: Path, stories_dir: Path) -> Non
     async def scenario() -> None:
         async with served_node(tmp_path, stories_dir) as node:
             node.registry._gpu = GpuWatch(ToldSampler(Sample(FACTS, LOAD)))  # type: ignore[arg-type]
-            engine = await node.engine()
-            await engine.say(stats(performance=MODEL))
-            record = await node.record_where(lambda record: record.performance is not None)
-            assert record.gpu is not None and "measured at 1.0 GB/s" in record.gpu.slow_link
+            for device, told in (("cpu", ""), ("cuda:0", "measured at 1.0 GB/s")):
+                engine = await node.engine(msgspec.structs.replace(READY, device=device))
+                await engine.say(stats(performance=MODEL))
+                record = await node.record_where(
+                    lambda record, device=device: record.device == device and record.performance is not None
+                )
+                assert record.gpu is not None and told in record.gpu.slow_link
+                assert bool(told) == bool(record.gpu.slow_link)
 
     run_scenario(scenario())
 
