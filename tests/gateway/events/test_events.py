@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,29 @@ def test_two_workers_run_each_event_once(world: World) -> None:
         assert set(world.runs.values()) == {1}
         assert not leftovers(world.store())
         assert not list(world.store().list("events/workers/"))
+
+    run(work())
+
+
+def test_two_workers_on_s3(world: World, new_s3_store: Callable[[], Any]) -> None:
+    async def work() -> None:
+        store = new_s3_store()
+        several = [open_events(store) for _ in range(2)]
+        ids = await add_some(several[0], 6)
+        workers = [make_worker(world, events, lambda *_: None) for events in several]
+        async with workers[0].running(), workers[1].running():
+            found = await all_ended(several[0], ids)
+            page = await several[1].list("acme", ("succeeded",), "pirate", "", 4)
+            rest = await several[1].list("acme", ("succeeded",), "pirate", page.after or "", 4)
+        assert [event.state for event in found] == ["succeeded"] * 6
+        assert sorted(event.id for event in (*page.events, *rest.events)) == ids
+        assert set(world.runs.values()) == {1}
+        turn = Turn(float("inf"), lambda: 0.0, lambda: True)
+        later = store.now() + KEPT_S + 60
+        store.now = lambda: later
+        remove_old(EventStore(store), turn)
+        assert turn.work == 6
+        assert not store.list("")
 
     run(work())
 
