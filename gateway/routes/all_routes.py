@@ -5,6 +5,7 @@ from __future__ import annotations
 from gateway.routes import (
     aliases,
     cluster,
+    console,
     deploy,
     docs,
     explain,
@@ -22,6 +23,6 @@ from gateway.routes import (
 )
 
 CALLED = (invoke, openai, tokens, deploy, functions, aliases, warm)
-OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs)
+OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs, console)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
 """In the order in which openapi.json has them."""
