@@ -20,10 +20,12 @@ QUIET = (
 )
 ANSWER_SECONDS = 60.0
 POLL_SECONDS = 0.05
+UNTIL_SECONDS = 120.0
+"""Of a host that stalls; what is waited for takes a second."""
 
 
 class Browser:
-    """One page. `said` has what it wrote to its console and what it did not catch, `asked` the addresses it asked for."""
+    """One page. `said`: what it wrote to its console and what it did not catch; `asked`: the addresses it asked for."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = reading, writing
@@ -81,11 +83,12 @@ class Browser:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
-    def until(self, condition: str) -> Any:
-        """Returns the first value of an expression that is true. A test's own time limit bounds it."""
-        while not (value := self.run(f"(() => {{ try {{ return {condition} }} catch {{ return false }} }})()")):
+    def until(self, condition: str) -> None:
+        """Waits until an expression is true; fails with what the page says meanwhile."""
+        ends = time.monotonic() + UNTIL_SECONDS
+        while not self.run(f"(() => {{ try {{ return Boolean({condition}) }} catch {{ return false }} }})()"):
+            assert time.monotonic() < ends, (condition, self.said, self.run("document.body.innerText"))
             time.sleep(POLL_SECONDS)
-        return value
 
     def until_text(self, text: str, of: str = "body") -> None:
         self.until(f"document.querySelector({json.dumps(of)}).innerText.includes({json.dumps(text)})")

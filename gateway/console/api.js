@@ -6,8 +6,9 @@ const DEPLOY_SECONDS = 600;
 const SILENT_SECONDS = 60; // a stream says something every 15 s
 const MAX_EVENT_CHARACTERS = 4 << 20;
 
-/** Who is signed in. `tenant`: whose functions an admin key means; of a tenant's key it stays empty. */
-export const session = { key: null, tenant: "", admin: false };
+/** Who is signed in, once the gateway has taken the key. `tenant`: whose functions an admin key means; of a tenant's key
+ * it stays empty. */
+export const session = { key: null, taken: false, tenant: "", admin: false };
 
 export class ApiError extends Error {
   constructor(status, content) {
@@ -16,20 +17,31 @@ export class ApiError extends Error {
   }
 }
 
-export function signIn(key, tenant) {
-  Object.assign(session, { key, tenant, admin: false });
+/** An admin key is one that may ask for the pools; a tenant's key is answered 403 there. Throws ApiError. */
+export async function signIn(key, tenant) {
+  Object.assign(session, { key, taken: false, tenant: "", admin: false });
+  try {
+    await get("pools");
+    Object.assign(session, { taken: true, admin: true, tenant });
+  } catch (error) {
+    if (error.status !== 403) {
+      signOut();
+      throw error;
+    }
+    session.taken = true;
+  }
 }
 
 export function signOut() {
-  Object.assign(session, { key: null, tenant: "", admin: false });
+  Object.assign(session, { key: null, taken: false, tenant: "", admin: false });
 }
 
 /** Returns the reply of a route that answers with JSON, as {data, etag}. Throws ApiError. */
-export async function ask(method, path, { query = {}, json, form, headers = {}, signal } = {}) {
+export async function ask(method, path, { query = {}, json, form, headers = {}, signal, everyone } = {}) {
   const limit = AbortSignal.timeout((form ? DEPLOY_SECONDS : REQUEST_SECONDS) * 1000);
   const reply = await sent(method, path, {
     query, headers, signal: signal ? AbortSignal.any([signal, limit]) : limit, body: form ?? body(json),
-    type: json === undefined ? null : "application/json",
+    type: json === undefined ? null : "application/json", everyone,
   });
   const data = reply.headers.get("content-type")?.startsWith("application/json") ? await reply.json() : await reply.text();
   return { data, etag: reply.headers.get("etag") };
@@ -37,6 +49,11 @@ export async function ask(method, path, { query = {}, json, form, headers = {}, 
 
 export async function get(path, query = {}, signal = undefined) {
   return (await ask("GET", path, { query, signal })).data;
+}
+
+/** As `get`, of all tenants and not of the one that is shown: with an admin key. */
+export async function getOfAll(path, query, signal) {
+  return (await ask("GET", path, { query, signal, everyone: true })).data;
 }
 
 /** Yields the events of a stream as {event, data}. Throws ApiError before the first one. */
@@ -84,14 +101,14 @@ function body(json) {
   return json === undefined ? undefined : JSON.stringify(json);
 }
 
-async function sent(method, path, { query, headers, signal, body, type }) {
+async function sent(method, path, { query, headers, signal, body, type, everyone }) {
   const url = new URL(path, ROOT);
   for (const [name, value] of Object.entries(query)) {
     if (value !== "" && value !== null && value !== undefined) url.searchParams.set(name, value);
   }
   const own = { ...headers };
   if (session.key) own.authorization = `Bearer ${session.key}`;
-  if (session.tenant) own["x-garnish-tenant"] = session.tenant;
+  if (session.tenant && !everyone) own["x-garnish-tenant"] = session.tenant;
   if (type) own["content-type"] = type;
   const reply = await fetch(url, {
     method, headers: own, body, signal, cache: "no-store", credentials: "omit", redirect: "error",
@@ -108,6 +125,6 @@ async function failure(reply) {
     // A proxy's page, not the gateway's JSON: the status is all that is known.
   }
   const error = new ApiError(reply.status, content);
-  if (reply.status === 401 && session.key !== null) document.dispatchEvent(new CustomEvent("refused", { detail: error }));
+  if (reply.status === 401 && session.taken) document.dispatchEvent(new CustomEvent("refused", { detail: error }));
   return error;
 }

@@ -1,7 +1,7 @@
 // The frame: who is signed in, which view is shown. A view is a function (main, signal, parameter, query) that fills
 // `main` and stops what it does when `signal` is aborted.
 
-import { get, session, signIn, signOut } from "./api.js";
+import { session, signIn, signOut } from "./api.js";
 import { forgetCalls } from "./calls.js";
 import { deployView } from "./deploy.js";
 import { field, h, problem, redraw } from "./dom.js";
@@ -26,7 +26,7 @@ let leave = new AbortController();
 function show() {
   leave.abort();
   leave = new AbortController();
-  if (session.key === null) return showSignIn();
+  if (!session.taken) return main.querySelector("#key") ? undefined : showSignIn();
   const [first, rest = ""] = split(location.hash.slice(2) || "functions");
   const place = PLACES.find((each) => each.name === first && (session.admin || !each.admin)) ?? PLACES[0];
   drawHeader(place);
@@ -99,26 +99,17 @@ function showSignIn(message = "") {
   key.focus();
 }
 
-/** An admin key is one that may ask for the pools; a tenant's key is answered 403 there. */
 async function enter(key, tenant, answer) {
   redraw(answer, "Asking the gateway …");
-  signIn(key, "");
   try {
-    await get("pools");
-    Object.assign(session, { admin: true, tenant });
+    await signIn(key, tenant);
+    show();
   } catch (error) {
-    if (error.status !== 403) {
-      signOut();
-      if (answer.isConnected) redraw(answer, problem(error));
-      return;
-    }
+    redraw(answer, problem(error));
   }
-  show();
 }
 
-document.addEventListener("refused", (event) => {
-  if (main.querySelector("#key") === null) end(`Signed out: ${event.detail.message}`);
-});
+document.addEventListener("refused", (event) => end(`Signed out: ${event.detail.message}`));
 window.addEventListener("hashchange", () => {
   if (location.hash !== "#main") show();
 });

@@ -19,7 +19,7 @@ export function nodesView(main, signal) {
   const draw = () => {
     const wanted = nodes.filter(({ record }) => record.id.includes(search.value) || (record.pool ?? "").includes(search.value));
     const more = wanted.length > SHOWN_NODES ? `; the first ${SHOWN_NODES} are shown` : "";
-    redraw(summary, `${nodes.length} nodes, ${wanted.length} match${more}.`);
+    redraw(summary, `Nodes: ${nodes.length}; matching: ${wanted.length}${more}.`);
     redraw(cards, wanted.slice(0, SHOWN_NODES).map((node) => card(node, known, signal)));
   };
   main.append(h("h1", {}, "Nodes"), field("Node or pool contains", search), summary, note, cards);

@@ -1,6 +1,6 @@
 // Tenants, for administrators: who used how much, and of one tenant its SLO, shares, limits and keys.
 
-import { get } from "./api.js";
+import { get, getOfAll } from "./api.js";
 import { gauge } from "./charts.js";
 import { facts, field, h, problem, redraw, table, text } from "./dom.js";
 import { isName, ms, percent, when } from "./format.js";
@@ -22,7 +22,7 @@ function allTenants(main, signal) {
     } }, field("Tenant", wanted), h("button", {}, "Show this tenant")),
     rows,
   );
-  get("usage", { group_by: "tenant" }, signal).then(
+  getOfAll("usage", { group_by: "tenant" }, signal).then(
     (reply) => redraw(rows, drawnUsage(reply)),
     (error) => signal.aborted || redraw(rows, problem(error)),
   );

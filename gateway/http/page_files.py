@@ -1,4 +1,4 @@
-"""Files of the pages that the gateway ships: a fixed table, read once, so that no path of a request reaches the disk."""
+"""Files of the pages that the gateway ships: a fixed table, read once. No path of a request reaches the disk."""
 
 from __future__ import annotations
 
