@@ -7,6 +7,7 @@ const WIDTH = 900;
 const LANE = 18;
 const GAP = 4;
 const BESIDE = ["fetch", "load", "exposed"]; // of the adapter's load, which goes on beside the other steps
+const AFTER = "decode"; // the first token; it would make all others too narrow to see
 const MAX_CELLS = 300;
 const TIERS = ["device", "host", "disk"];
 
@@ -15,11 +16,11 @@ export function steps(serverTiming) {
   return [...serverTiming.matchAll(/([\w-]+);dur=([\d.]+)/g)].map(([, name, value]) => ({ name, ms: Number(value) }));
 }
 
-/** Returns a call as a waterfall: its steps one behind the other; below them the adapter's load, which begins when the
- * call reaches its node, and what of it the prompt had to wait for. */
+/** Returns a call until its first token as a waterfall: its steps one behind the other; below them the adapter's load,
+ * which begins when the call reaches its node, and what of it the prompt had to wait for. */
 export function waterfall(call) {
   const all = steps(call.serverTiming);
-  const inLine = all.filter((step) => !BESIDE.includes(step.name));
+  const inLine = all.filter((step) => !BESIDE.includes(step.name) && step.name !== AFTER);
   const [fetch, load, exposed] = BESIDE.map((name) => all.find((step) => step.name === name)?.ms ?? 0);
   const starts = new Map();
   let total = 0;

@@ -59,7 +59,7 @@ function drawnAliases(shared) {
     h("button", { id: `rollback-${alias}`, type: "button", click: () => rollBack(shared, alias) },
       `Roll back ${alias}`),
   ]);
-  return table("Aliases", ["Alias", "Points to", "Change"], rows);
+  return table("Where each one points", ["Alias", "Points to", "Change"], rows);
 }
 
 /** Says first where the alias would point; then `If-Match` refuses it if somebody else has changed the function. */
@@ -92,7 +92,7 @@ function drawnVersions(record) {
   ]);
   const columns = ["Version", "Deployed", "#Rank", "#Size", "Projections", "Digest"];
   const policy = h("pre", { tabindex: "0", "aria-label": "Policy" }, JSON.stringify(record.policy, null, 2));
-  return [table("Versions", columns, rows), h("details", {}, h("summary", {}, "Policy"), policy)];
+  return [table("The latest first", columns, rows), h("details", {}, h("summary", {}, "Policy"), policy)];
 }
 
 function warmth(shared) {

@@ -62,7 +62,7 @@ function drawn(state) {
   const columns = ["Function", "Versions", "Aliases", "#Rank", "#Size", "On nodes", "#Calls/min", "#Cold"];
   if (session.admin) columns.push("#TTFT p50", "#p95", "#Errors");
   if (state.items.length === 0) return h("p", {}, state.prefix ? "No function's name begins so." : "No functions yet.");
-  return table("Functions", columns, state.items.map((item) => row(item, state)));
+  return table("By name", columns, state.items.map((item) => row(item, state)));
 }
 
 function row(item, { usage: used, figures: measured }) {
@@ -71,7 +71,7 @@ function row(item, { usage: used, figures: measured }) {
   const told = used.get(item.name);
   const cells = [
     link, String(item.versions.length), aliases(item.aliases), item.ranks.join(", "), bytes(item.bytes),
-    tiers(item.residency), told ? told.rate.toFixed(told.rate < 10 ? 1 : 0) : "0", told ? percent(told.cold) : "–",
+    tiers(item.residency), told ? told.rate.toFixed(told.rate < 10 ? 2 : 0) : "0", told ? percent(told.cold) : "–",
   ];
   if (!session.admin) return cells;
   const own = measured?.get(item.name);
