@@ -6,8 +6,8 @@ const DEPLOY_SECONDS = 600;
 const SILENT_SECONDS = 60; // a stream says something every 15 s
 const MAX_EVENT_CHARACTERS = 4 << 20;
 
-/** Who is signed in, once the gateway has taken the key. `tenant`: whose functions an admin key means; of a tenant's key
- * it stays empty. */
+/** Who is signed in, once the gateway has taken the key. `tenant`: whose functions an admin key means; it stays empty
+ * with a tenant's key. */
 export const session = { key: null, taken: false, tenant: "", admin: false };
 
 export class ApiError extends Error {
@@ -40,10 +40,16 @@ export function signOut() {
 export async function ask(method, path, { query = {}, json, form, headers = {}, signal, everyone } = {}) {
   const limit = AbortSignal.timeout((form ? DEPLOY_SECONDS : REQUEST_SECONDS) * 1000);
   const reply = await sent(method, path, {
-    query, headers, signal: signal ? AbortSignal.any([signal, limit]) : limit, body: form ?? body(json),
-    type: json === undefined ? null : "application/json", everyone,
+    query,
+    headers,
+    signal: signal ? AbortSignal.any([signal, limit]) : limit,
+    body: form ?? body(json),
+    type: json === undefined ? null : "application/json",
+    everyone,
   });
-  const data = reply.headers.get("content-type")?.startsWith("application/json") ? await reply.json() : await reply.text();
+  const data = reply.headers.get("content-type")?.startsWith("application/json")
+    ? await reply.json()
+    : await reply.text();
   return { data, etag: reply.headers.get("etag") };
 }
 
@@ -64,7 +70,11 @@ export async function* events(path, json, signal) {
   try {
     const both = AbortSignal.any([signal, silence.signal]);
     const reply = await sent("POST", path, {
-      query: {}, headers: { accept: "text/event-stream" }, signal: both, body: body(json), type: "application/json",
+      query: {},
+      headers: { accept: "text/event-stream" },
+      signal: both,
+      body: body(json),
+      type: "application/json",
     });
     const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
@@ -111,7 +121,13 @@ async function sent(method, path, { query, headers, signal, body, type, everyone
   if (session.tenant && !everyone) own["x-garnish-tenant"] = session.tenant;
   if (type) own["content-type"] = type;
   const reply = await fetch(url, {
-    method, headers: own, body, signal, cache: "no-store", credentials: "omit", redirect: "error",
+    method,
+    headers: own,
+    body,
+    signal,
+    cache: "no-store",
+    credentials: "omit",
+    redirect: "error",
   });
   if (!reply.ok) throw await failure(reply);
   return reply;

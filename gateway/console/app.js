@@ -53,7 +53,8 @@ function drawHeader(current) {
   const links = PLACES.filter((place) => session.admin || !place.admin).map((place) =>
     h("li", {}, h("a", { href: `#/${place.name}`, "aria-current": place === current && "page" }, place.title)),
   );
-  redraw(header,
+  redraw(
+    header,
     h("strong", {}, "Garnish"),
     h("nav", { "aria-label": "Console" }, h("ul", {}, links)),
     session.admin && tenantForm(),
@@ -63,13 +64,28 @@ function drawHeader(current) {
 }
 
 function tenantForm() {
-  const tenant = h("input", { id: "of-tenant", autocomplete: "off", spellcheck: "false", size: 14, value: session.tenant });
-  return h("form", { class: "inline", submit: (event) => {
-    event.preventDefault();
-    session.tenant = tenant.value.trim();
-    forgetCalls();
-    show();
-  } }, h("label", { for: "of-tenant" }, "Tenant"), tenant, h("button", {}, "Show"));
+  const tenant = h("input", {
+    id: "of-tenant",
+    autocomplete: "off",
+    spellcheck: "false",
+    size: 14,
+    value: session.tenant,
+  });
+  return h(
+    "form",
+    {
+      class: "inline",
+      submit: (event) => {
+        event.preventDefault();
+        session.tenant = tenant.value.trim();
+        forgetCalls();
+        show();
+      },
+    },
+    h("label", { for: "of-tenant" }, "Tenant"),
+    tenant,
+    h("button", {}, "Show"),
+  );
 }
 
 function end(message) {
@@ -84,10 +100,15 @@ function showSignIn(message = "") {
   const key = h("input", { id: "key", type: "password", autocomplete: "off", spellcheck: "false" });
   const tenant = h("input", { id: "tenant", autocomplete: "off", spellcheck: "false" });
   const answer = h("div", { role: "status" }, message);
-  const form = h("form", { class: "card narrow", submit: (event) => {
-    event.preventDefault();
-    enter(key.value.trim(), tenant.value.trim(), answer);
-  } },
+  const form = h(
+    "form",
+    {
+      class: "card narrow",
+      submit: (event) => {
+        event.preventDefault();
+        enter(key.value.trim(), tenant.value.trim(), answer);
+      },
+    },
     h("h1", {}, "Sign in"),
     field("Key", key, "A tenant's key or an admin key. It is kept in this page's memory until you leave it."),
     field("Tenant", tenant, "With an admin key: whose functions to show."),

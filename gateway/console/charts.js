@@ -38,43 +38,68 @@ export function waterfall(call) {
   const end = Math.max(total, ...bars.map((bar) => bar.at + bar.ms), 0.001);
   const shown = bars.filter((bar) => bar.ms > 0);
   const said = shown.map((bar) => `${bar.name} ${ms(bar.ms)}`).join(", ");
-  return h("figure", { class: "waterfall" },
-    lanes(load > 0 ? 3 : 1, said, shown.map((bar) => rectangle(bar, WIDTH / end))),
-    h("figcaption", {}, shown.flatMap((bar) => [h("span", { class: `key step-${bar.name}` }), `${bar.name} ${ms(bar.ms)} `])),
+  return h(
+    "figure",
+    { class: "waterfall" },
+    lanes(
+      load > 0 ? 3 : 1,
+      said,
+      shown.map((bar) => rectangle(bar, WIDTH / end)),
+    ),
+    h(
+      "figcaption",
+      {},
+      shown.flatMap((bar) => [h("span", { class: `key step-${bar.name}` }), `${bar.name} ${ms(bar.ms)} `]),
+    ),
   );
 }
 
 function lanes(count, said, children) {
   const height = count * (LANE + GAP);
-  return svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": said, preserveAspectRatio: "none" },
-    children);
+  return svg(
+    "svg",
+    { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": said, preserveAspectRatio: "none" },
+    children,
+  );
 }
 
 function rectangle(bar, scale) {
-  return svg("rect", {
-    class: `step-${bar.name}`, x: (bar.at * scale).toFixed(2), y: bar.lane * (LANE + GAP), height: LANE,
-    width: Math.max(1, bar.ms * scale).toFixed(2),
-  }, svg("title", {}, `${bar.name}: ${ms(bar.ms)}`));
+  return svg(
+    "rect",
+    {
+      class: `step-${bar.name}`,
+      x: (bar.at * scale).toFixed(2),
+      y: bar.lane * (LANE + GAP),
+      height: LANE,
+      width: Math.max(1, bar.ms * scale).toFixed(2),
+    },
+    svg("title", {}, `${bar.name}: ${ms(bar.ms)}`),
+  );
 }
 
 /** Returns the adapters on a node, a row per tier: each cell is as wide as its adapter is large, those in use first.
  * `capacity`: bytes of adapter memory on the device; 0 where the node does not say. */
 export function memoryMap(residents, capacity) {
-  return h("div", { class: "memory" }, TIERS.map((tier) => {
-    const held = residents.filter((each) => each.tier === tier);
-    const sum = held.reduce((bytesSoFar, each) => bytesSoFar + each.bytes, 0);
-    const whole = tier === "device" ? Math.max(capacity, sum) : sum;
-    const inUse = held.filter((each) => each.in_use > 0).length;
-    const of = tier === "device" && capacity ? ` of ${bytes(capacity)}` : "";
-    const said = `${tier}: ${held.length} adapters, ${bytes(sum)}${of}, ${inUse} in use`;
-    return h("div", { class: "tier" }, h("span", {}, said), lanes(1, said, cells(held, tier, WIDTH / (whole || 1))));
-  }));
+  return h(
+    "div",
+    { class: "memory" },
+    TIERS.map((tier) => {
+      const held = residents.filter((each) => each.tier === tier);
+      const sum = held.reduce((bytesSoFar, each) => bytesSoFar + each.bytes, 0);
+      const whole = tier === "device" ? Math.max(capacity, sum) : sum;
+      const inUse = held.filter((each) => each.in_use > 0).length;
+      const of = tier === "device" && capacity ? ` of ${bytes(capacity)}` : "";
+      const said = `${tier}: ${held.length} adapters, ${bytes(sum)}${of}, ${inUse} in use`;
+      return h("div", { class: "tier" }, h("span", {}, said), lanes(1, said, cells(held, tier, WIDTH / (whole || 1))));
+    }),
+  );
 }
 
 function cells(held, tier, scale) {
   const sorted = [...held].sort((one, other) => other.in_use - one.in_use || other.bytes - one.bytes);
   const shown = sorted.slice(0, MAX_CELLS).map((each) => ({
-    bytes: each.bytes, busy: each.in_use > 0,
+    bytes: each.bytes,
+    busy: each.in_use > 0,
     said: `${each.digest.slice(0, 12)}: ${bytes(each.bytes)}, ${each.in_use} requests`,
   }));
   const rest = sorted.slice(MAX_CELLS);
@@ -89,14 +114,22 @@ function cells(held, tier, scale) {
       const x = at;
       at += cell.bytes * scale;
       const width = Math.max(0.5, cell.bytes * scale - 1).toFixed(2);
-      return svg("rect", { class: `tier-${tier}${cell.busy ? " busy" : ""}`, x: x.toFixed(2), y: 0, width, height: LANE },
-        svg("title", {}, cell.said));
+      return svg(
+        "rect",
+        { class: `tier-${tier}${cell.busy ? " busy" : ""}`, x: x.toFixed(2), y: 0, width, height: LANE },
+        svg("title", {}, cell.said),
+      );
     }),
   ];
 }
 
 /** Returns how much of something is taken, as a bar and in words. */
 export function gauge(label, value, max, said = `${value} of ${max}`) {
-  return h("div", { class: "gauge" }, h("span", {}, label),
-    h("meter", { min: 0, max: Math.max(max, 1), value, "aria-label": `${label}: ${said}` }), h("span", {}, said));
+  return h(
+    "div",
+    { class: "gauge" },
+    h("span", {}, label),
+    h("meter", { min: 0, max: Math.max(max, 1), value, "aria-label": `${label}: ${said}` }),
+    h("span", {}, said),
+  );
 }

@@ -11,31 +11,63 @@ const MAX_ENTRIES = 1000; // of a dropped folder
 export function deployView(main, signal, name) {
   const files = new Map();
   const parts = {
-    name: h("input", { id: "name", required: true, autocomplete: "off", spellcheck: "false", maxlength: 64, value: name }),
+    name: h("input", {
+      id: "name",
+      required: true,
+      autocomplete: "off",
+      spellcheck: "false",
+      maxlength: 64,
+      value: name,
+    }),
     alias: h("input", { id: "alias", autocomplete: "off", spellcheck: "false", maxlength: 64 }),
-    folder: h("input", { id: "folder", type: "file", webkitdirectory: true, change: (event) => take(event.target.files) }),
+    folder: h("input", {
+      id: "folder",
+      type: "file",
+      webkitdirectory: true,
+      change: (event) => take(event.target.files),
+    }),
     pair: h("input", { id: "pair", type: "file", multiple: true, change: (event) => take(event.target.files) }),
     found: h("p", { id: "found", role: "status" }),
     answer: h("div", { id: "answer", role: "status" }),
   };
   const take = (chosen) => redraw(parts.found, keep(files, chosen));
-  const drop = h("div", { id: "drop", class: "drop",
-    dragover: (event) => event.preventDefault(),
-    drop: async (event) => {
-      event.preventDefault();
-      const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
-      take(await dropped(entries));
+  const drop = h(
+    "div",
+    {
+      id: "drop",
+      class: "drop",
+      dragover: (event) => event.preventDefault(),
+      drop: async (event) => {
+        event.preventDefault();
+        const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
+        take(await dropped(entries));
+      },
     },
-  }, h("p", {}, `Drop a folder with ${CONFIG} and ${WEIGHTS} here, or choose:`),
-    h("div", { class: "row" }, field("A folder", parts.folder), field("The two files", parts.pair)), parts.found);
+    h("p", {}, `Drop a folder with ${CONFIG} and ${WEIGHTS} here, or choose:`),
+    h("div", { class: "row" }, field("A folder", parts.folder), field("The two files", parts.pair)),
+    parts.found,
+  );
   const submit = (dryRun) => deploy({ ...parts, files, signal }, dryRun);
-  main.append(h("h1", {}, "Deploy"),
-    h("form", { class: "card", submit: (event) => { event.preventDefault(); submit(false); } },
+  main.append(
+    h("h1", {}, "Deploy"),
+    h(
+      "form",
+      {
+        class: "card",
+        submit: (event) => {
+          event.preventDefault();
+          submit(false);
+        },
+      },
       field("Function", parts.name, "New or known: 1 to 64 of a-z, 0-9, '.', '_' and '-'."),
       field("Alias", parts.alias, "Empty: latest, which calls use that name no version."),
       drop,
-      h("p", { class: "row" }, h("button", { id: "deploy", class: "primary" }, "Deploy"),
-        h("button", { id: "check", type: "button", click: () => submit(true) }, "Check only")),
+      h(
+        "p",
+        { class: "row" },
+        h("button", { id: "deploy", class: "primary" }, "Deploy"),
+        h("button", { id: "check", type: "button", click: () => submit(true) }, "Check only"),
+      ),
       parts.answer,
     ),
   );
@@ -80,7 +112,9 @@ async function deploy({ name, alias, files, answer, signal }, dryRun) {
   for (const each of [CONFIG, WEIGHTS]) form.set(each, files.get(each), each);
   try {
     const { data } = await ask("POST", `deploy/${encodeURIComponent(name.value)}`, {
-      form, query: { dry_run: dryRun ? "true" : "" }, signal,
+      form,
+      query: { dry_run: dryRun ? "true" : "" },
+      signal,
     });
     return redraw(answer, done(data));
   } catch (error) {
@@ -95,6 +129,11 @@ function done(reply) {
     reply.version === null
       ? h("p", {}, `It can be deployed: ${what}.`)
       : h("p", {}, link, ` has version ${reply.version}: ${what}.`),
-    reply.warnings.length > 0 && h("ul", {}, reply.warnings.map((warning) => h("li", {}, warning))),
+    reply.warnings.length > 0 &&
+      h(
+        "ul",
+        {},
+        reply.warnings.map((warning) => h("li", {}, warning)),
+      ),
   ];
 }

@@ -42,27 +42,39 @@ export function table(caption, columns, rows) {
     h("th", { scope: "col", class: numeric[index] && "number" }, column.replace(/^#/, "")),
   );
   const body = rows.map((cells) =>
-    h("tr", {}, cells.map((cell, index) =>
-      index === 0
-        ? h("th", { scope: "row" }, cell)
-        : h("td", { class: numeric[index] && "number" }, cell),
-    )),
+    h(
+      "tr",
+      {},
+      cells.map((cell, index) =>
+        index === 0 ? h("th", { scope: "row" }, cell) : h("td", { class: numeric[index] && "number" }, cell),
+      ),
+    ),
   );
-  return h("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption },
+  return h(
+    "div",
+    { class: "scroll", role: "region", tabindex: "0", "aria-label": caption },
     h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)),
   );
 }
 
 /** Returns a list of names and values. */
 export function facts(entries) {
-  return h("dl", { class: "facts" }, entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+  return h(
+    "dl",
+    { class: "facts" },
+    entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
 }
 
 /** Returns a labelled control; the label is above it. */
 export function field(label, control, hint = "") {
   if (hint) control.setAttribute("aria-describedby", `${control.id}-hint`);
-  return h("p", { class: "field" },
-    h("label", { for: control.id }, label), control, hint && h("small", { id: `${control.id}-hint` }, hint),
+  return h(
+    "p",
+    { class: "field" },
+    h("label", { for: control.id }, label),
+    control,
+    hint && h("small", { id: `${control.id}-hint` }, hint),
   );
 }
 
@@ -70,10 +82,16 @@ export function field(label, control, hint = "") {
 export function problem(error) {
   const details = error.details ?? [];
   const columns = [...new Set(details.flatMap((each) => Object.keys(each)))];
-  return h("div", { class: "problem", role: "alert" },
+  return h(
+    "div",
+    { class: "problem", role: "alert" },
     h("p", {}, error.message, error.requestId ? ` (request ${error.requestId})` : ""),
     details.length > 0 &&
-      table(`${details.length} problems`, columns, details.map((each) => columns.map((column) => text(each[column])))),
+      table(
+        `${details.length} problems`,
+        columns,
+        details.map((each) => columns.map((column) => text(each[column]))),
+      ),
   );
 }
 

@@ -45,5 +45,7 @@ export function short(digest) {
 /** Where an alias points: a version, or the shares of several. */
 export function pointed(target) {
   if (typeof target === "number") return `version ${target}`;
-  return Object.entries(target).map(([version, share]) => `version ${version} (${percent(share)})`).join(", ");
+  return Object.entries(target)
+    .map(([version, share]) => `version ${version} (${percent(share)})`)
+    .join(", ");
 }

@@ -15,12 +15,20 @@ export function functionFigures(text, tenant) {
     if (labels.tenant !== tenant) continue;
     const own = found.get(labels.function) ?? { buckets: [], calls: 0, failed: 0 };
     found.set(labels.function, own);
-    if (name.endsWith("_bucket")) own.buckets.push([labels.le === "+Inf" ? Infinity : Number(labels.le), Number(value)]);
+    if (name.endsWith("_bucket"))
+      own.buckets.push([labels.le === "+Inf" ? Infinity : Number(labels.le), Number(value)]);
     else add(own, labels.outcome, Number(value));
   }
-  return new Map([...found].map(([name, own]) => [name, {
-    p50: quantile(own.buckets, 0.5), p95: quantile(own.buckets, 0.95), errors: own.calls ? own.failed / own.calls : null,
-  }]));
+  return new Map(
+    [...found].map(([name, own]) => [
+      name,
+      {
+        p50: quantile(own.buckets, 0.5),
+        p95: quantile(own.buckets, 0.95),
+        errors: own.calls ? own.failed / own.calls : null,
+      },
+    ]),
+  );
 }
 
 function add(own, outcome, count) {

@@ -5,13 +5,27 @@ import { facts, h, redraw, table } from "./dom.js";
 import { percent, seconds } from "./format.js";
 import { live } from "./live.js";
 
-const COLUMNS = ["Pool", "#Nodes", "#Ready", "#Open requests", "#Longest wait", "#Demand (nodes)", "#Backlog", "#SLO attained"];
+const COLUMNS = [
+  "Pool",
+  "#Nodes",
+  "#Ready",
+  "#Open requests",
+  "#Longest wait",
+  "#Demand (nodes)",
+  "#Backlog",
+  "#SLO attained",
+];
 
 export function poolsView(main, signal) {
   const note = h("p", { class: "note", role: "status" });
   const told = h("div");
   main.append(h("h1", {}, "Pools"), note, told);
-  live((until) => get("pools", {}, until), (reply) => redraw(told, drawn(reply)), signal, note);
+  live(
+    (until) => get("pools", {}, until),
+    (reply) => redraw(told, drawn(reply)),
+    signal,
+    note,
+  );
 }
 
 function drawn({ pools, unplaced, workers, stale, autoscaler }) {
@@ -19,7 +33,8 @@ function drawn({ pools, unplaced, workers, stale, autoscaler }) {
   return [
     table("Pools, over the last ten seconds", COLUMNS, [...rows, ["placed on no node", "–", "–", ...load(unplaced)]]),
     facts([
-      ["Gateway workers", String(workers)], ["Autoscaler", autoscaler ?? "none"],
+      ["Gateway workers", String(workers)],
+      ["Autoscaler", autoscaler ?? "none"],
       ["Workers in step", stale === null ? "yes" : `not for ${seconds(stale)}`],
     ]),
   ];
@@ -27,6 +42,10 @@ function drawn({ pools, unplaced, workers, stale, autoscaler }) {
 
 function load(of) {
   return [
-    String(of.open_requests), seconds(of.queue_wait), of.demand.toFixed(2), seconds(of.backlog), percent(of.attainment),
+    String(of.open_requests),
+    seconds(of.queue_wait),
+    of.demand.toFixed(2),
+    seconds(of.backlog),
+    percent(of.attainment),
   ];
 }

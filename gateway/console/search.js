@@ -1,5 +1,5 @@
-// Search by the beginning of a name, with nothing but the API's paging: `after` is the greatest name below the first one
-// that can match.
+// Search by the beginning of a name, with nothing but the API's paging: `after` is the greatest name below the first
+// one that can match.
 
 const ORDER = "-.0123456789_abcdefghijklmnopqrstuvwxyz";
 const EDGES = "0123456789abcdefghijklmnopqrstuvwxyz"; // of which a name begins and ends
@@ -7,7 +7,9 @@ const MAX_NAME = 64;
 
 /** Whether any name can begin so. */
 export function canBegin(prefix) {
-  return prefix.length <= MAX_NAME && EDGES.includes(prefix.at(0) ?? "") && [...prefix].every((each) => ORDER.includes(each));
+  return (
+    prefix.length <= MAX_NAME && EDGES.includes(prefix.at(0) ?? "") && [...prefix].every((each) => ORDER.includes(each))
+  );
 }
 
 /** Returns the name behind which names with this beginning come; "" where they are the first of all. */

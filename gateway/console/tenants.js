@@ -15,11 +15,20 @@ export function tenantsView(main, signal, name) {
 function allTenants(main, signal) {
   const rows = h("div");
   const wanted = h("input", { id: "wanted", autocomplete: "off", spellcheck: "false" });
-  main.append(h("h1", {}, "Tenants"),
-    h("form", { class: "row", submit: (event) => {
-      event.preventDefault();
-      location.hash = `#/tenants/${encodeURIComponent(wanted.value.trim())}`;
-    } }, field("Tenant", wanted), h("button", {}, "Show this tenant")),
+  main.append(
+    h("h1", {}, "Tenants"),
+    h(
+      "form",
+      {
+        class: "row",
+        submit: (event) => {
+          event.preventDefault();
+          location.hash = `#/tenants/${encodeURIComponent(wanted.value.trim())}`;
+        },
+      },
+      field("Tenant", wanted),
+      h("button", {}, "Show this tenant"),
+    ),
     rows,
   );
   getOfAll("usage", { group_by: "tenant" }, signal).then(
@@ -32,11 +41,18 @@ function drawnUsage({ rows, total }) {
   const columns = ["Tenant", "#Requests", "#Share", "#Tokens in", "#Tokens out", "#Cold"];
   const most = [...rows].sort((one, other) => other.requests - one.requests).slice(0, SHOWN);
   if (most.length === 0) return h("p", {}, "Nobody has called anything in the last 24 hours.");
-  return table("Used in the last 24 hours", columns, most.map((row) => [
-    h("a", { href: `#/tenants/${encodeURIComponent(row.tenant)}` }, row.tenant), String(row.requests),
-    percent(row.requests / total.requests), String(row.prompt_tokens), String(row.completion_tokens),
-    percent(row.requests ? row.cold_starts / row.requests : null),
-  ]));
+  return table(
+    "Used in the last 24 hours",
+    columns,
+    most.map((row) => [
+      h("a", { href: `#/tenants/${encodeURIComponent(row.tenant)}` }, row.tenant),
+      String(row.requests),
+      percent(row.requests / total.requests),
+      String(row.prompt_tokens),
+      String(row.completion_tokens),
+      percent(row.requests ? row.cold_starts / row.requests : null),
+    ]),
+  );
 }
 
 function oneTenant(main, signal, name) {
@@ -48,31 +64,52 @@ function oneTenant(main, signal, name) {
   const note = h("p", { class: "note", role: "status" });
   const told = h("div");
   main.append(note, told);
-  live((until) => get(`tenants/${encodeURIComponent(name)}`, {}, until), (reply) => redraw(told, drawn(reply)), signal, note);
+  live(
+    (until) => get(`tenants/${encodeURIComponent(name)}`, {}, until),
+    (reply) => redraw(told, drawn(reply)),
+    signal,
+    note,
+  );
 }
 
 function drawn({ slo, limits, weight, declared, keys, attainment }) {
   return [
     facts([
-      ["SLO class", slo.class], ["TTFT", ms(slo.ttft_ms)], ["TPOT", ms(slo.tpot_ms)], ["For", percent(slo.attain)],
-      ["Weight", String(weight)], ["Declared in serverless.yml", declared ? "yes" : "no"],
-      ...Object.entries(limits).filter(([, limit]) => limit !== null).map(([limit, value]) => [`Limit: ${limit}`, text(value)]),
+      ["SLO class", slo.class],
+      ["TTFT", ms(slo.ttft_ms)],
+      ["TPOT", ms(slo.tpot_ms)],
+      ["For", percent(slo.attain)],
+      ["Weight", String(weight)],
+      ["Declared in serverless.yml", declared ? "yes" : "no"],
+      ...Object.entries(limits)
+        .filter(([, limit]) => limit !== null)
+        .map(([limit, value]) => [`Limit: ${limit}`, text(value)]),
     ]),
     h("h2", {}, "SLO attainment"),
     attainment.length === 0
       ? h("p", {}, "Nothing is promised to this tenant.")
-      : h("div", {}, attainment.map((window) => drawnWindow(window, slo.attain))),
+      : h(
+          "div",
+          {},
+          attainment.map((window) => drawnWindow(window, slo.attain)),
+        ),
     h("h2", {}, "Keys"),
-    table("Keys, without their text", ["Key", "Made", "Ended"], keys.map((key) => [
-      key.key_id, when(key.created), key.revoked === null ? "–" : when(key.revoked),
-    ])),
+    table(
+      "Keys, without their text",
+      ["Key", "Made", "Ended"],
+      keys.map((key) => [key.key_id, when(key.created), key.revoked === null ? "–" : when(key.revoked)]),
+    ),
   ];
 }
 
 function drawnWindow(window, goal) {
   const of = `last ${window.window_seconds / 60} min, ${window.calls} calls`;
   if (window.all === null) return h("p", {}, `${of}: nothing to measure`);
-  const parts = [["TTFT", window.ttft], ["TPOT", window.tpot]].filter(([, share]) => share !== null)
+  const parts = [
+    ["TTFT", window.ttft],
+    ["TPOT", window.tpot],
+  ]
+    .filter(([, share]) => share !== null)
     .map(([name, share]) => `${name} ${percent(share)}`);
   return gauge(of, window.all, 1, `${percent(window.all)} of ${percent(goal)} wanted (${parts.join(", ")})`);
 }

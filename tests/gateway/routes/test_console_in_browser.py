@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from math import ceil
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 from browser import CHROMIUM, Browser, browser
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from running_gateway import Running, start_gateway, upload
 from stub_node import StubNode, done, hang_after_first, token
@@ -38,6 +40,12 @@ PLACES = {
 """Each with what is there once its figures are."""
 
 
+ADAPTER_BYTES = 1 << 20
+RESIDENTS = [
+    Resident(f"{number:064x}", "device" if number % 4 else "host", 1000 + number, number % 2) for number in range(800)
+]
+
+
 async def hostile(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
     """Answers with markup; a prompt of more than 20 tokens stays open after the first."""
     if len(asked.token_ids) > 20:
@@ -56,9 +64,7 @@ def served(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         running = start_gateway(stack, stories_dir, tmp_path_factory.mktemp("gateway"))
         running.node(
             hostile,
-            residents=[Resident(f"{number:064x}", ("device", "host", "disk")[number % 3], 1000 + number, number % 2)
-                       for number in range(900)],
-            device=HOSTILE[:40], max_rows=8, adapter_bytes=1 << 20,
+            residents=RESIDENTS, device=HOSTILE[:40], max_rows=8, adapter_bytes=ADAPTER_BYTES,
         )  # fmt: skip
         yield running
 
@@ -267,6 +273,83 @@ def test_the_keyboard_reaches_and_does_everything(page: Browser, story: Running)
     page.until_text("TTFT", "#call-status")
 
 
+def test_the_memory_map_is_of_the_nodes_adapters(page: Browser, story: Running) -> None:
+    """Cells are as wide as adapters are large, and those that have no cell of their own are one cell."""
+    sign_in(page, story, "admin", "acme")
+    go(page, "nodes")
+    page.until("document.querySelector('.tier rect')")
+    for tier, capacity in (("device", ADAPTER_BYTES), ("host", 0)):
+        held = [each for each in RESIDENTS if each.tier == tier]
+        used, total = sum(each.in_use > 0 for each in held), sum(each.bytes for each in held)
+        drawn = f"[...document.querySelectorAll('rect.tier-{tier}')].map((cell) => [+cell.getAttribute('width') + 1, "
+        cells = page.run(f"{drawn}cell.classList.contains('busy'), cell.textContent])")
+        page.until_text(f"{tier}: {len(held)} adapters")
+        page.until_text(f"{used} in use")
+        own = cells[:300]
+        assert len(cells) == min(len(held), 301)
+        assert [busy for _, busy, _ in own] == sorted((busy for _, busy, _ in own), reverse=True)
+        by_digest = {each.digest[:12]: each for each in held}
+        scale = 900 / max(capacity, total)
+        for width, busy, text in own[::17]:
+            assert width == pytest.approx(max(by_digest_width(by_digest, text) * scale, 1.5), abs=0.02)
+            assert busy == text.endswith("1 requests")
+        assert sum(width for width, _, _ in cells) == pytest.approx(total * scale, abs=len(cells) * 0.6)
+
+
+def by_digest_width(by_digest: dict[str, Resident], text: str) -> int:
+    return by_digest[text.partition(":")[0]].bytes
+
+
+def test_a_page_asks_once_in_two_seconds_while_it_is_shown(page: Browser, story: Running) -> None:
+    sign_in(page, story, "admin", "acme")
+    page.asked.clear()
+    began = time.monotonic()
+    go(page, "nodes")
+    page.until("document.querySelector('meter')")
+    while len(_asked(page, "/nodes")) < 3:
+        page.run("0")
+        time.sleep(0.1)
+    assert time.monotonic() - began > 3.9
+    go(page, "deploy")
+    before = len(_asked(page, "/nodes"))
+    time.sleep(2.5)
+    page.run("0")
+    assert len(_asked(page, "/nodes")) == before
+
+
+def _asked(page: Browser, path: str) -> list[str]:
+    return [url for url in page.asked if url.endswith(path)]
+
+
+def test_functions_come_a_page_at_a_time(page: Browser, story: Running) -> None:
+    """Of 130 functions: there and back, and the ones whose names begin so."""
+    folder = Path(story.config.registry) / "tenants" / "acme" / "functions"
+    record = (folder / "story" / "function.json").read_text()
+    names = [f"{letter}-{number:03}" for letter in "ab" for number in range(65)]
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "function.json").write_text(record.replace('"story"', json.dumps(name)))
+    listed = sorted(
+        [*names, *(each["name"] for each in story.client().get("/functions?limit=1000").json()["functions"])]
+    )
+    listed = sorted(set(listed))
+    sign_in(page, story, "acme")
+    shown = "[...document.querySelectorAll('tbody th a')].map((link) => link.textContent)"
+    for first, button in ((0, "next"), (50, "next"), (100, "back"), (50, "back"), (0, "")):
+        page.until(
+            f"JSON.stringify({shown}) === {json.dumps(json.dumps(listed[first : first + 50], separators=(',', ':')))}"
+        )
+        if button:
+            page.click(f"#{button}")
+    for prefix in ("b-06", "a", "zz", "b-064", "B"):
+        wanted = [name for name in listed if name.startswith(prefix)][:50]
+        page.fill("#search", prefix)
+        page.press("Enter")
+        page.until(f"JSON.stringify({shown}) === {json.dumps(json.dumps(wanted, separators=(',', ':')))}")
+    for name in names:
+        shutil.rmtree(folder / name)
+
+
 NAMES = st.from_regex(r"[ab0z]([-._ab09z]{0,2}[ab0z])?", fullmatch=True)
 
 
@@ -274,7 +357,6 @@ def test_search_by_the_beginning_of_a_name(page: Browser, story: Running) -> Non
     """`after` cuts exactly before the first name that matches, whatever the names are."""
     start(page, story)
 
-    @settings(max_examples=60)
     @given(names=st.sets(NAMES, max_size=30), prefix=st.from_regex(r"[ab0z][-._ab09z]{0,3}", fullmatch=True))
     def check(names: set[str], prefix: str) -> None:
         after = page.run(f"import('{story.url}/console/search.js').then((it) => it.before({json.dumps(prefix)}))")
@@ -290,7 +372,6 @@ def test_quantiles_are_those_of_the_histogram(page: Browser, story: Running) -> 
     start(page, story)
     edges = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5]
 
-    @settings(max_examples=40)
     @given(times=st.lists(st.floats(0.001, 0.499), min_size=1, max_size=40), share=st.sampled_from([0.5, 0.95]))
     def check(times: list[float], share: float) -> None:
         name = "garnish_ttft_seconds_bucket"
