@@ -29,6 +29,7 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
     show_keys(prepared.state, prepared.credentials, prepared.new_keys, screen)
     named = "" if prepared.state == DEFAULT_STATE.absolute() else f" --state {shlex.quote(shown(prepared.state))}"
     screen.line(f"logs: in {shown(prepared.state / 'logs')} (garnish logs{named})")
+    screen.line(f"the console: {prepared.url}/console")
     screen.line(f"the API: {prepared.url}/docs")
     screen.line(f"ready: {prepared.url}")
     screen.line("try:")

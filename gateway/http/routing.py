@@ -95,6 +95,8 @@ class Details(TypedDict, total=False):
     """Its own: of the query, headers, and those of the path that PATH_PARAMETERS has not."""
     errors: Sequence[int]
     """Statuses beyond those that follow from who may call it, its path and its body."""
+    media: str
+    """Of a reply that is text: text/plain, where it is not stated."""
     stream: str
     """What the reply is as text/event-stream, if it can be."""
     multipart: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gateway.routes import (
     aliases,
     cluster,
+    console,
     deploy,
     docs,
     explain,
@@ -25,5 +26,7 @@ from gateway.routes import (
 
 CALLED = (invoke, invocations, openai, tokens, deploy, functions, aliases, warm)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, webhook_secrets, usage, explain, docs)
+CALLED = (invoke, openai, tokens, deploy, functions, aliases, warm)
+OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs, console)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
 """In the order in which openapi.json has them."""

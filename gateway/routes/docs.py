@@ -10,7 +10,8 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.http.routing import Endpoint, Routes
+from gateway.http.page_files import FOREVER, page_file, page_headers
+from gateway.http.routing import Routes
 
 routes = Routes()
 
@@ -28,27 +29,11 @@ POLICY = {
     "form-action": "'none'",
     "frame-ancestors": "'none'",
 }
-HEADERS = {
-    "content-security-policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
-REVALIDATE, FOREVER = "no-cache", "public, max-age=31536000, immutable"
+HEADERS = page_headers(POLICY)
 
-
-def _file(name: str, media_type: str, cache: str) -> Endpoint:
-    """Returns the endpoint that answers with one file of the page."""
-    content = (FOLDER / name).read_bytes()
-
-    async def docs(_: Request) -> Response:
-        return Response(content, headers={**HEADERS, "cache-control": cache}, media_type=media_type)
-
-    return docs
-
-
-routes.public("GET /docs")(_file("index.html", "text/html", REVALIDATE))
-routes.public("GET /docs/page.css")(_file("page.css", "text/css", REVALIDATE))
-routes.public(f"GET /docs/{VIEWER}")(_file(VIEWER, "text/javascript", FOREVER))
+routes.public("GET /docs")(page_file(FOLDER / "index.html", "docs", HEADERS))
+routes.public("GET /docs/page.css")(page_file(FOLDER / "page.css", "docs", HEADERS))
+routes.public(f"GET /docs/{VIEWER}")(page_file(FOLDER / VIEWER, "docs", HEADERS, FOREVER))
 
 _DOCUMENT = OPENAPI.read_bytes()
 

@@ -138,7 +138,8 @@ def _responses(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
         headers = {**_REQUEST_ID, **_ETAG} if operation.details.get("etag") else _REQUEST_ID
         responses[str(status)] = {"description": "Done", "headers": headers}
         if kind is str:
-            responses[str(status)]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+            media = operation.details.get("media", "text/plain")
+            responses[str(status)]["content"] = {media: {"schema": {"type": "string"}}}
         elif kind is not None:
             responses[str(status)]["content"] = {"application/json": {"schema": schemas[kind]}}
         if "stream" in operation.details:

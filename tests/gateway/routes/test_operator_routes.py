@@ -21,7 +21,7 @@ from adapters.local_store import LocalStore
 from cluster.news import Resident, whole
 from cluster.secret import authorization
 from gateway.app import ROUTES
-from gateway.routes import docs
+from gateway.routes import console, docs
 from gateway.routes.all_routes import CALLED, OPERATED
 from gateway.routes.functions import FunctionReply, Residency, VersionList, VersionReply
 from gateway.routes.nodes import NodeList
@@ -190,7 +190,7 @@ def test_the_document_is_valid_and_served(gateway: Running) -> None:
 def test_every_public_route_is_in_the_document() -> None:
     listed = {(path, method.upper()) for path, item in document()["paths"].items() for method in item}
     hidden = {("/cluster/record", "POST"), ("/openapi.json", "GET")}
-    hidden |= {(route.path, "GET") for route in docs.routes}
+    hidden |= {(route.path, "GET") for route in (*docs.routes, *console.routes) if not route.summary}  # files of pages
     routed = {(route.path.replace(":path", ""), method) for route in ROUTES for method in route.methods - {"HEAD"}}
     assert routed - hidden == listed
 

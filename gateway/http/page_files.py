@@ -1,0 +1,40 @@
+"""Files of the pages that the gateway ships: a fixed table, read once. No path of a request reaches the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.http.routing import Endpoint
+
+REVALIDATE, FOREVER = "no-cache", "public, max-age=31536000, immutable"
+"""A file whose name has its version never changes; of others a browser asks each time whether its ETag still holds."""
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+
+def page_headers(policy: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers of a page's files; `policy`: its Content-Security-Policy by directives."""
+    return {
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+
+
+def page_file(file: Path, name: str, headers: Mapping[str, str], cache: str = REVALIDATE) -> Endpoint:
+    """Returns the endpoint that answers with one file; `name` is the route's in metrics and logs."""
+    content, media_type = file.read_bytes(), MEDIA_TYPES[file.suffix]
+    etag = f'"{sha256(content).hexdigest()[:32]}"'
+    sent = {**headers, "cache-control": cache, "etag": etag}
+
+    async def answer(request: Request) -> Response:
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=sent)
+        return Response(content, headers=sent, media_type=media_type)
+
+    answer.__name__ = name
+    return answer

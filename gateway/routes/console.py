@@ -1,0 +1,46 @@
+"""GET /console: the service as a page for people. It needs no key to be shown; what it shows, it asks with the key that
+is typed into it, through the routes that everybody has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from adapters.errors import NotFound
+from gateway.http.page_files import page_file, page_headers
+from gateway.http.routing import Routes
+
+routes = Routes()
+
+FOLDER = Path(__file__).parents[1] / "console"
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "data:",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",  # text can't be made markup, not even by mistake
+    "trusted-types": "'none'",
+}
+HEADERS = page_headers(POLICY)
+INDEX = "index.html"
+FILES = sorted(file.name for file in FOLDER.iterdir() if file.suffix in (".css", ".js"))
+
+routes.public("GET /console", "The console, a page for people", {200: str}, media="text/html")(
+    page_file(FOLDER / INDEX, "console", HEADERS)
+)
+for _name in FILES:
+    routes.public(f"GET /console/{_name}")(page_file(FOLDER / _name, "console", HEADERS))
+
+
+@routes.public("GET /")
+async def front(request: Request) -> Response:
+    """Sends browsers to the console. Raises NotFound for all others."""
+    if "text/html" not in request.headers.get("accept", ""):
+        raise NotFound("no such route")
+    return RedirectResponse("console", status_code=303)
