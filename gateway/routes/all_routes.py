@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from gateway.routes import (
     aliases,
+    batches,
     cluster,
     deploy,
     docs,
     explain,
+    files,
     functions,
     health,
     invoke,
@@ -21,7 +23,7 @@ from gateway.routes import (
     warm,
 )
 
-CALLED = (invoke, openai, tokens, deploy, functions, aliases, warm)
+CALLED = (invoke, openai, files, batches, tokens, deploy, functions, aliases, warm)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
 """In the order in which openapi.json has them."""
