@@ -11,6 +11,7 @@ import typer
 from cluster.printable import printable
 from garnish.cli import (
     autoscale,
+    batch,
     compare,
     explain,
     functions,
@@ -42,6 +43,7 @@ functions.register(app)
 versions.register(app)
 warm.register(app)
 invoke.register(app)
+batch.register(app)
 nodes.register(app)
 explain.register(app)
 compare.register(app)

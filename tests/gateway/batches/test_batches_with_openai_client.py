@@ -30,9 +30,7 @@ def jsonl(*calls: dict[str, Any]) -> bytes:
 
 def submit(client: openai.OpenAI, content: bytes, endpoint: Any = "/v1/completions", **options: Any) -> Batch:
     uploaded = client.files.create(file=("calls.jsonl", content), purpose="batch")
-    return client.batches.create(
-        input_file_id=uploaded.id, endpoint=endpoint, completion_window="24h", **options
-    )
+    return client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, completion_window="24h", **options)
 
 
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:
