@@ -20,7 +20,7 @@ from gateway.catalog.threads import LeavableThreads
 BEAT_SECONDS = 2.0
 """After which the record is written though nothing has changed."""
 FLUSH_LINES = 100
-"""Answers that wait for a write at most, but for those that come while one is under way."""
+"""Answers that wait for a write at most, but for calls under way: so many a gateway that is killed has run in vain."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
     "expired": ("batch_expired", "the call did not run before the completion window ended")
 }
@@ -72,7 +72,7 @@ class BatchRun:
         }
         self._unwritten: list[tuple[PartWriter, list[tuple[str, bytes]]]] = []
         self._answers = 0
-        """Since the last write."""
+        """That are not written yet."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -104,7 +104,7 @@ class BatchRun:
 
     def next_call(self) -> int | None:
         """Returns the index of the next call to run; None: none is left to begin, or the batch ends."""
-        if self.ending is not None:
+        if not self._may_begin():
             return None
         if self._again and self._again[0][0] <= asyncio.get_running_loop().time():
             return heappop(self._again)[1]
@@ -119,7 +119,11 @@ class BatchRun:
     def has_calls(self) -> bool:
         """Whether `next_call` may return one."""
         due = self._again and self._again[0][0] <= asyncio.get_running_loop().time()
-        return self.ending is None and not self.given_up and bool(due or self._next < len(self._order))
+        return self._may_begin() and bool(due or self._next < len(self._order))
+
+    def _may_begin(self) -> bool:
+        """Once so many answers wait to be written no further call begins: they would all be repeated."""
+        return self.ending is None and not self.given_up and self._answers < FLUSH_LINES
 
     def line_number(self, index: int) -> int:
         return self._scanned.numbers[index]
@@ -156,7 +160,7 @@ class BatchRun:
         for writer in self._writers.values():
             if pieces := writer.take():
                 self._unwritten.append((writer, pieces))
-        self._answers = 0
+        taken = self._answers
         self.record = self._with_progress(self.record)
         while self._unwritten:
             writer, pieces = self._unwritten[0]
@@ -165,9 +169,8 @@ class BatchRun:
         while (held := await self._threads.run(lambda: self._batches.write(self.record, self._etag))) is None:
             await self._merge()
         self.record, self._etag = held.record, held.etag
-        self.given_up = self.lost = False
-        """Whether it is to be left to another gateway, or another has taken it."""
         self.written_at = asyncio.get_running_loop().time()
+        self._answers -= taken
 
     async def finish(self) -> None:
         """Ends the batch as it was said to; its files are there when its record says that it has ended."""
