@@ -39,12 +39,12 @@ class BatchRun:
         self, held: Held, batches: BatchStore, files: FileStore, threads: LeavableThreads, unix: Callable[[], float]
     ) -> None:
         self.record = held.record
-        self.in_flight = 0
         self.changed = asyncio.Event()
         """Set when something is worth a write before its time."""
         self.attempts: dict[int, int] = {}
         """Of calls that have failed for reasons which may pass."""
-        self.ending: Status | None = held.record.ends_as
+        asked: Status | None = "cancelled" if held.record.status == "cancelling" else None
+        self.ending: Status | None = held.record.ends_as or asked
         """Once no further call begins: how the batch will end."""
         self.given_up = self.lost = False
         """Whether it is to be left to another gateway, or another has taken it."""

@@ -74,7 +74,10 @@ class BatchRunner:
         self._lines: dict[Key, set[asyncio.Task[None]]] = {}
         self._seen: dict[Key, tuple[str, float]] = {}
         """The etags of batches that others hold, and since when each was seen."""
-        self._in_flight = 0
+        self._under_way: set[asyncio.Task[None]] = set()
+        """Calls that have begun."""
+        self._reading: set[asyncio.Task[None]] = set()
+        """Those of them that no node knows of, because their lines are still being read."""
         self._paused_until = 0.0
         self._look, self._room = asyncio.Event(), asyncio.Event()
 
@@ -106,7 +109,7 @@ class BatchRunner:
             self._look.clear()
             try:
                 await self._claim()
-            except (StoreUnavailable, CorruptRecord) as error:
+            except StoreUnavailable as error:
                 log.warning("batches can't be looked for", extra={"why": str(error)})
             await _wait(self._look, POLL_SECONDS)
 
@@ -121,7 +124,11 @@ class BatchRunner:
         for key in ordered[:MAX_LOOKS]:
             if len(self._runs) >= MAX_RUNS:
                 break
-            await self._try(key)
+            try:
+                await self._try(key)
+            except CorruptRecord as error:  # the others' turn comes all the same
+                log.error("a batch can't be run", extra={"batch": key[1], "why": str(error)})
+                self._seen[key] = "", self._clock()
         if len(self._runs) >= MAX_RUNS:
             self._make_room({tenant for tenant, _ in due})
 
@@ -232,25 +239,38 @@ class BatchRunner:
         """Begins calls as far as there are rows for them. Returns how many."""
         if not self._runs or self._clock() < self._paused_until:
             return 0
-        room = min(BURST, MAX_IN_FLIGHT - self._in_flight, await self._spare(self._in_flight))
+        begun_before = len(self._under_way)
+        room = min(BURST, MAX_IN_FLIGHT - begun_before, await self._spare(begun_before) - len(self._reading))
         for begun in range(int(room)):
             fresh = (run for run in self._runs.values() if self._clock() - run.written_at < LEASE_SECONDS / 2)
             run = self._shares.pick(fresh)
             index = None if run is None else run.next_call()
             if run is None or index is None:
                 return begun
-            self._shares.begin(run.record.tenant)
-            self._in_flight += 1
-            lines = self._lines[run.key]
-            task = asyncio.create_task(self._run_call(run, index, answer))
-            lines.add(task)
-            task.add_done_callback(lines.discard)
+            self._start_call(run, index, answer)
         return int(room)
 
+    def _start_call(self, run: BatchRun, index: int, answer: AnswerLine) -> None:
+        key, task = run.key, asyncio.create_task(self._run_call(run, index, answer))
+        self._shares.begin(run.record.tenant)
+        owners = (self._lines[key], self._under_way, self._reading)
+        for owner in owners:
+            owner.add(task)
+
+        def end(_: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it ran
+            for owner in owners:
+                owner.discard(task)
+            self._shares.end(key[0])
+            self._room.set()
+
+        task.add_done_callback(end)
+
     async def _run_call(self, run: BatchRun, index: int, answer: AnswerLine) -> None:
-        tenant, number = run.record.tenant, run.line_number(index)
+        tenant, number, task = run.record.tenant, run.line_number(index), asyncio.current_task()
+        assert task is not None
         try:
             line = await run.line(index)
+            self._reading.discard(task)
             told = await answer(tenant, run.record.endpoint, line, f"{run.record.id}-{number}")
             self._settle(run, index, line.custom_id, told)
         except NotFound:
@@ -260,10 +280,6 @@ class BatchRunner:
         except Exception as error:
             log.error("a call of a batch failed", exc_info=error, extra={"batch": run.record.id, "line": number})
             run.end("failed", BatchProblem("internal_error", "an unexpected error", number))
-        finally:
-            self._in_flight -= 1
-            self._shares.end(tenant)
-            self._room.set()
 
     def _settle(self, run: BatchRun, index: int, custom_id: str, told: Answer) -> None:
         share, tries = self._shares.of(run.record.tenant), run.attempts.get(index, 0) + 1

@@ -170,7 +170,7 @@ def test_a_dead_gateway_s_batch_goes_on_behind_what_it_has_written(
     """The first hangs in its store after some writes, as one that was killed: its lease ends."""
     monkeypatch.setattr(runner_module, "LEASE_SECONDS", 0.4)
     batch = world.submit("acme", ["f"] * 300)
-    dead = BatchStore(_Dying(world.store, writes=6))
+    dead = BatchStore(_Dying(world.store, writes=4))
 
     async def run() -> BatchRecord:
         async with AsyncExitStack() as stack:
@@ -336,6 +336,28 @@ def test_a_batch_that_ends_early_keeps_its_answers(world: World, why: str) -> No
     assert all(line["error"]["code"] == "batch_expired" and line["response"] is None for line in errors.values())
     with pytest.raises(ServiceError) if status != "cancelled" else nullcontext():
         world.batches.cancel("acme", batch.id)
+
+
+def test_a_batch_that_is_cancelled_before_it_is_claimed_runs_nothing(world: World) -> None:
+    batch = world.submit("acme", ["f"] * 10)
+    world.batches.cancel("acme", batch.id)
+
+    async def run() -> BatchRecord:
+        async with world.gateway("one", good):
+            return await world.ended(batch)
+
+    assert (asyncio.run(run()).status, world.began) == ("cancelled", [])
+
+
+def test_a_record_that_can_not_be_read_holds_up_no_other(world: World) -> None:
+    broken, batch = world.submit("acme", ["f"]), world.submit("acme", ["f"])
+    world.store.put(f"data/acme/batches/{broken.id}.json", b"{")
+
+    async def run() -> BatchRecord:
+        async with world.gateway("one", good):
+            return await world.ended(batch)
+
+    assert asyncio.run(run()).status == "completed"
 
 
 def test_a_batch_of_a_removed_tenant_ends_without_a_trace(world: World) -> None:
