@@ -1,5 +1,5 @@
-"""The end of a tenant: its keys at once, then its functions and asynchronous calls, which nobody can reach any more,
-one by one."""
+"""The end of a tenant: its keys at once, then its functions, asynchronous calls, files and batches, which nobody can
+reach any more, one by one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from adapters.tenants import Tenants
 PAGE = 100
 
 
+def data_prefix(tenant: str) -> str:
+    """Returns what the keys of the tenant's files and batches begin with."""
+    return f"data/{tenant}/"
+
+
 def delete_tenant(tenants: Tenants, registry: Registry, tenant: str) -> None:
-    """Blocks for as long as there are functions. One that dies half-way is ended by calling it again.
+    """Blocks for as long as there are functions, calls or files. One that dies half-way is ended by calling it again.
 
     Raises NotFound, Conflict (declared in serverless.yml), StoreUnavailable.
     """
@@ -26,6 +31,9 @@ def delete_tenant(tenants: Tenants, registry: Registry, tenant: str) -> None:
             with suppress(NotFound):  # its owner was faster
                 registry.delete_function(tenant, record.name)
     _remove_events(tenants.store, tenant)
+    while page := tenants.store.list(data_prefix(tenant)):
+        for info in page:
+            tenants.store.delete(info.key)
     tenants.removed(tenant)
 
 

@@ -167,6 +167,14 @@ class Client(EventMethods):
         """Any other request, such as those of garnish.operate; `kind` is the type of its reply."""
         return self._reply(call, kind)
 
+    def download(self, call: Call) -> Iterator[bytes]:
+        """A file's content as it comes, such as that of garnish.batches.content_call."""
+        with _explained(self._connection.url), self._http.stream(**call.arguments()) as response:
+            if response.is_error:
+                response.read()
+                raise error_of(response, self._connection)
+            yield from response.iter_bytes()
+
     def usage(
         self,
         tenant: str | None = None,
@@ -313,6 +321,16 @@ class AsyncClient(AsyncEventMethods):
     async def ask(self, call: Call, kind: type[Reply]) -> Reply:
         """Does what `Client.ask` does, asynchronously."""
         return await self._reply(call, kind)
+
+    async def download(self, call: Call) -> AsyncIterator[bytes]:
+        """Does what `Client.download` does, asynchronously."""
+        with _explained(self._connection.url):
+            async with self._http.stream(**call.arguments()) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise error_of(response, self._connection)
+                async for piece in response.aiter_bytes():
+                    yield piece
 
     async def usage(
         self,

@@ -50,7 +50,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def _waiting(seconds: float) -> httpx.Timeout:
+def waiting(seconds: float) -> httpx.Timeout:
     """Returns a read timeout for a reply that the service bounds by `seconds` itself: long enough that its own answer
     comes first."""
     return httpx.Timeout(SHORT, connect=CONNECT, pool=CONNECT, read=seconds + SHORT)
@@ -88,9 +88,9 @@ def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]
     if stream:
         body["stream"] = True
     seconds = stated.get("timeout")
-    waiting = _waiting(seconds if isinstance(seconds, int | float) else CALL_SECONDS)
+    timeout = waiting(seconds if isinstance(seconds, int | float) else CALL_SECONDS)
     headers = {} if session is None else {"x-garnish-session": str(session)}
-    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body, headers=headers, timeout=waiting)
+    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body, headers=headers, timeout=timeout)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
             url=f"/deploy/{quote(name, safe='')}",
             params=_flags(dry_run=dry_run, warm=warm),
             json={"source": adapter, **({} if alias is None else {"alias": alias})},
-            timeout=_waiting(CALL_SECONDS + WARM_SECONDS),
+            timeout=waiting(CALL_SECONDS + WARM_SECONDS),
         )
         return
     use = f"garnish deploy {name} {{}}"
@@ -119,7 +119,7 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
                 params=_flags(dry_run=dry_run, warm=warm),
                 data={} if alias is None else {"alias": alias},
                 files={CONFIG_FILE: (CONFIG_FILE, config), WEIGHTS_FILE: (WEIGHTS_FILE, weights)},
-                timeout=_waiting(CALL_SECONDS + WARM_SECONDS),
+                timeout=waiting(CALL_SECONDS + WARM_SECONDS),
             )
     except OSError as error:
         raise GarnishError("invalid_request", f"{adapter} can't be read: {error.strerror}") from None
@@ -168,7 +168,7 @@ def set_alias_call(name: str, alias: str, target: AliasTarget, if_match: int | N
         params=_flags(warm=warm),
         json=body,
         headers=_condition(if_match),
-        timeout=_waiting(WARM_SECONDS),
+        timeout=waiting(WARM_SECONDS),
     )
 
 
@@ -179,7 +179,7 @@ def rollback_call(name: str, alias: str, if_match: int | None, warm: bool = Fals
         params=_flags(warm=warm),
         json={"alias": alias},
         headers=_condition(if_match),
-        timeout=_waiting(WARM_SECONDS),
+        timeout=waiting(WARM_SECONDS),
     )
 
 

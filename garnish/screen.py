@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -58,6 +59,12 @@ class Screen:
         """Text as it comes, without a line break; a terminal gets no control characters of others."""
         self._out.file.write(printable(text) if self.is_terminal else text)
         self._out.file.flush()
+
+    def pieces(self, content: Iterable[bytes]) -> None:
+        """UTF-8 text that is too long to hold, as it comes."""
+        decoder = getincrementaldecoder("utf-8")(errors="replace")
+        for piece in content:
+            self.piece(decoder.decode(piece))
 
     def result(self, value: Any) -> None:
         """The command's outcome as JSON; nothing without `as_json`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypedDict
 
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 
+from gateway.batches.calls import answer_line
 from gateway.config import GatewayConfig, check_config, share
 from gateway.events.calls import running_events
 from gateway.http.boundary import Boundary, OpenRequests
@@ -43,7 +45,11 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[State]:
         remove_abandoned(Path(config.tmp_dir))
-        async with open_services(config, counted) as services, running_events(services):
+        async with (
+            open_services(config, counted) as services,
+            running_events(services),
+            services.batches.runner.running(partial(answer_line, services)),
+        ):
             started()
             yield {"services": services}
             # Cancelled by the server, they still have to say so.

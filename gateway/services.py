@@ -31,6 +31,10 @@ from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.state import ClusterState
 from cluster.text import BaseText
+from gateway.batches.files import FileStore
+from gateway.batches.records import BatchStore
+from gateway.batches.runner import BatchRunner
+from gateway.batches.spare import spare_rows
 from gateway.calls.breaker import Breakers
 from gateway.calls.dispatch import Dispatcher
 from gateway.calls.explanations import Explanations
@@ -93,6 +97,15 @@ log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True)
+class Batches:
+    """`runner` runs those of all tenants that no other gateway does."""
+
+    files: FileStore
+    records: BatchStore
+    runner: BatchRunner
+
+
+@dataclass(frozen=True)
 class Services:
     config: GatewayConfig
     base: BaseModel
@@ -123,6 +136,7 @@ class Services:
     deploys: DeploySlots
     sources: Sources
     source_threads: LeavableThreads
+    batches: Batches
 
     def tenant_changed(self, tenant: str) -> None:
         """After any change of the tenant, its keys included."""
@@ -267,6 +281,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
     residency = _make_residency(opened, metrics, functions, threads, node_calls)
     dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions, residency)
+    callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     return Services(
         config=config,
         base=opened.base,
@@ -276,7 +291,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         threads=threads,
         probe=StoreProbe(config, threads, store, monotonic, lambda: name_watch.read_at),
         tenants=tenants,
-        callers=Callers(config, tenants, threads, monotonic, name_watch.confirmed),
+        callers=callers,
         name_watch=name_watch,
         usage=opened.usage,
         functions=functions,
@@ -297,7 +312,28 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         deploys=_deploy_slots(config),
         sources=Sources(config.allowed_sources),
         source_threads=LeavableThreads(SOURCE_THREADS),
+        batches=_make_batches(opened, metrics, callers),
     )
+
+
+def _make_batches(opened: _Opened, metrics: Metrics, callers: Callers) -> Batches:
+    files, records = FileStore(opened.store), BatchStore(opened.store)
+    cluster, base = opened.shared.cluster, opened.base.fingerprint
+
+    async def spare(in_flight: int) -> float:
+        return spare_rows(await cluster.table(), base, in_flight)
+
+    runner = BatchRunner(
+        records,
+        files,
+        callers,
+        name=worker_name(),
+        spare=spare,
+        registry=metrics.registry,
+        clock=monotonic,
+        unix=time,
+    )
+    return Batches(files, records, runner)
 
 
 def _make_residency(

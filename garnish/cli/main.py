@@ -11,6 +11,7 @@ import typer
 from cluster.printable import printable
 from garnish.cli import (
     autoscale,
+    batch,
     compare,
     events,
     explain,
@@ -44,6 +45,7 @@ versions.register(app)
 warm.register(app)
 invoke.register(app)
 events.register(app)
+batch.register(app)
 nodes.register(app)
 explain.register(app)
 compare.register(app)

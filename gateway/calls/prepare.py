@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 
-from adapters.slo import lower_class
+from adapters.slo import Slo, lower_class
 from adapters.tenants import Tenant
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest
@@ -32,6 +32,14 @@ from gateway.http.stopwatch import Stopwatch
 from gateway.services import Services
 from gateway.usage.counts import BASE
 from gateway.usage.meter import Meter
+
+SPARE = Slo(slo_class="best_effort")
+"""Of calls that run in what others leave."""
+
+
+def spare_only(request: Request) -> bool:
+    """Whether the call is one of a batch: no header can say so."""
+    return bool(getattr(request.state, "spare_only", False))
 
 
 def new_id() -> str:
@@ -64,6 +72,8 @@ async def prepare(
     check_prompt_logprobs(merged, (merged.n or 1) * sum(map(len, prompts)))
     account = await services.callers.account(tenant)
     base, timeout = services.base.fingerprint, max(deadline - time.monotonic(), 0.001)
+    if spare_only(request):
+        account = msgspec.structs.replace(account, slo=SPARE)
     template = _template(base, target=target, account=account, parameters=parameters, timeout=timeout)
     limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
     requests = _requests(template, prompts, limits, merged.n or 1)

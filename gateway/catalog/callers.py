@@ -38,10 +38,11 @@ R = TypeVar("R")
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """`tenant` is the one that the key belongs to; None for an admin key."""
+    """`tenant` is the one that the key belongs to; None for an admin key. `key_id` is None while there are no keys."""
 
     tenant: str | None
     admin: bool
+    key_id: str | None = None
 
 
 class Callers:
@@ -97,7 +98,7 @@ class Callers:
         try:
             if not await self._is_known(text, claim):
                 await self._look_up(text, claim)
-            return Caller(tenant=claim.tenant, admin=claim.tenant is None)
+            return Caller(tenant=claim.tenant, admin=claim.tenant is None, key_id=claim.key_id)
         except ServiceError:
             await asyncio.sleep(REFUSAL_SECONDS - (time.monotonic() - began) % REFUSAL_SECONDS)
             raise
@@ -126,6 +127,14 @@ class Callers:
             if self._open and tenant == OPEN_TENANT:
                 return Tenant(id=tenant)
             raise
+
+    async def is_valid(self, tenant: str | None, key_id: str) -> bool:
+        """Whether this key, of a tenant or (None) of an administrator, is not revoked. Raises StoreUnavailable."""
+        try:
+            owner = await self._admins.get(None) if tenant is None else await self._known.get(tenant)
+        except NotFound:
+            return False
+        return owner.has_id(key_id)
 
     def forget(self, tenant: str) -> None:
         """After a change of the tenant or its keys: this process must not answer from before it."""
@@ -188,6 +197,9 @@ class _Owner(Generic[R]):
     def __init__(self, record: R, keys: Iterable[KeyRecord]) -> None:
         self.record = record
         self._keys = {key.key_id: key for key in keys if key.revoked is None}
+
+    def has_id(self, key_id: str) -> bool:
+        return key_id in self._keys
 
     def has(self, text: str, claim: Principal) -> bool:
         key = self._keys.get(claim.key_id)

@@ -1,4 +1,5 @@
-"""Multipart uploads of an adapter: small fields in memory, the weights in a temporary file that always goes away."""
+"""Multipart uploads: small fields in memory, one large part as it comes. An adapter's weights go to a temporary file
+that always goes away."""
 
 from __future__ import annotations
 
@@ -21,15 +22,22 @@ from cluster.errors import ServiceError
 from gateway.http.bodies import stream_body
 from gateway.http.upload_folders import upload_prefix
 
-FIELD_LIMITS = {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10, "alias": 1 << 10}
-"""Bytes of the parts that are kept in memory."""
-FIELDS = (CONFIG_FILE, WEIGHTS_FILE, "policy", "alias")
 FLUSH_BYTES = 1 << 20
 """Weights are written to disk, off the event loop, in pieces of this size."""
 MAX_HEADER_BYTES = 8 << 10
 RETRY_AFTER = 5.0
 
 log = logging.getLogger("gateway")
+
+
+class Form(msgspec.Struct, frozen=True):
+    """`large`: the part that is passed on as it comes; `limits`: bytes of the others, which are kept in memory."""
+
+    large: str
+    limits: dict[str, int]
+
+
+ADAPTER = Form(WEIGHTS_FILE, {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10, "alias": 1 << 10})
 
 
 class Upload(msgspec.Struct, frozen=True):
@@ -45,12 +53,12 @@ class Upload(msgspec.Struct, frozen=True):
 async def receive_upload(
     request: Request, folder: Path, *, limit: int, seconds: float, idle_seconds: float
 ) -> AsyncIterator[Upload]:
-    """Raises ServiceError for a body that is too large, too slow, broken, or not made of the parts in FIELDS.
+    """Raises ServiceError for a body that is too large, too slow, broken, or not made of the parts of ADAPTER.
 
     A part is known by its field name, or else by its file name: both `-F adapter_config.json=@FILE` and
     `-F files=@adapter_config.json` do.
     """
-    parts = _Parts(_boundary(request))
+    parts = FormParts(request, ADAPTER)
     with disk_needed():
         own = tempfile.TemporaryDirectory(dir=folder, prefix=upload_prefix())
     with own:
@@ -59,13 +67,11 @@ async def receive_upload(
             async with aclosing(stream_body(request, limit, seconds, idle_seconds)) as chunks:
                 async for chunk in chunks:
                     parts.feed(chunk)
-                    if len(parts.weights) >= FLUSH_BYTES:
+                    if len(parts.large) >= FLUSH_BYTES:
                         await asyncio.to_thread(_flush, parts, out)
             parts.end()
             await asyncio.to_thread(_flush, parts, out)
-        missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in parts.seen]
-        if missing:
-            raise ServiceError("validation_failed", f"the upload lacks {' and '.join(missing)}", param=missing[0])
+        parts.require(CONFIG_FILE, WEIGHTS_FILE)
         small = {name: bytes(data) for name, data in parts.small.items()}
         yield Upload(small[CONFIG_FILE], weights, small.get("policy"), small.get("alias"))
 
@@ -80,9 +86,9 @@ def disk_needed() -> Iterator[None]:
         raise ServiceError("unavailable", "uploads can't be kept now", retry_after=RETRY_AFTER) from error
 
 
-def _flush(parts: _Parts, out: BufferedWriter) -> None:
-    out.write(parts.weights)
-    parts.weights.clear()
+def _flush(parts: FormParts, out: BufferedWriter) -> None:
+    out.write(parts.large)
+    parts.large.clear()
 
 
 def _boundary(request: Request) -> bytes:
@@ -93,14 +99,18 @@ def _boundary(request: Request) -> bytes:
     return boundary
 
 
-class _Parts:
-    """Callbacks of the parser: sorts the parts' bytes by name."""
+class FormParts:
+    """Sorts a body's bytes by the names of its parts. Methods raise ServiceError for a body that is not as the form has
+    it."""
 
-    def __init__(self, boundary: bytes) -> None:
-        self.seen: set[str] = set()
+    def __init__(self, request: Request, form: Form) -> None:
+        self.filenames: dict[str, str] = {}
+        """Of the parts that have come, empty where none is stated."""
         self.small: dict[str, bytearray] = {}
-        self.weights = bytearray()
-        self._into = self.weights
+        self.large = bytearray()
+        """What has come of the large part; whoever takes it clears it."""
+        self._form = form
+        self._into = self.large
         self._limit: int | None = None
         self._name = ""
         self._disposition = ""
@@ -108,7 +118,7 @@ class _Parts:
         self._ended = False
         try:
             self._parser = MultipartParser(
-                boundary,
+                _boundary(request),
                 {
                     "on_part_begin": self._on_part_begin,
                     "on_part_data": self._on_part_data,
@@ -134,6 +144,12 @@ class _Parts:
         if not self._ended:
             raise ServiceError("invalid_request", "the multipart body is broken: it ends before its last boundary")
 
+    def require(self, *names: str) -> None:
+        """Raises ServiceError unless these parts have come."""
+        missing = [name for name in names if name not in self.filenames]
+        if missing:
+            raise ServiceError("validation_failed", f"the upload lacks {' and '.join(missing)}", param=missing[0])
+
     def _on_part_begin(self) -> None:
         self._disposition = ""
         self._header = [bytearray(), bytearray()]
@@ -147,19 +163,20 @@ class _Parts:
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
         given = [options.get(key, b"").decode("latin-1") for key in (b"name", b"filename")]
-        name = next((text for text in given if text in FIELDS), None)
+        known = (self._form.large, *self._form.limits)
+        name = next((text for text in given if text in known), None)
         if name is None:
             shown = given[0][:100]
             if PICKLE_FILE in given:
                 raise ServiceError("validation_failed", f"{PICKLE_FILE} is {PICKLE_PROBLEM}", param=PICKLE_FILE)
             raise ServiceError(
-                "validation_failed", f"unknown part {shown!r}; known: {', '.join(FIELDS)}", param=shown or None
+                "validation_failed", f"unknown part {shown!r}; known: {', '.join(known)}", param=shown or None
             )
-        if name in self.seen:
+        if name in self.filenames:
             raise ServiceError("validation_failed", f"the part {name} occurs twice", param=name)
-        self.seen.add(name)
-        self._name, self._limit = name, FIELD_LIMITS.get(name)
-        self._into = self.weights if name == WEIGHTS_FILE else self.small.setdefault(name, bytearray())
+        self.filenames[name] = given[1]
+        self._name, self._limit = name, self._form.limits.get(name)
+        self._into = self.large if name == self._form.large else self.small.setdefault(name, bytearray())
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         self._into += data[start:end]

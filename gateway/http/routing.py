@@ -32,7 +32,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Parameter = Mapping[str, Any]
 """As the document has it."""
 Replies = Mapping[int, type[Any] | None]
-"""Message types by status; str: plain text."""
+"""Message types by status; str: plain text; bytes: of any type."""
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 TEXT = {"type": "string"}
@@ -99,8 +99,8 @@ class Details(TypedDict, total=False):
     """Of a reply that is text: text/plain, where it is not stated."""
     stream: str
     """What the reply is as text/event-stream, if it can be."""
-    multipart: bool
-    """Whether the adapter's files are taken as the body, too."""
+    multipart: Mapping[str, Any]
+    """The JSON schema of the form that is taken as the body, too."""
     etag: bool
     """Whether a successful reply has one."""
     if_match: bool
@@ -235,7 +235,7 @@ def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int
     found = {*errors, *details.get("errors", ())}
     if "{" in path:
         found.add(404)
-    if "body" in details:
+    if "body" in details or "multipart" in details:
         found.update(BODY_ERRORS)
     if details.get("if_match"):
         found.add(412)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from gateway.routes import (
     aliases,
+    batches,
     cluster,
     console,
     deploy,
     docs,
     explain,
+    files,
     functions,
     health,
     invocations,
@@ -24,9 +26,7 @@ from gateway.routes import (
     webhook_secrets,
 )
 
-CALLED = (invoke, invocations, openai, tokens, deploy, functions, aliases, warm)
-OPERATED = (health, metrics, cluster, nodes, pools, tenants, webhook_secrets, usage, explain, docs)
-CALLED = (invoke, openai, tokens, deploy, functions, aliases, warm)
-OPERATED = (health, metrics, cluster, nodes, pools, tenants, usage, explain, docs, console)
+CALLED = (invoke, invocations, openai, files, batches, tokens, deploy, functions, aliases, warm)
+OPERATED = (health, metrics, cluster, nodes, pools, tenants, webhook_secrets, usage, explain, docs, console)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
 """In the order in which openapi.json has them."""

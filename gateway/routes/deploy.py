@@ -19,7 +19,7 @@ from gateway.http.bodies import media_type, read_message
 from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
-from gateway.http.routing import BOOLEAN, Routes, parameter
+from gateway.http.routing import BOOLEAN, NAME_PATTERN, Routes, parameter
 from gateway.residency.before_traffic import WARM, warm_first
 
 if TYPE_CHECKING:
@@ -30,6 +30,19 @@ routes = Routes()
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element, by the dtypes that adapters may have."""
+
+
+ADAPTER_FORM = {
+    "type": "object",
+    "required": ["adapter_config.json", "adapter_model.safetensors"],
+    "additionalProperties": False,
+    "properties": {
+        "adapter_config.json": {"type": "string", "contentMediaType": "application/json"},
+        "adapter_model.safetensors": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "policy": {"type": "string", "contentMediaType": "application/json"},
+        "alias": {"type": "string", "pattern": NAME_PATTERN},
+    },
+}
 
 
 class DeploySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +72,7 @@ class DeployReply(msgspec.Struct, frozen=True):
     {201: DeployReply, 200: DeployReply},
     parameters=(parameter("query", "dry_run", "Only validate; nothing is stored", BOOLEAN), WARM),
     body=DeploySource,
-    multipart=True,
+    multipart=ADAPTER_FORM,
     errors=(409,),
 )
 async def deploy(request: Request, services: Services, tenant: str) -> Response:

@@ -15,7 +15,7 @@ import msgspec
 
 from gateway.api import openai_schema as openai
 from gateway.api import schema
-from gateway.http.routing import NAME_PATTERN, Operation
+from gateway.http.routing import Operation
 from gateway.routes.all_routes import ALL
 
 DOCUMENTED = [operation for operation in ALL if operation.summary]
@@ -33,7 +33,7 @@ STATUS_TEXT = {
     400: "Broken JSON, a broken or slow body, an admin key without tenant; on /v1 also wrong fields",
     401: "No key, or not a valid one",
     403: "The key may not do this",
-    404: "No such function, version, alias, node or call, or it belongs to another tenant",
+    404: "No such function, version, alias, node, call, file or batch, or it belongs to another tenant",
     409: "Not while things are as they are: something is in use, there already or declared, a limit is reached",
     412: "The function has changed since it had the ETag in If-Match",
     413: "The body is over its limit",
@@ -82,7 +82,7 @@ def _components() -> tuple[dict[type[Any], Any], dict[str, Any]]:
     types.add(openai.ChatChunk)
     for operation in DOCUMENTED:
         kinds = (*operation.replies.values(), operation.details.get("body"))
-        types |= {kind for kind in kinds if kind not in (None, str)}
+        types |= {kind for kind in kinds if kind not in (None, str, bytes)}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     return dict(zip(ordered, references, strict=True)), components
@@ -99,8 +99,8 @@ def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
     if not operation.key:
         made["security"] = []
     content: dict[str, Any] = {}
-    if operation.details.get("multipart"):
-        content["multipart/form-data"] = {"schema": _UPLOAD}
+    if "multipart" in operation.details:
+        content["multipart/form-data"] = {"schema": operation.details["multipart"]}
     if "body" in operation.details:
         content["application/json"] = {"schema": schemas[operation.details["body"]]}
     if content:
@@ -119,19 +119,6 @@ def _tag(path: str) -> str:
     return next((tag for tag, firsts in TAGS.items() if first in firsts), "Operations")
 
 
-_UPLOAD = {
-    "type": "object",
-    "required": ["adapter_config.json", "adapter_model.safetensors"],
-    "additionalProperties": False,
-    "properties": {
-        "adapter_config.json": {"type": "string", "contentMediaType": "application/json"},
-        "adapter_model.safetensors": {"type": "string", "contentMediaType": "application/octet-stream"},
-        "policy": {"type": "string", "contentMediaType": "application/json"},
-        "alias": {"type": "string", "pattern": NAME_PATTERN},
-    },
-}
-
-
 def _responses(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[str, Any]:
     responses: dict[str, Any] = {}
     for status, kind in operation.replies.items():
@@ -140,6 +127,9 @@ def _responses(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
         if kind is str:
             media = operation.details.get("media", "text/plain")
             responses[str(status)]["content"] = {media: {"schema": {"type": "string"}}}
+        elif kind is bytes:
+            described = {"type": "string", "contentMediaType": "application/octet-stream"}
+            responses[str(status)]["content"] = {"application/octet-stream": {"schema": described}}
         elif kind is not None:
             responses[str(status)]["content"] = {"application/json": {"schema": schemas[kind]}}
         if "stream" in operation.details:

@@ -1,0 +1,141 @@
+"""`garnish batch`: many calls in one file."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+
+if TYPE_CHECKING:
+    from garnish.client import Client
+    from garnish.screen import Screen
+    from gateway.batches.messages import Batch
+
+POLL_SECONDS = 1.0
+
+commands = typer.Typer(name="batch", help="Run many calls of one file in spare capacity.", no_args_is_help=True)
+
+
+class Endpoint(StrEnum):
+    completions = "/v1/completions"
+    chat = "/v1/chat/completions"
+    invoke = "/invoke"
+
+
+BatchId = Annotated[str, typer.Argument(help="The batch's id, batch_...")]
+Watch = Annotated[bool, typer.Option("--watch", help="Wait for its end.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(commands)
+
+
+@commands.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="JSON lines: custom_id, method, url and body of each call.")],
+    endpoint: Annotated[Endpoint, typer.Option("--endpoint", help="What the calls' url is.")] = Endpoint.completions,
+    watch_it: Watch = False,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a file of calls and have it run."""
+    from garnish.batches import create_call, upload_call
+    from garnish.screen import Screen
+    from gateway.batches.messages import Batch, FileObject
+
+    with Screen(as_json) as screen, open_client(url, state, tenant) as client:
+        with upload_call(file) as call:
+            uploaded = client.ask(call, FileObject)
+        batch = client.ask(create_call(uploaded.id, endpoint.value), Batch)
+        screen.line(batch.id)
+        if watch_it:
+            batch = _followed(client, screen, batch)
+        screen.result(batch)
+    _check(batch)
+
+
+@commands.command()
+def watch(
+    batch_id: BatchId, url: Url = None, state: State = DEFAULT_STATE, tenant: Tenant = None, as_json: AsJson = False
+) -> None:
+    """Follow a batch to its end."""
+    from garnish.batches import batch_call
+    from garnish.screen import Screen
+    from gateway.batches.messages import Batch
+
+    with Screen(as_json) as screen, open_client(url, state, tenant) as client:
+        batch = _followed(client, screen, client.ask(batch_call(batch_id), Batch))
+        screen.result(batch)
+    _check(batch)
+
+
+@commands.command()
+def get(
+    batch_id: BatchId,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the answers go (default: shown).")] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="The calls that failed, not the answers.")] = False,
+    url: Url = None,
+    state: State = DEFAULT_STATE,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch the answers of a batch that has ended, or the calls that failed; with --json only the batch itself."""
+    from garnish.batches import batch_call, content_call
+    from garnish.errors import GarnishError
+    from garnish.screen import Screen
+    from gateway.batches.messages import ENDED, Batch
+
+    screen = Screen(as_json)
+    with open_client(url, state, tenant) as client:
+        batch = client.ask(batch_call(batch_id), Batch)
+        screen.result(batch)
+        file_id = batch.error_file_id if errors else batch.output_file_id
+        if batch.status not in ENDED:
+            raise GarnishError("conflict", f"{batch_id} has not ended: {_shown(batch)}")
+        if file_id is None:
+            screen.note("it has none")
+        elif out is not None:
+            with out.open("wb") as file:
+                for piece in client.download(content_call(file_id)):
+                    file.write(piece)
+        elif not as_json:
+            screen.pieces(client.download(content_call(file_id)))
+
+
+def _followed(client: Client, screen: Screen, batch: Batch) -> Batch:
+    """Returns the batch once it has ended."""
+    from garnish.batches import batch_call
+    from gateway.batches.messages import ENDED, Batch
+
+    while batch.status not in ENDED:
+        counts = batch.request_counts
+        share = (counts.completed + counts.failed) / counts.total if counts.total else None
+        screen.progress(_shown(batch), share)
+        time.sleep(POLL_SECONDS)
+        batch = client.ask(batch_call(batch.id), Batch)
+    screen.end_progress()
+    for problem in batch.errors.data if batch.errors else ():
+        screen.note(problem.message if problem.line is None else f"line {problem.line}: {problem.message}")
+    screen.line(_shown(batch))
+    return batch
+
+
+def _shown(batch: Batch) -> str:
+    counts = batch.request_counts
+    done = f"{counts.completed + counts.failed} of {counts.total} calls"
+    return f"{batch.status}, {done}" + (f", {counts.failed} failed" if counts.failed else "")
+
+
+def _check(batch: Batch) -> None:
+    """Raises GarnishError for a batch that has ended without having run."""
+    from garnish.errors import GarnishError
+
+    if batch.status in ("failed", "expired", "cancelled"):
+        raise GarnishError("conflict", f"the batch has not run to its end: it is {batch.status}")

@@ -1,0 +1,72 @@
+"""One call of a batch, answered by the handler of the route that it names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from gateway.batches.answers import Answer
+from gateway.batches.lines import Line
+from gateway.batches.messages import Endpoint
+from gateway.batches.replies import LineReply
+from gateway.http.bodies import parse_json
+from gateway.http.errors import error_reply, is_unexpected, to_service_error
+from gateway.http.routing import CallHandler
+from gateway.http.stopwatch import Stopwatch
+from gateway.routes import invoke, openai
+from gateway.services import Services
+
+HANDLERS: dict[Endpoint, CallHandler] = {
+    "/v1/completions": openai.create_completion,
+    "/v1/chat/completions": openai.create_chat_completion,
+    "/invoke": invoke.invoke,
+}
+log = logging.getLogger("gateway")
+
+
+async def answer_line(services: Services, tenant: str, endpoint: Endpoint, line: Line, request_id: str) -> Answer:
+    """Returns what the route would have answered to the line's body, run in spare capacity."""
+    try:
+        path, body = (endpoint, bytes(line.body)) if endpoint != "/invoke" else _invoke_call(line)
+        request = _request(path, body, request_id)
+        response = await HANDLERS[endpoint](request, services, tenant, Stopwatch())
+        assert isinstance(response, Response)  # streamed calls are refused when the file is read
+        return Answer(LineReply(200, bytes(response.body), request_id))
+    except Exception as error:  # all of them are replies, as at the boundary
+        if is_unexpected(error):
+            log.error("a call of a batch failed", exc_info=error, extra={"request_id": request_id})
+        told = to_service_error(error)
+        status, content, _ = error_reply(told, endpoint, request_id)
+        return Answer(LineReply(status, msgspec.json.encode(content), request_id), told.type, told.retry_after)
+
+
+def _invoke_call(line: Line) -> tuple[str, bytes]:
+    """Returns the path and the body of the invocation that the line means. Raises ServiceError."""
+    fields = parse_json(bytes(line.body))
+    return f"/invoke/{fields.pop('model')}", msgspec.json.encode(fields)
+
+
+def _request(path: str, body: bytes, request_id: str) -> Request:
+    """Makes a request as the server would have, of a client that waits for its reply however long it takes."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not pending:
+            await asyncio.Event().wait()
+        return pending.pop()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [],
+        "query_string": b"",
+        "path_params": {"target": path.removeprefix("/invoke/")},
+        "state": {"request_id": request_id, "spare_only": True},
+    }
+    return Request(scope, receive)

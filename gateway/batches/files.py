@@ -1,0 +1,172 @@
+"""Tenants' files in the object store: a record, and parts that make up the content.
+
+A file is never whole in memory or on this host's disk. What an upload that died has left is removed by the tenant's
+next one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from adapters.errors import NotFound
+from adapters.records import read_record, read_records
+from adapters.store import MAX_LIST, ObjectStore
+from adapters.tenant_removal import data_prefix
+from gateway.batches.messages import FileObject, Purpose
+
+MAX_FILE_BYTES = 200 << 20
+MAX_FILES = 500
+"""Files of one tenant; outputs of batches may go beyond it."""
+PART_BYTES = 8 << 20
+"""In which an upload is stored."""
+READ_BYTES = 1 << 20
+ABANDONED_SECONDS = 7200.0
+"""Longer than any upload takes."""
+_ID_TIME = 1 << 44
+"""Milliseconds; ids count down from it, so that a listing of keys begins with the newest."""
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{27}", re.ASCII)
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a file: the first `bytes` of the object `name` below the file's prefix."""
+
+    name: str
+    bytes: int
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    id: str
+    filename: str
+    purpose: Purpose
+    created: float
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def reply(self) -> FileObject:
+        return FileObject(self.id, self.bytes, int(self.created), self.filename, self.purpose)
+
+
+class FileStore:
+    """Methods block; they may be called from any thread, and raise StoreUnavailable."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+
+    def begin(self, tenant: str) -> str:
+        """Returns the id of a file that is to be uploaded."""
+        self._sweep(tenant)
+        file_id = new_id("file-", self.store.now())
+        self.store.put(_upload_key(tenant, file_id), b"")
+        return file_id
+
+    def put_part(self, tenant: str, file_id: str, name: str, data: bytes) -> Part:
+        self.store.put(part_key(tenant, file_id, name), data)
+        return Part(name, len(data))
+
+    def commit(self, tenant: str, record: FileRecord) -> FileRecord:
+        """Makes the file what the record says; from now on it is listed."""
+        self.store.put(_key(tenant, record.id), msgspec.json.encode(record))
+        self.store.delete(_upload_key(tenant, record.id))
+        return record
+
+    def abandon(self, tenant: str, file_id: str) -> None:
+        """Removes what there is of an upload."""
+        self._remove_parts(tenant, file_id)
+        self.store.delete(_upload_key(tenant, file_id))
+
+    def get(self, tenant: str, file_id: str) -> FileRecord:
+        """Raises NotFound."""
+        found = read_record(self.store, _key(tenant, file_id), FileRecord) if is_id(file_id, "file-") else None
+        if found is None:
+            raise NotFound(f"there is no file {file_id[:100]!r}")
+        return found[0]
+
+    def ids(self, tenant: str) -> list[str]:
+        """Returns the ids of the tenant's files, the newest first."""
+        return listed_ids(self.store, data_prefix(tenant) + "files/")
+
+    def records(self, tenant: str, ids: Sequence[str]) -> list[FileRecord]:
+        """Returns the records of those that are still there."""
+        found = read_records(self.store, [_key(tenant, file_id) for file_id in ids], FileRecord)
+        return [record for record in found if record is not None]
+
+    def delete(self, tenant: str, file_id: str) -> None:
+        """Raises NotFound."""
+        self.get(tenant, file_id)
+        self.store.delete(_key(tenant, file_id))
+        self._remove_parts(tenant, file_id)
+
+    def read(self, tenant: str, record: FileRecord, start: int, length: int) -> bytes:
+        """Returns `length` bytes of the content, fewer at its end. Raises NotFound once the file is deleted."""
+        pieces: list[bytes] = []
+        for part in record.parts:
+            if length and start < part.bytes:
+                key, count = part_key(tenant, record.id, part.name), min(length, part.bytes - start)
+                pieces.append(self.store.get_range(key, start, count))
+                start, length = 0, length - count
+            else:
+                start = max(0, start - part.bytes)
+        return b"".join(pieces)
+
+    def _sweep(self, tenant: str) -> None:
+        before = self.store.now() - ABANDONED_SECONDS
+        for info in self.store.list(f"{data_prefix(tenant)}uploads/", limit=100):
+            if info.modified < before:
+                file_id = info.key.rpartition("/")[2]
+                if self.store.head(_key(tenant, file_id)) is None:
+                    self._remove_parts(tenant, file_id)
+                self.store.delete(info.key)
+
+    def _remove_parts(self, tenant: str, file_id: str) -> None:
+        remove_below(self.store, part_key(tenant, file_id, ""))
+
+
+def piece_starts(size: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, length) of the pieces in which a content of `size` bytes is read."""
+    for start in range(0, size, READ_BYTES):
+        yield start, min(READ_BYTES, size - start)
+
+
+def new_id(prefix: str, now: float) -> str:
+    """Returns an id; of two, the later one comes first in a listing."""
+    return f"{prefix}{_ID_TIME - int(now * 1000):011x}{secrets.token_hex(8)}"
+
+
+def is_id(text: str, prefix: str) -> bool:
+    """Whether `text` may be an id, and so a part of a key."""
+    return text.startswith(prefix) and _ID.fullmatch(text) is not None
+
+
+def part_key(tenant: str, file_id: str, name: str) -> str:
+    return f"{data_prefix(tenant)}parts/{file_id}/{name}"
+
+
+def listed_ids(store: ObjectStore, folder: str) -> list[str]:
+    """Returns the names of all records directly in a folder, in the order of their keys."""
+    ids: list[str] = []
+    after = ""
+    while page := store.list(folder, after, MAX_LIST):
+        ids += [info.key.removeprefix(folder).removesuffix(".json") for info in page]
+        after = page[-1].key
+    return ids
+
+
+def remove_below(store: ObjectStore, prefix: str) -> None:
+    while page := store.list(prefix):
+        for info in page:
+            store.delete(info.key)
+
+
+def _key(tenant: str, file_id: str) -> str:
+    return f"{data_prefix(tenant)}files/{file_id}.json"
+
+
+def _upload_key(tenant: str, file_id: str) -> str:
+    return f"{data_prefix(tenant)}uploads/{file_id}"

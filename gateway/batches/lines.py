@@ -1,0 +1,168 @@
+"""A batch's input: where its lines are, in which order they run, and what is wrong with them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import Any
+
+import msgspec
+
+from gateway.batches.messages import BatchProblem, Endpoint
+
+MAX_LINES = 50_000
+MAX_LINE_BYTES = 1 << 20
+"""As a call's body."""
+MAX_CUSTOM_ID = 256
+"""Characters."""
+MAX_PROBLEMS = 50
+"""That are reported; the rest is counted."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One call of a batch; unknown fields are tolerated, as OpenAI does."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct, frozen=True):
+    model: str
+    stream: Any = None
+
+
+_LINE, _BODY = msgspec.json.Decoder(Line), msgspec.json.Decoder(_Body)
+
+
+class LineError(ValueError):
+    """What is wrong with a line."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+class LineScanner:
+    """Takes the file's bytes as they come; blank lines count, but are no calls.
+
+    Afterwards `starts` and `sizes` say where each call is, `numbers` its line, and `order()` in which order they run.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.starts, self.sizes, self.numbers = array("q"), array("l"), array("l")
+        self.problems: list[BatchProblem] = []
+        self._endpoint = endpoint
+        self._models: dict[str, int] = {}
+        self._groups = array("l")
+        self._ids: set[bytes] = set()
+        self._rest = bytearray()
+        self._at = 0
+        """Where `_rest` begins in the file."""
+        self._number = 0
+        self._too_long = False
+        """Whether the line that `_rest` is in is over its limit already."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it makes no sense to go on."""
+        return len(self.problems) >= MAX_PROBLEMS or len(self.starts) > MAX_LINES
+
+    def feed(self, piece: bytes) -> None:
+        self._rest += piece
+        while (end := self._rest.find(b"\n")) >= 0 and not self.full:
+            self._end_line(end)
+        if len(self._rest) > MAX_LINE_BYTES:  # its end is yet to come: only how long it is matters
+            self._at += len(self._rest)
+            self._rest.clear()
+            self._too_long = True
+
+    def end(self) -> None:
+        """After the last piece."""
+        if (self._rest or self._too_long) and not self.full:
+            self._rest += b"\n"
+            self._end_line(len(self._rest) - 1)
+        self._ids.clear()
+        if len(self.starts) > MAX_LINES:
+            self._report("too_many_lines", f"the file has more than {MAX_LINES} lines")
+        elif not self.starts and not self.problems:
+            self._report("empty_file", "the file has no lines")
+
+    def order(self) -> array[int]:
+        """Returns the calls' indices, those of one model one behind the other, so that its adapter is loaded once.
+
+        Versions and aliases of one function come together; functions as they first occur in the file.
+        """
+        first: dict[str, int] = {}
+        names = list(self._models)
+        for name in names:
+            first.setdefault(name.partition(":")[0], len(first))
+        ranks = [(first[name.partition(":")[0]], number) for number, name in enumerate(names)]
+        return array("l", sorted(range(len(self.starts)), key=lambda index: (ranks[self._groups[index]], index)))
+
+    @property
+    def models(self) -> int:
+        """Returns how many different models the calls name."""
+        return len(self._models)
+
+    def _end_line(self, end: int) -> None:
+        self._number += 1
+        start, line, too_long = self._at, bytes(self._rest[:end]), self._too_long or end > MAX_LINE_BYTES
+        del self._rest[: end + 1]
+        self._at, self._too_long = self._at + end + 1, False
+        if too_long:
+            self._report("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes", self._number)
+        elif line.strip():
+            try:
+                self._add(line, start)
+            except LineError as error:
+                self._report(error.code, str(error), self._number, error.param)
+
+    def _add(self, line: bytes, start: int) -> None:
+        call, model = read_line(line), ""
+        if call.method != "POST":
+            raise LineError("invalid_method", "method must be POST", "method")
+        if call.url != self._endpoint:
+            shown = call.url[:100]
+            raise LineError("invalid_url", f"url is {shown!r}, but the batch's endpoint is {self._endpoint}", "url")
+        if not 1 <= len(call.custom_id) <= MAX_CUSTOM_ID:
+            raise LineError("invalid_custom_id", f"custom_id has 1 to {MAX_CUSTOM_ID} characters", "custom_id")
+        model = _model_of(call)
+        seen = hashlib.blake2b(call.custom_id.encode(), digest_size=16).digest()
+        if seen in self._ids:
+            shown = call.custom_id[:100]
+            raise LineError("duplicate_custom_id", f"the custom_id {shown!r} occurs before", "custom_id")
+        self._ids.add(seen)
+        self.starts.append(start)
+        self.sizes.append(len(line))
+        self.numbers.append(self._number)
+        self._groups.append(self._models.setdefault(model, len(self._models)))
+
+    def _report(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
+        self.problems.append(BatchProblem(code, message, line, param))
+
+
+def read_line(line: bytes) -> Line:
+    """Raises LineError for what is no call."""
+    try:
+        line.decode()
+        return _LINE.decode(line)
+    except UnicodeDecodeError:
+        raise LineError("invalid_encoding", "the line is not UTF-8") from None
+    except msgspec.ValidationError as error:
+        raise LineError("invalid_line", f"the line is no call: {error}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise LineError("invalid_json_line", f"the line is not valid JSON: {error}") from None
+
+
+def _model_of(call: Line) -> str:
+    """Raises LineError."""
+    try:
+        body = _BODY.decode(call.body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise LineError("invalid_body", f"body must be an object that names a model: {error}", "body") from None
+    if body.stream not in (None, False):
+        raise LineError("invalid_body", "calls of a batch are not streamed", "body.stream")
+    return body.model

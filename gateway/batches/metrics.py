@@ -1,0 +1,25 @@
+"""What /metrics says of batches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+Outcome = Literal["completed", "failed", "put_back"]
+
+
+class BatchMetrics:
+    """Made once per process and `registry`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._running = Gauge(
+            "garnish_batches_running", "Batches that run", registry=registry, multiprocess_mode="livesum"
+        )
+        self._calls = Counter("garnish_batch_calls", "Calls of batches by outcome", ("outcome",), registry=registry)
+
+    def set_running(self, count: int) -> None:
+        self._running.set(count)
+
+    def count_call(self, outcome: Outcome) -> None:
+        self._calls.labels(outcome).inc()

@@ -1,0 +1,225 @@
+"""Batches in the object store: a record each, and a marker for each that has not ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from adapters.errors import Conflict, NotFound, PreconditionFailed
+from adapters.records import read_record, read_records, update_record
+from adapters.store import MAX_LIST, ObjectStore
+from adapters.tenant_removal import data_prefix
+from cluster.errors import ServiceError
+from gateway.batches.files import Part, is_id, listed_ids, new_id
+from gateway.batches.messages import (
+    ENDED,
+    WINDOW_SECONDS,
+    Batch,
+    BatchProblem,
+    BatchProblems,
+    BatchRequest,
+    Endpoint,
+    RequestCounts,
+    Status,
+)
+
+MAX_BATCHES = 500
+"""Of one tenant that are kept: beyond it the oldest that have ended are forgotten."""
+MAX_OPEN = 50
+"""Of one tenant that have not ended."""
+MARKERS = "open_batches/"
+ORPHAN_SECONDS = 60.0
+"""A marker without a record is then not one whose batch is just being made."""
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is known of a batch. Only the holder of the lease changes it, but for the request to cancel."""
+
+    id: str
+    tenant: str
+    endpoint: Endpoint
+    input_file: str
+    created: float
+    expires: float
+    status: Status = "validating"
+    metadata: dict[str, str] | None = None
+    key_id: str | None = None
+    """Of the tenant's key, or (`by_admin`) an administrator's, that made it; None: keys are not asked for."""
+    by_admin: bool = False
+    at: dict[str, float] = {}
+    """When it came to each status."""
+    problems: tuple[BatchProblem, ...] = ()
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    done: bytes = b""
+    """A bit per call, in the file's order: whether its reply is in `output` or `errors`."""
+    output: tuple[Part, ...] = ()
+    errors: tuple[Part, ...] = ()
+    output_id: str
+    """The file's id, also while there is none yet."""
+    error_id: str
+    ends_as: Status | None = None
+    """Once no further call begins."""
+
+    holder: str = ""
+    """Who runs it; empty: nobody."""
+    claim: int = 0
+    """How often it was claimed."""
+    writes: int = 0
+    """So that each write has another etag: a record that does not change has lost its holder."""
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    def with_status(self, status: Status, now: float) -> BatchRecord:
+        return msgspec.structs.replace(self, status=status, at={**self.at, status: now})
+
+    def reply(self) -> Batch:
+        ended = self.ended
+        times: dict[str, Any] = {f"{name}_at": int(when) for name, when in self.at.items()}
+        return Batch(
+            id=self.id,
+            endpoint=self.endpoint,
+            errors=BatchProblems(list(self.problems)) if self.problems else None,
+            input_file_id=self.input_file,
+            completion_window="24h",
+            status=self.status,
+            output_file_id=self.output_id if ended and self.output else None,
+            error_file_id=self.error_id if ended and self.errors else None,
+            created_at=int(self.created),
+            expires_at=int(self.expires),
+            request_counts=RequestCounts(self.total, self.completed, self.failed),
+            metadata=self.metadata,
+            **{name: when for name, when in times.items() if name in Batch.__struct_fields__},
+        )
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A record, and the etag by which it was read or written."""
+
+    record: BatchRecord
+    etag: str
+
+
+class BatchStore:
+    """Methods block; they may be called from any thread, and raise StoreUnavailable."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def create(self, tenant: str, asked: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
+        """Raises ServiceError `conflict` for a tenant with MAX_OPEN open ones."""
+        if len(self._store.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
+            raise ServiceError(
+                "conflict", f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
+            )
+        self._forget_oldest(tenant)
+        now = self._store.now()
+        record = BatchRecord(
+            id=new_id("batch_", now),
+            tenant=tenant,
+            endpoint=asked.endpoint,
+            input_file=asked.input_file_id,
+            created=now,
+            expires=now + WINDOW_SECONDS,
+            metadata=asked.metadata,
+            key_id=key_id,
+            by_admin=by_admin,
+            output_id=new_id("file-", now),
+            error_id=new_id("file-", now),
+        )
+        self._store.put(_marker(tenant, record.id), b"")
+        self._store.put_if_absent(_key(tenant, record.id), msgspec.json.encode(record))
+        return record
+
+    def get(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Raises NotFound."""
+        held = self.read(tenant, batch_id) if is_id(batch_id, "batch_") else None
+        if held is None:
+            raise NotFound(f"there is no batch {batch_id[:100]!r}")
+        return held.record
+
+    def ids(self, tenant: str) -> list[str]:
+        """Returns the ids of the tenant's batches, the newest first."""
+        return listed_ids(self._store, _folder(tenant))
+
+    def records(self, tenant: str, ids: Sequence[str]) -> list[BatchRecord]:
+        """Returns the records of those that are still there."""
+        found = read_records(self._store, [_key(tenant, batch_id) for batch_id in ids], BatchRecord)
+        return [record for record in found if record is not None]
+
+    def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Asks for the batch's end; one that ends already stays as it is. Raises NotFound, and ServiceError `conflict`
+        for one that has ended otherwise."""
+        self.get(tenant, batch_id)
+
+        def change(record: BatchRecord | None) -> BatchRecord:
+            if record is None:
+                raise NotFound(f"there is no batch {batch_id!r}")
+            if record.ended and record.status != "cancelled":
+                raise ServiceError("conflict", f"the batch has ended: it is {record.status}")
+            if record.status not in ("validating", "in_progress"):
+                return record
+            now = self._store.now()
+            return msgspec.structs.replace(record.with_status("cancelling", now), writes=record.writes + 1)
+
+        return update_record(self._store, _key(tenant, batch_id), BatchRecord, change)
+
+    def read(self, tenant: str, batch_id: str) -> Held | None:
+        """Returns None if there is no such batch."""
+        found = read_record(self._store, _key(tenant, batch_id), BatchRecord)
+        return None if found is None else Held(*found)
+
+    def write(self, record: BatchRecord, etag: str) -> Held | None:
+        """Replaces the record that has this etag. Returns None if another has written it since."""
+        record = msgspec.structs.replace(record, writes=record.writes + 1)
+        try:
+            new = self._store.put_if_match(_key(record.tenant, record.id), msgspec.json.encode(record), etag)
+        except (Conflict, PreconditionFailed, NotFound):
+            return None
+        return Held(record, new)
+
+    def open_batches(self) -> list[tuple[str, str]]:
+        """Returns (tenant, id) of all that have not ended, each tenant's oldest first."""
+        found: list[tuple[str, str]] = []
+        after = ""
+        while page := self._store.list(MARKERS, after, MAX_LIST):
+            for info in page:
+                tenant, _, batch_id = info.key.removeprefix(MARKERS).partition("/")
+                found.append((tenant, batch_id))
+            after = page[-1].key
+        return sorted(found, key=lambda each: each[1], reverse=True)
+
+    def close(self, tenant: str, batch_id: str) -> None:
+        """Removes the marker of one that has ended."""
+        self._store.delete(_marker(tenant, batch_id))
+
+    def drop_orphan(self, tenant: str, batch_id: str) -> None:
+        """Removes a marker that has no record, unless the batch is just being made."""
+        self._store.delete_older(_marker(tenant, batch_id), self._store.now() - ORPHAN_SECONDS)
+
+    def _forget_oldest(self, tenant: str) -> None:
+        surplus = self.ids(tenant)[MAX_BATCHES - 1 :]
+        for record in self.records(tenant, surplus):
+            if record.ended:
+                self._store.delete(_key(tenant, record.id))
+
+
+def bits_for(count: int) -> bytearray:
+    return bytearray((count + 7) // 8)
+
+
+def _folder(tenant: str) -> str:
+    return f"{data_prefix(tenant)}batches/"
+
+
+def _key(tenant: str, batch_id: str) -> str:
+    return f"{_folder(tenant)}{batch_id}.json"
+
+
+def _marker(tenant: str, batch_id: str) -> str:
+    return f"{MARKERS}{tenant}/{batch_id}"

@@ -1,0 +1,92 @@
+"""What a batch's calls have answered, as lines of its output and error files, written part by part."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from gateway.batches.files import FileStore, Part
+
+PART_BYTES = 1 << 20
+"""A part is written anew as it grows, up to this size."""
+
+
+class LineReply(msgspec.Struct, frozen=True):
+    """`status` and `body` as the route would have answered."""
+
+    status: int
+    body: bytes
+    request_id: str
+
+
+class _Response(msgspec.Struct, frozen=True):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class ReplyLine(msgspec.Struct, frozen=True):
+    """One line of an output or error file. `error` is set where the call was never answered."""
+
+    id: str
+    custom_id: str
+    response: _Response | None = None
+    error: dict[str, Any] | None = None
+
+
+def reply_line(custom_id: str, reply: LineReply) -> bytes:
+    response = _Response(reply.status, reply.request_id, msgspec.Raw(reply.body))
+    return _encoded(ReplyLine(_new_id(), custom_id, response))
+
+
+def unanswered_line(custom_id: str, code: str, message: str) -> bytes:
+    return _encoded(ReplyLine(_new_id(), custom_id, error={"code": code, "message": message}))
+
+
+class PartWriter:
+    """Appends to a file's parts. Only those that the batch's record names, and so many of their bytes, count: a writer
+    that lost the batch can't disturb the next one, whose parts are named after another `claim`."""
+
+    def __init__(self, files: FileStore, tenant: str, file_id: str, claim: int, parts: tuple[Part, ...]) -> None:
+        self._files, self._tenant, self._file_id, self._claim = files, tenant, file_id, claim
+        self._written = list(parts)
+        self._current = bytearray()
+        self._number = 0
+        self._changed = False
+
+    def add(self, line: bytes) -> None:
+        self._current += line
+        self._changed = True
+
+    def take(self) -> list[tuple[str, bytes]]:
+        """Returns what is to be written now, as (name, content), and what `parts` then names."""
+        if not self._changed:
+            return []
+        self._changed = False
+        name, data = f"{self._claim:06d}-{self._number:06d}", bytes(self._current)
+        if self._written and self._written[-1].name == name:
+            self._written.pop()
+        self._written.append(Part(name, len(data)))
+        if len(data) >= PART_BYTES:
+            self._current.clear()
+            self._number += 1
+        return [(name, data)]
+
+    def write(self, pieces: list[tuple[str, bytes]]) -> None:
+        """Blocks. Raises StoreUnavailable; the same pieces may be written again."""
+        for name, data in pieces:
+            self._files.put_part(self._tenant, self._file_id, name, data)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(self._written)
+
+
+def _encoded(line: ReplyLine) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _new_id() -> str:
+    return f"batch_req_{secrets.token_hex(12)}"

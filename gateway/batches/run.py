@@ -1,0 +1,258 @@
+"""One claimed batch: which calls are left, what was answered, and the writes that keep both and the lease."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop, heappush
+
+import msgspec
+
+from gateway.batches.files import FileRecord, FileStore, piece_starts
+from gateway.batches.lines import Line, LineScanner, read_line
+from gateway.batches.messages import BatchProblem, Status
+from gateway.batches.records import BatchRecord, BatchStore, Held, bits_for
+from gateway.batches.replies import LineReply, PartWriter, reply_line, unanswered_line
+from gateway.catalog.threads import LeavableThreads
+
+BEAT_SECONDS = 2.0
+"""After which the record is written though nothing has changed."""
+FLUSH_LINES = 100
+"""Answers that wait for a write at most, but for calls under way: so many a gateway that is killed has run in vain."""
+UNANSWERED: dict[Status, tuple[str, str]] = {
+    "expired": ("batch_expired", "the call did not run before the completion window ended")
+}
+"""What the error file says of calls that never ran, by how the batch ended; others are not named there."""
+
+
+class LeaseLost(Exception):
+    """Another gateway has taken the batch over, or it is gone."""
+
+
+class BatchRun:
+    """`unix` is Unix time. Methods that await raise StoreUnavailable, after which they may be called again, and
+    LeaseLost."""
+
+    def __init__(
+        self, held: Held, batches: BatchStore, files: FileStore, threads: LeavableThreads, unix: Callable[[], float]
+    ) -> None:
+        self.record = held.record
+        self.changed = asyncio.Event()
+        """Set when something is worth a write before its time."""
+        self.attempts: dict[int, int] = {}
+        """Of calls that have failed for reasons which may pass."""
+        asked: Status | None = "cancelled" if held.record.status == "cancelling" else None
+        self.ending: Status | None = held.record.ends_as or asked
+        """Once no further call begins: how the batch will end."""
+        self.given_up = self.lost = False
+        """Whether it is to be left to another gateway, or another has taken it."""
+        self.written_at = asyncio.get_running_loop().time()
+        """When the lease was last kept."""
+        self._holder = held.record.holder
+        self._problems = held.record.problems
+        self._etag = held.etag
+        self._batches, self._files, self._threads, self._unix = batches, files, threads, unix
+        self._source: FileRecord | None = None
+        self._scanned = LineScanner(held.record.endpoint)
+        self._order: array[int] = array("l")
+        self._next = 0
+        self._again: list[tuple[float, int]] = []
+        """A heap of calls to try again: from when on, by the event loop's clock, and which."""
+        self._done = bytearray(held.record.done)
+        self._counts = {True: held.record.completed, False: held.record.failed}
+        record = held.record
+        self._writers = {
+            good: PartWriter(files, record.tenant, file_id, record.claim, parts)
+            for good, file_id, parts in (
+                (True, record.output_id, record.output),
+                (False, record.error_id, record.errors),
+            )
+        }
+        self._unwritten: list[tuple[PartWriter, list[tuple[str, bytes]]]] = []
+        self._answers = 0
+        """That are not written yet."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.record.tenant, self.record.id
+
+    async def scan(self) -> None:
+        """Reads the input, and validates it if that was not done yet: afterwards the batch is in progress, or failed.
+        Raises NotFound when the file was deleted."""
+        source = await self._threads.run(lambda: self._files.get(self.record.tenant, self.record.input_file))
+        scanner = LineScanner(self.record.endpoint)
+        for start, length in piece_starts(source.bytes):
+            await self._threads.run(partial(self._feed, scanner, source, start, length))
+            if asyncio.get_running_loop().time() - self.written_at > BEAT_SECONDS:
+                await self.write()
+            if scanner.full or self.ending is not None:
+                break
+        scanner.end()
+        self._source, self._scanned = source, scanner
+        if self.record.status != "validating" or self.ending is not None:
+            self._order = scanner.order()
+            return
+        if scanner.problems:
+            self.end("failed", *scanner.problems)
+            return
+        self._order, total = scanner.order(), len(scanner.starts)
+        self._done = bits_for(total)
+        self.record = msgspec.structs.replace(self.record.with_status("in_progress", self._unix()), total=total)
+        await self.write()
+
+    def next_call(self) -> int | None:
+        """Returns the index of the next call to run; None: none is left to begin, or the batch ends."""
+        if not self._may_begin():
+            return None
+        if self._again and self._again[0][0] <= asyncio.get_running_loop().time():
+            return heappop(self._again)[1]
+        while self._next < len(self._order):
+            index = self._order[self._next]
+            self._next += 1
+            if not self._is_done(index):
+                return index
+        return None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether `next_call` may return one."""
+        due = self._again and self._again[0][0] <= asyncio.get_running_loop().time()
+        return self._may_begin() and bool(due or self._next < len(self._order))
+
+    def _may_begin(self) -> bool:
+        """Once so many answers wait to be written no further call begins: they would all be repeated."""
+        return self.ending is None and not self.given_up and self._answers < FLUSH_LINES
+
+    def line_number(self, index: int) -> int:
+        return self._scanned.numbers[index]
+
+    async def line(self, index: int) -> Line:
+        """Raises NotFound when the file was deleted."""
+        source = self._source
+        assert source is not None
+        start, size = self._scanned.starts[index], self._scanned.sizes[index]
+        return read_line(await self._threads.run(lambda: self._read(source, start, size)))
+
+    def put_back(self, index: int, seconds: float) -> None:
+        """The call is to be tried again so much later."""
+        heappush(self._again, (asyncio.get_running_loop().time() + seconds, index))
+
+    def note(self, index: int, custom_id: str, reply: LineReply) -> None:
+        """The call's last answer."""
+        self._add(index, reply.status == 200, reply_line(custom_id, reply))
+        self.attempts.pop(index, None)
+
+    def end(self, outcome: Status, *problems: BatchProblem) -> None:
+        """From now on no call begins; `finish` makes the batch what `outcome` says."""
+        if self.ending is None:
+            self.ending, self._problems = outcome, problems
+        self.changed.set()
+
+    @property
+    def all_answered(self) -> bool:
+        return self.record.total > 0 and sum(self._counts.values()) >= self.record.total
+
+    async def write(self) -> None:
+        """Writes what was answered, and then the record that says so, which keeps the lease."""
+        self.changed.clear()
+        for writer in self._writers.values():
+            if pieces := writer.take():
+                self._unwritten.append((writer, pieces))
+        taken = self._answers
+        self.record = self._with_progress(self.record)
+        while self._unwritten:
+            writer, pieces = self._unwritten[0]
+            await self._threads.run(partial(writer.write, pieces))
+            del self._unwritten[0]
+        while (held := await self._threads.run(lambda: self._batches.write(self.record, self._etag))) is None:
+            await self._merge()
+        self.record, self._etag = held.record, held.etag
+        self.written_at = asyncio.get_running_loop().time()
+        self._answers -= taken
+
+    async def finish(self) -> None:
+        """Ends the batch as it was said to; its files are there when its record says that it has ended."""
+        outcome = self.ending
+        assert outcome is not None
+        if outcome == "cancelled" and self.record.status != "cancelling":
+            self.record = self.record.with_status("cancelling", self._unix())
+        elif outcome in ("completed", "expired") and self.record.status != "finalizing":
+            self.record = self.record.with_status("finalizing", self._unix())
+        if outcome in UNANSWERED:
+            await self._note_unanswered(*UNANSWERED[outcome])
+        await self.write()
+        await self._threads.run(self._make_files)
+        self.record = msgspec.structs.replace(self.record.with_status(outcome, self._unix()), holder="")
+        await self.write()
+        await self._threads.run(lambda: self._batches.close(*self.key))
+
+    def give_up(self) -> None:
+        """It is to be left to another gateway, or to a later time."""
+        self.given_up = True
+        self.changed.set()
+
+    async def release(self) -> None:
+        """Lets another gateway go on at once, unless the batch has ended or one does already."""
+        if self.lost or self.record.ended:
+            return
+        self.record = msgspec.structs.replace(self.record, holder="")
+        await self.write()
+
+    async def _note_unanswered(self, code: str, message: str) -> None:
+        for index in range(len(self._scanned.starts)):
+            if not self._is_done(index):
+                line = await self.line(index)
+                self._add(index, False, unanswered_line(line.custom_id, code, message))
+                if self._answers >= FLUSH_LINES:
+                    await self.write()
+
+    def _make_files(self) -> None:
+        record = self.record
+        for file_id, parts, kind in (
+            (record.output_id, record.output, "output"),
+            (record.error_id, record.errors, "errors"),
+        ):
+            if parts:
+                made = FileRecord(file_id, f"{record.id}_{kind}.jsonl", "batch_output", self._unix(), parts)
+                self._files.commit(record.tenant, made)
+
+    async def _merge(self) -> None:
+        """After a write by another: a request to cancel is taken in. Raises LeaseLost."""
+        found = await self._threads.run(lambda: self._batches.read(*self.key))
+        if found is None or (found.record.holder, found.record.claim) != (self._holder, self.record.claim):
+            raise LeaseLost
+        theirs, self._etag = found.record, found.etag
+        if theirs.status == "cancelling" and self.record.status in ("validating", "in_progress"):
+            self.record = msgspec.structs.replace(self.record, status="cancelling", at={**self.record.at, **theirs.at})
+            self.end("cancelled")
+
+    def _with_progress(self, record: BatchRecord) -> BatchRecord:
+        return msgspec.structs.replace(
+            record,
+            completed=self._counts[True],
+            failed=self._counts[False],
+            done=bytes(self._done),
+            output=self._writers[True].parts,
+            errors=self._writers[False].parts,
+            ends_as=self.ending,
+            problems=self._problems,
+        )
+
+    def _add(self, index: int, good: bool, line: bytes) -> None:
+        self._writers[good].add(line)
+        self._done[index // 8] |= 1 << index % 8
+        self._counts[good] += 1
+        self._answers += 1
+        if self._answers >= FLUSH_LINES or self.all_answered:
+            self.changed.set()
+
+    def _is_done(self, index: int) -> bool:
+        return bool(self._done[index // 8] >> index % 8 & 1)
+
+    def _feed(self, scanner: LineScanner, source: FileRecord, start: int, length: int) -> None:
+        scanner.feed(self._read(source, start, length))
+
+    def _read(self, source: FileRecord, start: int, length: int) -> bytes:
+        return self._files.read(self.record.tenant, source, start, length)

@@ -1,0 +1,63 @@
+"""/v1/batches: many calls in one file, run in spare capacity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.errors import ServiceError
+from gateway.batches.files import MAX_FILES
+from gateway.batches.messages import Batch, BatchList, BatchRequest
+from gateway.batches.pages import PAGE_PARAMETERS, Page
+from gateway.http.bodies import read_message
+from gateway.http.responses import json_response
+from gateway.http.routing import Routes, parameter
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+routes = Routes()
+
+BATCH_ID = parameter("path", "batch_id", "The batch")
+
+
+@routes.tenant("POST /v1/batches", "Run the calls of a file", {200: Batch}, body=BatchRequest, errors=(409,))
+async def create_batch(request: Request, services: Services, tenant: str) -> Response:
+    asked = await read_message(request, services.config, BatchRequest)
+    caller, batches = await services.callers.caller(request), services.batches
+    source = await services.threads.read(batches.files.get, tenant, asked.input_file_id)
+    if source.purpose != "batch":
+        raise ServiceError("validation_failed", "the file's purpose is not batch", param="input_file_id")
+    if len(await services.threads.read(batches.files.ids, tenant)) > MAX_FILES:
+        raise ServiceError("conflict", f"the tenant has more than {MAX_FILES} files; delete some first")
+    by_admin = caller.tenant is None
+    made = await services.threads.write(batches.records.create, tenant, asked, caller.key_id, by_admin=by_admin)
+    batches.runner.wake()
+    return json_response(made.reply())
+
+
+@routes.tenant("GET /v1/batches", "The tenant's batches", {200: BatchList}, parameters=PAGE_PARAMETERS)
+async def list_batches(request: Request, services: Services, tenant: str) -> Response:
+    page, records = Page.asked(request, "batch_", 20), services.batches.records
+    ids = page.ids(await services.threads.read(records.ids, tenant))
+    found = await services.threads.read(records.records, tenant, ids[: page.limit])
+    shown = [record.reply() for record in found]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return json_response(BatchList(shown, len(ids) > page.limit, first, last))
+
+
+@routes.tenant("GET /v1/batches/{batch_id}", "One of them", {200: Batch}, parameters=(BATCH_ID,))
+async def get_batch(request: Request, services: Services, tenant: str) -> Response:
+    found = await services.threads.read(services.batches.records.get, tenant, request.path_params["batch_id"])
+    return json_response(found.reply())
+
+
+@routes.tenant(
+    "POST /v1/batches/{batch_id}/cancel", "Cancel a batch", {200: Batch}, parameters=(BATCH_ID,), errors=(409,)
+)
+async def cancel_batch(request: Request, services: Services, tenant: str) -> Response:
+    ended = await services.threads.write(services.batches.records.cancel, tenant, request.path_params["batch_id"])
+    services.batches.runner.wake()
+    return json_response(ended.reply())

@@ -1,0 +1,94 @@
+"""/v1/files: the inputs and outputs of batches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from cluster.errors import ServiceError
+from gateway.batches.files import FileRecord, piece_starts
+from gateway.batches.messages import FileDeleted, FileList, FileObject
+from gateway.batches.pages import PAGE_PARAMETERS, Page
+from gateway.batches.upload import receive_file
+from gateway.http.bodies import media_type
+from gateway.http.responses import json_response
+from gateway.http.routing import Routes, parameter
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+routes = Routes()
+
+FILE_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"const": "batch"},
+    },
+}
+PURPOSES = ("batch", "batch_output")
+FILE_ID = parameter("path", "file_id", "The file")
+
+
+@routes.tenant(
+    "POST /v1/files", "Upload the calls of a batch", {200: FileObject}, multipart=FILE_FORM, errors=(409, 413, 415)
+)
+async def create_file(request: Request, services: Services, tenant: str) -> Response:
+    if media_type(request) != "multipart/form-data":
+        raise ServiceError("unsupported_media_type", "send multipart/form-data with `file` and `purpose`")
+    with services.deploys.deploy(tenant):
+        made = await receive_file(request, services.config, services.batches.files, services.threads, tenant)
+    return json_response(made.reply())
+
+
+@routes.tenant(
+    "GET /v1/files",
+    "The tenant's files",
+    {200: FileList},
+    parameters=(*PAGE_PARAMETERS, parameter("query", "purpose", "Only those of this purpose")),
+)
+async def list_files(request: Request, services: Services, tenant: str) -> Response:
+    page, purpose = Page.asked(request, "file-", 500), request.query_params.get("purpose")
+    if purpose not in (None, *PURPOSES):
+        raise ServiceError("validation_failed", f"purpose is one of {', '.join(PURPOSES)}", param="purpose")
+    files = services.batches.files
+    ids = page.ids(await services.threads.read(files.ids, tenant))
+    records = await services.threads.read(files.records, tenant, ids if purpose else ids[: page.limit + 1])
+    found = [record.reply() for record in records if purpose in (None, record.purpose)]
+    shown = found[: page.limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return json_response(FileList(shown, len(found) > page.limit, first, last))
+
+
+@routes.tenant("GET /v1/files/{file_id}", "One of them", {200: FileObject}, parameters=(FILE_ID,))
+async def get_file(request: Request, services: Services, tenant: str) -> Response:
+    return json_response((await _record(request, services, tenant)).reply())
+
+
+@routes.tenant("GET /v1/files/{file_id}/content", "Its content", {200: bytes}, parameters=(FILE_ID,))
+async def get_file_content(request: Request, services: Services, tenant: str) -> Response:
+    record = await _record(request, services, tenant)
+    headers = {"content-length": str(record.bytes), "x-content-type-options": "nosniff"}
+    content = _content(services, tenant, record)
+    return StreamingResponse(content, headers=headers, media_type="application/octet-stream")
+
+
+@routes.tenant("DELETE /v1/files/{file_id}", "Delete a file", {200: FileDeleted}, parameters=(FILE_ID,))
+async def delete_file(request: Request, services: Services, tenant: str) -> Response:
+    file_id = request.path_params["file_id"]
+    await services.threads.write(services.batches.files.delete, tenant, file_id)
+    return json_response(FileDeleted(file_id))
+
+
+async def _record(request: Request, services: Services, tenant: str) -> FileRecord:
+    return await services.threads.read(services.batches.files.get, tenant, request.path_params["file_id"])
+
+
+async def _content(services: Services, tenant: str, record: FileRecord) -> AsyncGenerator[bytes, None]:
+    for start, length in piece_starts(record.bytes):
+        yield await services.threads.read(services.batches.files.read, tenant, record, start, length)

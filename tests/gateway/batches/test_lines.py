@@ -1,0 +1,114 @@
+"""What a batch's file is read as, against a reader that has it whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.batches import lines
+from gateway.batches.lines import LineScanner
+
+URL = "/v1/completions"
+
+
+def scanned(content: bytes, pieces: list[int]) -> LineScanner:
+    """`pieces`: where the content is cut."""
+    scanner, at = LineScanner(URL), 0
+    for end in [*sorted(pieces), len(content)]:
+        if end > at and not scanner.full:
+            scanner.feed(content[at:end])
+            at = end
+    scanner.end()
+    return scanner
+
+
+def line(custom_id: object = "a", **changed: object) -> bytes:
+    return json.dumps(
+        {"custom_id": custom_id, "method": "POST", "url": URL, "body": {"model": "f", "prompt": "x"}} | changed
+    ).encode()
+
+
+HOSTILE = {
+    "invalid_json_line": [b"{", b"nonsense", line() + b" {}", b'{"x": ' + b"[" * 100_000],
+    "invalid_line": [b"[]", b"1", b"null", b"{}", line(custom_id=7), line(url=None)],
+    "invalid_encoding": [b'{"custom_id": "\xff"}', b"\xff\xfe"],
+    "invalid_method": [line(method="GET")],
+    "invalid_url": [line(url="/v1/chat/completions"), line(url="/nodes")],
+    "invalid_custom_id": [line(custom_id=""), line(custom_id="x" * 257)],
+    "invalid_body": [
+        line(body=[]), line(body={}), line(body={"model": 1}), line(body={"model": "f", "stream": True}),
+        line(body=None),
+    ],
+    "line_too_long": [line(body={"model": "f", "prompt": "x" * lines.MAX_LINE_BYTES})],
+    "duplicate_custom_id": [line(custom_id="first")],
+}  # fmt: skip
+GOOD = [line(f"c{number}", body={"model": f"f{number % 3}", "prompt": "é" * number}) for number in range(6)]
+
+
+@pytest.mark.parametrize(("code", "bad"), [(code, bad) for code, many in HOSTILE.items() for bad in many])
+def test_each_bad_line_is_named_by_its_number(code: str, bad: bytes) -> None:
+    content = b"\n".join([line("first"), b"", bad, line("last")])
+    found = scanned(content, [1, len(content) // 2]).problems
+    assert [(problem.code, problem.line) for problem in found] == [(code, 3)]
+
+
+@given(st.lists(st.sampled_from([*GOOD, b"", b" \t", b"{", line("c1", method="PUT")]), max_size=14), st.data())
+def test_any_cut_of_a_file_is_read_as_the_whole(chosen: list[bytes], data: st.DataObject) -> None:
+    content = b"\n".join(chosen)
+    pieces = data.draw(st.lists(st.integers(0, len(content)), max_size=8))
+    scanner = scanned(content, pieces)
+    seen: set[str] = set()
+    right, wrong = [], []
+    for number, text in enumerate(content.split(b"\n"), start=1):
+        try:
+            call = json.loads(text) if text.strip() else None
+        except ValueError:
+            wrong.append((number, "invalid_json_line"))
+            continue
+        if call is None:
+            continue
+        if call["method"] != "POST":
+            wrong.append((number, "invalid_method"))
+        elif call["custom_id"] in seen:
+            wrong.append((number, "duplicate_custom_id"))
+        else:
+            seen.add(call["custom_id"])
+            right.append((number, text, call["body"]["model"]))
+    if not right and not wrong:
+        wrong = [(None, "empty_file")]
+    assert [(problem.line, problem.code) for problem in scanner.problems] == wrong
+    spans = zip(scanner.numbers, scanner.starts, scanner.sizes, strict=True)
+    assert [(number, content[at : at + size]) for number, at, size in spans] == [entry[:2] for entry in right]
+    models = [right[index][2] for index in scanner.order()]
+    assert sorted(scanner.order()) == list(range(len(right)))
+    runs = [model for at, model in enumerate(models) if at == 0 or models[at - 1] != model]
+    assert len(runs) == len(set(models)), "each model's calls are one behind the other"
+    assert runs == list(dict.fromkeys(entry[2] for entry in right)), "models as they first occur"
+
+
+def test_a_function_comes_with_its_versions() -> None:
+    names = ["f", "g", "f:2", "g:prod", "f", "f:2"]
+    content = b"\n".join(line(str(at), body={"model": name}) for at, name in enumerate(names))
+    assert [names[index] for index in scanned(content, []).order()] == ["f", "f", "f:2", "f:2", "g", "g:prod"]
+
+
+def test_lines_and_problems_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINES", 20)
+    many = b"\n".join(line(str(number)) for number in range(20))
+    assert scanned(many, [10]).problems == []
+    assert [problem.code for problem in scanned(many + b"\n" + line("more"), [10]).problems] == ["too_many_lines"]
+    assert len(scanned(b"{\n" * 1000, []).problems) == lines.MAX_PROBLEMS
+
+
+def test_a_line_without_end_is_not_kept() -> None:
+    scanner = LineScanner(URL)
+    for _ in range(50):
+        scanner.feed(b"x" * (lines.MAX_LINE_BYTES // 2))
+        assert len(scanner._rest) <= lines.MAX_LINE_BYTES
+    scanner.feed(b"\n" + line("next"))
+    scanner.end()
+    assert [(problem.code, problem.line) for problem in scanner.problems] == [("line_too_long", 1)]
+    assert list(scanner.numbers) == [2]

@@ -1,0 +1,396 @@
+"""Claims, turns, takeovers and ends of batches, with scripted answers and a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from adapters.errors import StoreUnavailable
+from adapters.local_store import LocalStore
+from adapters.tenants import Tenant
+from cluster.errors import ServiceError
+from gateway.batches import runner as runner_module
+from gateway.batches.answers import Answer
+from gateway.batches.files import FileRecord, FileStore, Part, new_id
+from gateway.batches.lines import Line
+from gateway.batches.messages import BatchRequest
+from gateway.batches.records import BatchRecord, BatchStore
+from gateway.batches.replies import LineReply
+from gateway.batches.run import FLUSH_LINES
+from gateway.batches.runner import BatchRunner
+
+URL = "/v1/completions"
+Reply = Callable[[str, Line], Awaitable[Answer]]
+
+
+class Accounts:
+    """Stands in for gateway.catalog.callers.Callers."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, float] = {}
+        self.revoked: set[str] = set()
+
+    async def account(self, tenant: str) -> Tenant:
+        return Tenant(id=tenant, weight=self.weights.get(tenant, 1.0))
+
+    async def is_valid(self, tenant: str | None, key_id: str) -> bool:
+        return key_id not in self.revoked
+
+
+class World:
+    """Batches in one store; gateways come and go."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = LocalStore(root)
+        self.files, self.batches = FileStore(self.store), BatchStore(self.store)
+        self.accounts = Accounts()
+        self.began: list[tuple[str, str]] = []
+        """(gateway, custom id) of each call, as they begin."""
+        self.room = 4.0
+        self.unix = time.time
+
+    def submit(self, tenant: str, models: list[str], key_id: str | None = None) -> BatchRecord:
+        calls = [
+            {"custom_id": f"{tenant}-{at}", "method": "POST", "url": URL, "body": {"model": model, "prompt": "x"}}
+            for at, model in enumerate(models)
+        ]
+        content = b"".join(json.dumps(call).encode() + b"\n" for call in calls)
+        file_id = new_id("file-", time.time())
+        middle = len(content) // 2  # so that lines lie across parts
+        parts = (
+            self.files.put_part(tenant, file_id, "0", content[:middle]),
+            self.files.put_part(tenant, file_id, "1", content[middle:]),
+        )
+        self.files.commit(tenant, FileRecord(file_id, "calls", "batch", time.time(), parts))
+        return self.batches.create(tenant, BatchRequest(file_id, URL, "24h"), key_id, by_admin=False)
+
+    @asynccontextmanager
+    async def gateway(self, name: str, reply: Reply) -> AsyncIterator[BatchRunner]:
+        under_way = 0
+
+        async def spare(_: int) -> float:
+            return self.room - under_way
+
+        async def answer(tenant: str, endpoint: str, line: Line, request_id: str) -> Answer:
+            nonlocal under_way
+            self.began.append((name, line.custom_id))
+            under_way += 1
+            try:
+                return await reply(name, line)
+            finally:
+                under_way -= 1
+
+        made = BatchRunner(
+            self.batches, self.files, self.accounts, name=name, spare=spare,
+            registry=CollectorRegistry(), clock=time.monotonic, unix=lambda: self.unix(),
+        )  # fmt: skip
+        async with made.running(answer):
+            yield made
+
+    async def ended(self, batch: BatchRecord) -> BatchRecord:
+        """The record of a batch that has ended, once its marker is gone, too."""
+        await until(lambda: self.read(batch).ended and (batch.tenant, batch.id) not in self.batches.open_batches())
+        return self.read(batch)
+
+    def read(self, batch: BatchRecord) -> BatchRecord:
+        return self.batches.get(batch.tenant, batch.id)
+
+    def lines(self, tenant: str, file_id: str, parts: tuple[Part, ...]) -> dict[str, Any]:
+        if not parts:
+            return {}
+        record = self.files.get(tenant, file_id)
+        text = self.files.read(tenant, record, 0, record.bytes)
+        found = [json.loads(line) for line in text.splitlines()]
+        assert len({line["custom_id"] for line in found}) == len(found), "none is there twice"
+        return {line["custom_id"]: line for line in found}
+
+    def outcome(self, record: BatchRecord) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Output and errors, by custom id."""
+        return (
+            self.lines(record.tenant, record.output_id, record.output),
+            self.lines(record.tenant, record.error_id, record.errors),
+        )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """A test's own time limit bounds it."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def good(_: str, line: Line) -> Answer:
+    return Answer(LineReply(200, b'{"said": "%s"}' % line.custom_id.encode(), "r"))
+
+
+def failed(kind: str, status: int = 500, retry_after: float | None = None) -> Answer:
+    return Answer(LineReply(status, b'{"error": {}}', "r"), kind, retry_after)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(runner_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(runner_module, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(runner_module, "TICK_SECONDS", 0.001)
+    return World(tmp_path / "registry")
+
+
+def test_calls_of_a_model_come_together_whatever_the_file_s_order(world: World) -> None:
+    models = [f"f{at % 7}" for at in range(70)]
+    batch = world.submit("acme", models)
+    world.room = 1.0
+
+    async def run() -> BatchRecord:
+        async with world.gateway("one", good):
+            return await world.ended(batch)
+
+    record = asyncio.run(run())
+    output, errors = world.outcome(record)
+    assert (record.status, record.completed, errors) == ("completed", 70, {})
+    assert {name: line["response"]["body"]["said"] for name, line in output.items()} == {
+        f"acme-{at}": f"acme-{at}" for at in range(70)
+    }
+    ran = [models[int(custom_id.rpartition("-")[2])] for _, custom_id in world.began]
+    assert ran == sorted(models)
+
+
+def test_a_dead_gateway_s_batch_goes_on_behind_what_it_has_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first hangs in its store after some writes, as one that was killed: its lease ends."""
+    monkeypatch.setattr(runner_module, "LEASE_SECONDS", 0.4)
+    batch = world.submit("acme", ["f"] * 300)
+    dead = BatchStore(_Dying(world.store, writes=4))
+
+    async def run() -> BatchRecord:
+        async with AsyncExitStack() as stack:
+            living, world.batches = world.batches, dead
+            await stack.enter_async_context(world.gateway("first", good))
+            world.batches = living
+            await until(lambda: any(name == "first" for name, _ in world.began))
+            await stack.enter_async_context(world.gateway("second", good))
+            return await world.ended(batch)
+
+    record = asyncio.run(run())
+    output, _ = world.outcome(record)
+    assert output.keys() == {f"acme-{at}" for at in range(300)}
+    assert (record.completed, record.claim) == (300, 2)
+    began = Counter(name for name, _ in world.began)
+    repeated = began["first"] + began["second"] - 300
+    assert began["second"] > 0
+    assert 0 <= repeated <= FLUSH_LINES + world.room
+
+
+class _Dying:
+    """A store whose records can't be written any more after so many writes."""
+
+    def __init__(self, store: LocalStore, writes: int) -> None:
+        self._store, self._writes = store, writes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def put_if_match(self, key: str, data: bytes, etag: str) -> str:
+        self._writes -= 1
+        if self._writes < 0:
+            raise StoreUnavailable("cut off")
+        return self._store.put_if_match(key, data, etag)
+
+
+def test_a_stopped_gateway_s_batch_is_taken_at_once(world: World) -> None:
+    """Its lease is given back: ten seconds are not over."""
+    batch = world.submit("acme", ["f"] * 50)
+
+    async def run() -> BatchRecord:
+        hold = asyncio.Event()
+
+        async def some(name: str, line: Line) -> Answer:
+            if int(line.custom_id.rpartition("-")[2]) >= 20:
+                hold.set()
+                await asyncio.Event().wait()
+            return await good(name, line)
+
+        async with world.gateway("first", some):
+            await hold.wait()
+        left = world.read(batch)
+        assert (left.status, left.holder, left.completed) == ("in_progress", "", 20)
+        async with world.gateway("second", good):
+            return await world.ended(batch)
+
+    began = time.monotonic()
+    record = asyncio.run(run())
+    assert record.completed == 50
+    assert sorted(name for name, line in world.began if int(line.rpartition("-")[2]) < 20) == ["first"] * 20
+    assert time.monotonic() - began < runner_module.LEASE_SECONDS, "it did not wait for the lease"
+
+
+def test_two_gateways_never_run_one_call_twice(world: World) -> None:
+    batches = [world.submit(tenant, ["f", "g"] * 40) for tenant in ("a", "b", "c")]
+
+    async def run() -> list[BatchRecord]:
+        async with world.gateway("one", good), world.gateway("two", good):
+            return [await world.ended(batch) for batch in batches]
+
+    for record in asyncio.run(run()):
+        assert (record.status, record.completed, record.claim) == ("completed", 80, 1)
+    assert max(Counter(custom_id for _, custom_id in world.began).values()) == 1
+
+
+def test_tenants_take_turns_by_weight(world: World) -> None:
+    """Whatever the sizes of their batches: b's 30 calls don't wait for a's 300."""
+    world.room = 1.0
+    world.accounts.weights = {"a": 1.0, "b": 3.0}
+
+    async def run() -> None:
+        go = asyncio.Event()
+
+        async def gated(name: str, line: Line) -> Answer:
+            await go.wait()
+            return await good(name, line)
+
+        large = world.submit("a", ["f"] * 300)
+        async with world.gateway("one", gated) as runner:
+            await until(lambda: bool(world.began))
+            small = world.submit("b", ["f"] * 60)
+            runner.wake()
+            await until(lambda: len(runner._runs) == 2 and runner._shares.of("b").weight == 3.0)
+            go.set()
+            await world.ended(small)
+            assert not world.read(large).ended
+
+    asyncio.run(run())
+    turns = [custom_id[0] for _, custom_id in world.began]
+    end = len(turns) - turns[::-1].index("b")
+    assert turns[:end].count("b") == 60
+    assert 18 <= turns[:end].count("a") <= 24, "three to one, but for the calls before b came"
+
+
+def test_calls_that_were_refused_run_later_and_failing_ones_are_tried_again(world: World) -> None:
+    batch = world.submit("acme", ["f"] * 12)
+    tries: Counter[str] = Counter()
+
+    async def fussy(name: str, line: Line) -> Answer:
+        tries[line.custom_id] += 1
+        number, tried = int(line.custom_id.rpartition("-")[2]), tries[line.custom_id]
+        if number < 4 and tried < 3:
+            return failed("rate_limited" if number % 2 else "unavailable", 429, 0.01)
+        if number < 6 and tried < 5:
+            return failed("overloaded", 429, 0.01) if number < 4 else failed("node_failed", 502)
+        return failed("validation_failed", 400) if number == 7 else await good(name, line)
+
+    async def run() -> BatchRecord:
+        async with world.gateway("one", fussy):
+            return await world.ended(batch)
+
+    output, errors = world.outcome(asyncio.run(run()))
+    assert errors.keys() == {"acme-4", "acme-5", "acme-7"}
+    assert errors["acme-4"]["response"]["status_code"] == 502
+    assert output.keys() == {f"acme-{number}" for number in (0, 1, 2, 3, 6, 8, 9, 10, 11)}
+    assert [tries[f"acme-{number}"] for number in range(8)] == [5, 5, 5, 5, 3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("why", ["cancelled", "expired", "key_revoked", "input_deleted"])
+def test_a_batch_that_ends_early_keeps_its_answers(world: World, why: str) -> None:
+    batch = world.submit("acme", ["f"] * 30, key_id="k")
+
+    async def run() -> BatchRecord:
+        async def half(name: str, line: Line) -> Answer:
+            if int(line.custom_id.rpartition("-")[2]) >= 10:
+                await asyncio.Event().wait()
+            return await good(name, line)
+
+        async with world.gateway("one", half) as runner:
+            await until(lambda: world.read(batch).completed == 10)
+            if why == "cancelled":
+                assert world.batches.cancel("acme", batch.id).status == "cancelling"
+                assert world.batches.cancel("acme", batch.id).status in ("cancelling", "cancelled")
+                runner.wake()
+            elif why == "expired":
+                world.unix = lambda: batch.expires
+            elif why == "key_revoked":
+                world.accounts.revoked.add("k")
+            else:
+                world.files.delete("acme", batch.input_file)
+                world.room = 100.0  # the next calls are read from the file
+            return await world.ended(batch)
+
+    record = asyncio.run(run())
+    output, errors = world.outcome(record)
+    assert output.keys() == {f"acme-{number}" for number in range(10)}
+    status = {"expired": "expired", "input_deleted": "failed"}.get(why, "cancelled")
+    assert (record.status, record.total, record.completed) == (status, 30, 10)
+    codes = [problem.code for problem in record.problems]
+    assert codes == {"key_revoked": ["key_revoked"], "input_deleted": ["input_file_deleted"]}.get(why, [])
+    late = {f"acme-{number}" for number in range(10, 30)} if why == "expired" else set()
+    assert errors.keys() == late
+    assert all(line["error"]["code"] == "batch_expired" and line["response"] is None for line in errors.values())
+    with pytest.raises(ServiceError) if status != "cancelled" else nullcontext():
+        world.batches.cancel("acme", batch.id)
+
+
+def test_a_batch_that_is_cancelled_before_it_is_claimed_runs_nothing(world: World) -> None:
+    batch = world.submit("acme", ["f"] * 10)
+    world.batches.cancel("acme", batch.id)
+
+    async def run() -> BatchRecord:
+        async with world.gateway("one", good):
+            return await world.ended(batch)
+
+    assert (asyncio.run(run()).status, world.began) == ("cancelled", [])
+
+
+def test_a_record_that_can_not_be_read_holds_up_no_other(world: World) -> None:
+    broken, batch = world.submit("acme", ["f"]), world.submit("acme", ["f"])
+    world.store.put(f"data/acme/batches/{broken.id}.json", b"{")
+
+    async def run() -> BatchRecord:
+        async with world.gateway("one", good):
+            return await world.ended(batch)
+
+    assert asyncio.run(run()).status == "completed"
+
+
+def test_a_batch_of_a_removed_tenant_ends_without_a_trace(world: World) -> None:
+    batch = world.submit("acme", ["f"] * 10)
+
+    async def run() -> None:
+        async def never(_: str, __: Line) -> Answer:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async with world.gateway("one", never) as runner:
+            await until(lambda: bool(world.began))
+            world.store.delete(f"data/acme/batches/{batch.id}.json")
+            await until(lambda: not runner._runs)
+
+    asyncio.run(run())
+
+
+def test_a_file_with_wrong_lines_runs_nothing(world: World) -> None:
+    batch = world.submit("acme", ["f", 7, "f"])  # type: ignore[list-item]
+
+    async def run() -> BatchRecord:
+        async with world.gateway("one", good):
+            return await world.ended(batch)
+
+    record = asyncio.run(run())
+    assert (record.status, record.total, world.began) == ("failed", 0, [])
+    assert [(problem.line, problem.code) for problem in record.problems] == [(2, "invalid_body")]
+    assert record.reply().output_file_id is None
+
+
+def test_records_of_a_newer_release_are_read(world: World) -> None:
+    batch = world.submit("acme", ["f"])
+    stored = msgspec.json.decode(world.store.get(f"data/acme/batches/{batch.id}.json").data)
+    world.store.put(f"data/acme/batches/{batch.id}.json", msgspec.json.encode({**stored, "newer": 1}))
+    assert world.read(batch).input_file == batch.input_file
