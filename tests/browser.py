@@ -123,6 +123,14 @@ class Browser:
         node = self.command("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.command("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
 
+    def drop_files(self, selector: str, files: list[Path]) -> None:
+        """As they are dragged there from outside; folders, too."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        x, y = self.run(f"[{box}.x + 5, {box}.y + 5]")
+        data = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            self.command("Input.dispatchDragEvent", type=kind, x=x, y=y, data=data)
+
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:

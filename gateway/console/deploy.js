@@ -10,66 +10,54 @@ const MAX_ENTRIES = 1000; // of a dropped folder
 
 export function deployView(main, signal, name) {
   const files = new Map();
+  const found = h("p", { id: "found", role: "status" });
+  const answer = h("div", { id: "answer", role: "status" });
+  const take = (chosen) => redraw(found, keep(files, chosen));
+  const text = { autocomplete: "off", spellcheck: "false", maxlength: 64 };
   const parts = {
-    name: h("input", {
-      id: "name",
-      required: true,
-      autocomplete: "off",
-      spellcheck: "false",
-      maxlength: 64,
-      value: name,
-    }),
-    alias: h("input", { id: "alias", autocomplete: "off", spellcheck: "false", maxlength: 64 }),
-    folder: h("input", {
-      id: "folder",
-      type: "file",
-      webkitdirectory: true,
-      change: (event) => take(event.target.files),
-    }),
-    pair: h("input", { id: "pair", type: "file", multiple: true, change: (event) => take(event.target.files) }),
-    found: h("p", { id: "found", role: "status" }),
-    answer: h("div", { id: "answer", role: "status" }),
+    name: h("input", { id: "name", required: true, value: name, ...text }),
+    alias: h("input", { id: "alias", ...text }),
   };
-  const take = (chosen) => redraw(parts.found, keep(files, chosen));
-  const drop = h(
-    "div",
-    {
-      id: "drop",
-      class: "drop",
-      dragover: (event) => event.preventDefault(),
-      drop: async (event) => {
-        event.preventDefault();
-        const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
-        take(await dropped(entries));
-      },
-    },
-    h("p", {}, `Drop a folder with ${CONFIG} and ${WEIGHTS} here, or choose:`),
-    h("div", { class: "row" }, field("A folder", parts.folder), field("The two files", parts.pair)),
-    parts.found,
-  );
-  const submit = (dryRun) => deploy({ ...parts, files, signal }, dryRun);
-  main.append(
-    h("h1", {}, "Deploy"),
+  const send = (dryRun) => deploy({ ...parts, answer, files, signal }, dryRun);
+  const submit = (event) => {
+    event.preventDefault();
+    send(false);
+  };
+  const form = h(
+    "form",
+    { class: "card", submit },
+    field("Function", parts.name, "New or known: 1 to 64 of a-z, 0-9, '.', '_' and '-'."),
+    field("Alias", parts.alias, "Empty: latest, which calls use that name no version."),
+    dropZone(take, found),
     h(
-      "form",
-      {
-        class: "card",
-        submit: (event) => {
-          event.preventDefault();
-          submit(false);
-        },
-      },
-      field("Function", parts.name, "New or known: 1 to 64 of a-z, 0-9, '.', '_' and '-'."),
-      field("Alias", parts.alias, "Empty: latest, which calls use that name no version."),
-      drop,
-      h(
-        "p",
-        { class: "row" },
-        h("button", { id: "deploy", class: "primary" }, "Deploy"),
-        h("button", { id: "check", type: "button", click: () => submit(true) }, "Check only"),
-      ),
-      parts.answer,
+      "p",
+      { class: "row" },
+      h("button", { id: "deploy", class: "primary" }, "Deploy"),
+      h("button", { id: "check", type: "button", click: () => send(true) }, "Check only"),
     ),
+    answer,
+  );
+  main.append(h("h1", {}, "Deploy"), form);
+}
+
+function dropZone(take, found) {
+  const change = (event) => take(event.target.files);
+  const drop = (event) => {
+    event.preventDefault();
+    const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
+    dropped(entries).then(take, (error) => redraw(found, `It can't be read: ${error.message}`));
+  };
+  return h(
+    "div",
+    { id: "drop", class: "drop", dragover: (event) => event.preventDefault(), drop },
+    h("p", {}, `Drop a folder with ${CONFIG} and ${WEIGHTS} here, or choose:`),
+    h(
+      "div",
+      { class: "row" },
+      field("A folder", h("input", { id: "folder", type: "file", webkitdirectory: true, change })),
+      field("The two files", h("input", { id: "pair", type: "file", multiple: true, change })),
+    ),
+    found,
   );
 }
 

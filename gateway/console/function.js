@@ -25,13 +25,7 @@ export function functionView(main, signal, name) {
   const [overview, aliases, versions] = [h("div"), h("div"), h("div")];
   const player = playground(name, signal);
   main.append(
-    h(
-      "p",
-      {},
-      h("a", { href: "#/functions" }, "All functions"),
-      " · ",
-      h("a", { href: `#/deploy/${encodeURIComponent(name)}` }, "Deploy a version"),
-    ),
+    links(name),
     note,
     section("Now", overview),
     player.element,
@@ -48,6 +42,11 @@ export function functionView(main, signal, name) {
     player.offer(data);
   };
   live((until) => ask("GET", shared.path, { signal: until }), draw, signal, note);
+}
+
+function links(name) {
+  const deploy = h("a", { href: `#/deploy/${encodeURIComponent(name)}` }, "Deploy a version");
+  return h("p", {}, h("a", { href: "#/functions" }, "All functions"), " · ", deploy);
 }
 
 function section(title, ...children) {

@@ -42,15 +42,7 @@ export function functionsView(main, signal) {
     note,
   );
   load();
-  live(
-    (until) => figures(until),
-    (loaded) => {
-      Object.assign(state, loaded);
-      draw();
-    },
-    signal,
-    note,
-  );
+  live(figures, (loaded) => draw(Object.assign(state, loaded)), signal, note);
 }
 
 /** One request: an admin key may read the metrics; of a tenant's key the usage is what tells of all functions. */

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser, browser
 from hypothesis import given
 from hypothesis import strategies as st
 from running_gateway import Running, start_gateway, upload
@@ -21,6 +20,7 @@ from stub_node import StubNode, done, hang_after_first, token
 
 from cluster.messages import Event, GenerateRequest, Started
 from cluster.news import Resident
+from tests.browser import CHROMIUM, Browser, browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the path")
 
@@ -123,24 +123,26 @@ def check_quiet(page: Browser, gateway: Running, key: str) -> None:
 def test_sign_in_deploy_call_and_roll_back(
     page: Browser, served: Running, stories_adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The two ways to choose files: both of them, and their folder."""
+    """The three ways to choose files: both of them, their folder, and a folder that is dropped."""
     served.client().delete("/functions/tale")
     sign_in(page, served, "acme")
-    for version, adapter in enumerate(("pirate", "ocean"), 1):
+    for version, adapter in enumerate(("pirate", "ocean", "robot"), 1):
         go(page, "deploy")
         page.fill("#name", "tale")
         folder = stories_adapters[adapter]
         if version == 1:
             page.choose_files("#pair", [folder / name for name in ("adapter_config.json", "adapter_model.safetensors")])
-        else:
+        elif version == 2:
             page.choose_files("#folder", [folder])
+        else:
+            page.drop_files("#drop", [folder])
         page.until_text("adapter_model.safetensors (", "#found")
         page.click("#check")
         page.until_text("It can be deployed", "#answer")
         page.click("#deploy")
         page.until_text(f"has version {version}", "#answer")
     page.click("#answer a")
-    page.until("document.querySelector('#qualifier').length === 3")
+    page.until("document.querySelector('#qualifier').length === 4")
     page.click("#call")
     page.until_text("TTFT", "#call-status")
     assert page.run("document.querySelector('#output').textContent") == HOSTILE
@@ -148,14 +150,14 @@ def test_sign_in_deploy_call_and_roll_back(
     page.click(".calls summary")
     page.until_text("(chosen)", ".calls")
     page.click("#rollback-latest")
-    page.until_text("points to version 2", "dialog")
+    page.until_text("points to version 3", "dialog")
     page.press("Escape")
     page.until("document.querySelector('dialog') === null")
-    assert served.client().get("/functions/tale/aliases/latest").json()["version"] == 2
+    assert served.client().get("/functions/tale/aliases/latest").json()["version"] == 3
     page.click("#rollback-latest")
     page.click("#yes")
-    page.until_text("latest points to version 1 now")
-    assert served.client().get("/functions/tale/aliases/latest").json()["version"] == 1
+    page.until_text("latest points to version 2 now")
+    assert served.client().get("/functions/tale/aliases/latest").json()["version"] == 2
     check_quiet(page, served, "acme")
 
 

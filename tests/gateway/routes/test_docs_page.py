@@ -8,13 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import CHROMIUM, browser
 from running_gateway import Running
 from served_app import served
 from starlette.applications import Starlette
 
 from gateway.http.routing import mounted
 from gateway.routes import docs
+from tests.browser import CHROMIUM, browser
 
 LINK = re.compile(r'(?:src|href|spec-url)="([^"]*)"')
 
