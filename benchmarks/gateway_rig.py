@@ -108,11 +108,11 @@ def process(
         process.stdout.close()
 
 
-def wait_until_ready(url: str, gateway: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_ready(url: str, gateway: subprocess.Popen[bytes], log: Path, path: str = "/readyz") -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and gateway.poll() is None:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url + "/readyz", timeout=5).status_code == 200:
+            if httpx.get(url + path, timeout=5).status_code == 200:
                 return
         time.sleep(0.05)
     raise RuntimeError(f"the gateway did not get ready:\n{log.read_text()[-2000:]}")
