@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 
 from adapters.artifact import read_header
-from adapters.store import ObjectStore
+from adapters.store import Arrived, ObjectStore
 from cluster.messages import Adapter
 from cluster.residency import WantedAdapter, WantedResidency
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.prefetcher import Prefetcher
-from tests.node_agent.adapter_world import World, header_only
+from tests.node_agent.adapter_world import World, comes_with_header, header_only
 
 
 class Stile:
@@ -35,13 +35,15 @@ class Stile:
         found = self._inner.get_range(key, start, length)
         return found if start else header_only(found)
 
-    def get_range_into(self, key: str, start: int, buffer: memoryview) -> int:
+    def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
+        if comes_with_header(start):
+            return self._inner.get_range_into(key, start, buffer, arrived)
         with self._changed:
             self.begun.append((key, start))
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: self._open or self._allowed[key] > 0, 60)
             self._allowed[key] -= 1
-        return self._inner.get_range_into(key, start, buffer)
+        return self._inner.get_range_into(key, start, buffer, arrived)
 
     def let(self, adapter: Adapter, count: int = 1) -> None:
         with self._changed:
