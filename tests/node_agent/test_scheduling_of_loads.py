@@ -267,8 +267,9 @@ def test_nothing_is_evicted_in_vain(make_engine: MakeEngine, by_size: list[Path]
     store = engine.engine.store
     small = [engine.deploy(path) for path in by_size[:2]]
     for adapter in small:
-        engine.submit(STORY, 2, adapter, ignore_eos=True)  # the second token waits for the whole adapter
+        engine.submit(STORY, 2, adapter, ignore_eos=True)
         engine.run()
+        step_until(engine, lambda digest=adapter.digest: store.ready(digest))  # type: ignore[misc]
     assert store.room._victims(store.pool.pages.count + 1) is None
     assert not store.hosts._make_room(store.hosts.memory + 1)
     assert all(store.ready(adapter.digest) and store.hosts.get(adapter.digest) for adapter in small)
