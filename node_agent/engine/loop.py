@@ -61,7 +61,7 @@ class Engine:
         self.cold = ColdPasses(
             cold_start, self._start_cold, self._book, runner, self.pulse, self._device_events, limits.max_cold
         )
-        self.joining = Joining(self.cold, runner, self.start_lora)
+        self.joining = Joining(self.cold, runner, lambda batch, decodes: self.start_lora(batch, decodes))
         self.hot = HotPasses(runner, self._tensors, self.pulse)
         self.prefetcher = Prefetcher(store, limits.prefetch_waste)
         self.orders = Orders(store, self.prefetcher)
