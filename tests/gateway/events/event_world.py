@@ -96,9 +96,13 @@ class MortalStore(LocalStore):
 
     def put_if_match(self, key: str, data: bytes, etag: str) -> str:
         was = self.get(key).data
-        new = self._write(key, lambda: super(MortalStore, self).put_if_match(key, data, etag))
-        self._note_end(key, was, data)
-        return new
+
+        def put() -> str:
+            new = super(MortalStore, self).put_if_match(key, data, etag)
+            self._note_end(key, was, data)  # also where only the answer is lost
+            return new
+
+        return self._write(key, put)
 
     def delete(self, key: str) -> None:
         self._write(key, lambda: super(MortalStore, self).delete(key))
