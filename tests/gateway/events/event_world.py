@@ -108,10 +108,10 @@ class MortalStore(LocalStore):
         self._write(key, lambda: super(MortalStore, self).delete(key))
 
     def _note_end(self, key: str, was: bytes, now: bytes) -> None:
+        """Called under the world's lock."""
         states = [msgspec.json.decode(data).get("state", "queued") for data in (was, now)]
         if states[0] not in ENDED and states[1] in ENDED:
-            with self.world.lock:
-                self.world.ends[key] += 1
+            self.world.ends[key] += 1
 
     def _check(self) -> None:
         if self.dead.is_set():
