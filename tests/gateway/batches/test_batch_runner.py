@@ -214,11 +214,16 @@ def test_a_stopped_gateway_s_batch_is_taken_at_once(world: World) -> None:
     async def run() -> BatchRecord:
         hold = asyncio.Event()
 
+        answered = list[str]()
+
         async def some(name: str, line: Line) -> Answer:
             if int(line.custom_id.rpartition("-")[2]) >= 20:
-                hold.set()
                 await asyncio.Event().wait()
-            return await good(name, line)
+            answer = await good(name, line)
+            answered.append(line.custom_id)
+            if len(answered) == 20:
+                asyncio.get_running_loop().call_later(0.5, hold.set)  # what has answered is booked
+            return answer
 
         async with world.gateway("first", some):
             await hold.wait()
