@@ -31,10 +31,7 @@ from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.state import ClusterState
 from cluster.text import BaseText
-from gateway.batches.files import FileStore
-from gateway.batches.records import BatchStore
-from gateway.batches.runner import BatchRunner
-from gateway.batches.spare import spare_rows
+from gateway.batches.batches import Batches, make_batches
 from gateway.calls.breaker import Breakers
 from gateway.calls.dispatch import Dispatcher
 from gateway.calls.explanations import Explanations
@@ -94,15 +91,6 @@ CLOCK_SECONDS = 60.0
 """By which this host's clock may differ from the store's without a word."""
 
 log = logging.getLogger("gateway")
-
-
-@dataclass(frozen=True)
-class Batches:
-    """`runner` runs those of all tenants that no other gateway does."""
-
-    files: FileStore
-    records: BatchStore
-    runner: BatchRunner
 
 
 @dataclass(frozen=True)
@@ -312,28 +300,15 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         deploys=_deploy_slots(config),
         sources=Sources(config.allowed_sources),
         source_threads=LeavableThreads(SOURCE_THREADS),
-        batches=_make_batches(opened, metrics, callers),
+        batches=make_batches(
+            store,
+            shared.cluster,
+            callers,
+            base=opened.base.fingerprint,
+            name=worker_name(),
+            registry=metrics.registry,
+        ),
     )
-
-
-def _make_batches(opened: _Opened, metrics: Metrics, callers: Callers) -> Batches:
-    files, records = FileStore(opened.store), BatchStore(opened.store)
-    cluster, base = opened.shared.cluster, opened.base.fingerprint
-
-    async def spare(in_flight: int) -> float:
-        return spare_rows(await cluster.table(), base, in_flight)
-
-    runner = BatchRunner(
-        records,
-        files,
-        callers,
-        name=worker_name(),
-        spare=spare,
-        registry=metrics.registry,
-        clock=monotonic,
-        unix=time,
-    )
-    return Batches(files, records, runner)
 
 
 def _make_residency(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -11,13 +12,13 @@ from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora
+from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora, PassWorkers
 from node_agent.coldstart.costs import group_elements, group_shares, group_widths
 from node_agent.coldstart.learning import Correction, Outcome
 from node_agent.coldstart.planner import ChunkCosts, choose, wait_seconds
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.workers import WorkerPool
-from node_agent.types import LayerState, Lease, Plan
+from node_agent.types import LayerState, Lease, PassLora, Plan
 
 MOST_OUTCOMES = 256
 LEAST_LOAD_S = 1e-3
@@ -111,6 +112,16 @@ class ColdStarts:
         """Returns what an `assist` plan becomes where no worker can be had after all: every layer is loaded."""
         self.store.set_order(lease, range(self.base.num_layers))
         return replace(plan, name="pipeline", assisted=0)
+
+    def lora(self, lease: Lease, on_device: PassLora, workers: PassWorkers | None) -> ColdLora:
+        """Returns the LoRA of rows of a leased adapter that is on its way; `on_device` adds layers that are there."""
+        return ColdLora(
+            on_device,
+            partial(self.state, lease),
+            self.store.layout(lease).adapts,
+            workers,
+            partial(self.store.await_copy, lease),
+        )
 
     def warm_seconds(self, tokens: int, layers: int) -> float:
         """Returns the seconds for `layers` layers of a chunk of `tokens` whose weights are on the device; 0 without a

@@ -44,3 +44,11 @@ def _cold_start(request: Request, now: float) -> ColdStart:
         replays=cold.replays,
         forecast=cold.forecast,
     )
+
+
+def end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
+    """Returns why its last token is its last one, stop or length; None if it goes on."""
+    token = request.tokens[-1]
+    if token in request.sampling.stop_token_ids or (token in eos_ids and not request.ignore_eos):
+        return "stop"
+    return "length" if request.generated >= request.max_tokens else None

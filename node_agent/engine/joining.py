@@ -98,15 +98,8 @@ class Joined:
         return MixedLora(on_device, [part for _, _, part in self._parts]) if self._parts else on_device
 
     def _loading_lora(self, rows: list[Row], lease: Lease) -> ColdLora:
-        starts = self._cold.cold_start
-        store = starts.store
-        return ColdLora(
-            self._start_lora(build_lora(rows, self._runner.device), True),
-            lambda layer: starts.state(lease, layer),
-            store.layout(lease).adapts,
-            self._workers[lease.digest],
-            lambda layer: store.await_copy(lease, layer),
-        )
+        on_device = self._start_lora(build_lora(rows, self._runner.device), True)
+        return self._cold.cold_start.lora(lease, on_device, self._workers[lease.digest])
 
     def close(self, computed: bool) -> Collection[Row]:
         """Ends what was opened; of a pass that was `computed`, books who computed its layers. Returns the rows whose

@@ -15,7 +15,7 @@ from node_agent.cores import move_threads
 from node_agent.device import EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
-from node_agent.engine.endings import finished
+from node_agent.engine.endings import end_of, finished
 from node_agent.engine.hot import Computed, HotPasses, OutOfMemory
 from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.joining import Joined, Joining
@@ -98,7 +98,7 @@ class Engine:
         if problem is not None:
             self._finish(request, "error", *problem)
             return
-        ended = _end_of(request, self.eos_ids) if request.generated else None
+        ended = end_of(request, self.eos_ids) if request.generated else None
         if ended is not None:  # the node before could not say so any more
             self._finish(request, ended)
             return
@@ -302,17 +302,11 @@ class Engine:
         assert lease is not None
         batch, on_device = self._tensors([row], 0)
         assert on_device is not None  # it has an adapter
-        layout = self.store.layout(lease)
-        workers = self.assist.begin(lease, layout) if self.assist and plan.name == "assist" else None
+        assist = self.assist if plan.name == "assist" else None
+        workers = assist.begin(lease, self.store.layout(lease)) if assist is not None else None
         if workers is None and plan.name == "assist":
             plan = self.cold_start.without_workers(lease, plan)
-        lora = ColdLora(
-            on_device,
-            lambda layer: self.cold_start.state(lease, layer),
-            layout.adapts,
-            workers,
-            lambda layer: self.store.await_copy(lease, layer),
-        )
+        lora = self.cold_start.lora(lease, on_device, workers)
         try:
             return self.runner.start(batch, lora), lora, plan
         except BaseException:
@@ -365,7 +359,7 @@ class Engine:
             request.rules.append_token(token)
         self._events.append(Generated(request.id, token, top))
         self.queue.charge_token(request)
-        ended = _end_of(request, self.eos_ids)
+        ended = end_of(request, self.eos_ids)
         if ended is not None:
             self._finish(request, ended)
 
@@ -400,11 +394,3 @@ class Engine:
         if not self.busy:
             self.queue.shares.reset()
         self._events.append(finished(request, reason, error_type, error, damaged=damaged))
-
-
-def _end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
-    """Why its last token is its last one; None: it goes on."""
-    token = request.tokens[-1]
-    if token in request.sampling.stop_token_ids or (token in eos_ids and not request.ignore_eos):
-        return "stop"
-    return "length" if request.generated >= request.max_tokens else None

@@ -1,0 +1,38 @@
+"""The files and batches of all tenants, as one gateway worker has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic, time
+
+from prometheus_client import CollectorRegistry
+
+from adapters.store import ObjectStore
+from cluster.state import ClusterState
+from gateway.batches.files import FileStore
+from gateway.batches.records import BatchStore
+from gateway.batches.runner import BatchRunner
+from gateway.batches.spare import spare_rows
+from gateway.catalog.callers import Callers
+
+
+@dataclass(frozen=True)
+class Batches:
+    """`runner` runs those of all tenants that no other gateway does."""
+
+    files: FileStore
+    records: BatchStore
+    runner: BatchRunner
+
+
+def make_batches(
+    store: ObjectStore, cluster: ClusterState, callers: Callers, *, base: str, name: str, registry: CollectorRegistry
+) -> Batches:
+    """`base`: fingerprint of the base model; `name`: the worker's, among all gateways'; `registry`: of its metrics."""
+    files, records = FileStore(store), BatchStore(store)
+
+    async def spare(in_flight: int) -> float:
+        return spare_rows(await cluster.table(), base, in_flight)
+
+    runner = BatchRunner(records, files, callers, name=name, spare=spare, registry=registry, clock=monotonic, unix=time)
+    return Batches(files, records, runner)
