@@ -30,9 +30,11 @@ MOST_WORKERS = 16
 def decide_workers(
     config: EngineConfig, store: AdapterStore, base: BaseModel, profile: Profile, cores_left: int
 ) -> WorkersDecision:
-    """Returns how many workers `cpu_workers: auto` starts. `profile`: of this node, its link and its layers."""
+    """Returns how many workers the node starts: as many as are set, or by `profile`, its link's and layers' costs."""
     if "assist" not in WAYS[config.cold_start].plans:
         return WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
+    if config.cpu_workers is not None:
+        return WorkersDecision(config.cpu_workers, "as set")
     if config.host_nodes > 1:
         return WorkersDecision(0, f"{config.host_nodes} nodes share this host's cores")
     if store.pool.data.dtype not in DTYPES:

@@ -53,12 +53,9 @@ def set_up_cold_starts(engine: Engine, config: EngineConfig, base: BaseModel, th
     kept = _from_file(file, key)
     profile = kept or measure(key, engine.runner, engine.blocks, store, None, SHORT)
     cores = spare_cores(threads) if config.host_nodes == 1 else []
-    if config.cpu_workers is None:
-        starts.decision = decide_workers(config, store, base, profile, len(cores))
-    else:
-        starts.decision = WorkersDecision(config.cpu_workers, "as set")
+    starts.decision = decide_workers(config, store, base, profile, len(cores))
     workers = None
-    if starts.decision.count and "assist" in starts.way.plans:
+    if starts.decision.count:
         workers = _start_workers(config, store, base, threads, cores[-starts.decision.count :])
         profile = _with_workers(profile, store, workers)
         workers = _worth_keeping(engine, config, profile, workers)

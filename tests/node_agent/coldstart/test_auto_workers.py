@@ -25,7 +25,7 @@ needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worke
 def module_engine(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
     sizes = {"adapter_memory": 8 << 20, "host_memory": 16 << 20, "kv_memory": 4 << 20}
     root = tmp_path_factory.mktemp("auto")
-    return LocalEngine(stories_dir, root / "registry", dtype="float32", threads=1, cpu_workers=0, **sizes)
+    return LocalEngine(stories_dir, root / "registry", dtype="float32", threads=1, **sizes)
 
 
 def profile_of(engine: LocalEngine, load_over_prefill: float, worker_s: float | None = None) -> Profile:
@@ -58,6 +58,13 @@ def test_not_where_they_could_not_be(module_engine: LocalEngine) -> None:
     for changes, word in (({"host_nodes": 2}, "share"), ({"cold_start": "pipeline"}, "cold_start: pipeline")):
         decision = decide_workers(msgspec.structs.replace(config, **changes), store, base, profile, 3)
         assert decision.count == 0 and word in decision.reason
+
+
+def test_as_many_as_are_set_where_they_have_work(module_engine: LocalEngine) -> None:
+    store, base, profile = module_engine.engine.store, module_engine.base, profile_of(module_engine, 0.001)
+    for cold_start, count in (("auto", 2), ("assist", 2), ("pipeline", 0)):
+        config = msgspec.structs.replace(module_engine.config, cpu_workers=2, cold_start=cold_start)
+        assert decide_workers(config, store, base, profile, 3).count == count
 
 
 @needs_core
