@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
+from adapters.errors import CorruptRecord, NoSuchFunction, NotFound, StoreUnavailable
 from adapters.schedules import Schedules, forget_schedules, read_schedules
 from adapters.store import ObjectStore
 from adapters.warm_windows import CronProblem, WarmWindow, window_state
@@ -70,12 +70,14 @@ class WarmSchedules:
             await self._threads.write(forget_schedules, self._store, empty)
 
     async def _now(self, key: str, now: float) -> list[Wish] | None:
-        """Returns what of the function is wanted now; None when it has no windows any more."""
+        """Returns what of the function is wanted now; None when it has no windows any more. Raises StoreUnavailable."""
         tenant, _, name = key.partition("/")
         try:
             choices = await self._functions.choices(tenant, name, None)
-        except NotFound:
+        except NoSuchFunction:
             return None
+        except (NotFound, CorruptRecord):  # it may get a `latest` again, or be mended
+            return []
         windows = choices[0].version.policy.warm
         copies = max((window.copies for window in windows if self._is_open(key, window, now)), default=0)
         adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole and copies]

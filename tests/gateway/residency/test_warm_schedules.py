@@ -14,7 +14,7 @@ from numbered_adapters import DIGESTS
 
 from adapters import schedules as stored
 from adapters.choices import Choice, Resolved
-from adapters.errors import NoSuchFunction, StoreUnavailable
+from adapters.errors import AdapterError, CorruptFunction, NoSuchFunction, NotFound, StoreUnavailable
 from adapters.functions import Policy
 from adapters.local_store import LocalStore
 from adapters.schedules import note_schedule, read_schedules
@@ -44,9 +44,12 @@ class Functions:
 
     def __init__(self, windows: dict[str, list[WarmWindow]]) -> None:
         self.windows = windows
+        self.failures: dict[str, AdapterError] = {}
 
     async def choices(self, tenant: str, name: str, qualifier: str | None) -> list[Choice]:
         assert qualifier is None
+        if name in self.failures:
+            raise self.failures[name]
         if name not in self.windows:
             raise NoSuchFunction(tenant, name)
         policy = Policy(warm=self.windows[name])
@@ -108,3 +111,16 @@ def test_functions_without_windows_are_taken_off_the_list(tmp_path: Path, monkey
     del world.functions.windows["h"]
     assert set(world.wanted(0.0)) == {"t/f"}
     assert set(read_schedules(world.store).functions) == {"t/f"}
+
+
+def test_a_damaged_function_and_one_without_latest_hold_up_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "SETTLED_SECONDS", -60.0)
+    every_hour = [WarmWindow("0 * * * *", 600)]
+    world = World(tmp_path, {"damaged": every_hour, "f": every_hour, "moved": every_hour})
+    world.functions.failures = {"damaged": CorruptFunction("damaged"), "moved": NotFound("it has no alias 'latest'")}
+    assert set(world.wanted(0.0)) == {"t/f"}
+    assert world.wanted(1200.0) == {}, "what is known does not stay as it was"
+    world.functions.failures.clear()
+    assert set(world.wanted(3600.0)) == {"t/damaged", "t/f", "t/moved"}
