@@ -276,6 +276,19 @@ def test_the_keyboard_reaches_and_does_everything(page: Browser, story: Running)
     page.until_text("TTFT", "#call-status")
 
 
+def test_what_is_expected_of_a_function_is_said(page: Browser, story: Running) -> None:
+    sign_in(page, story, "acme")
+    fake = {"within_1_s": 0.25, "within_300_s": 1.0}
+    reply = {"function": "story", "watched": 40.0, "chances": fake, "error": {}, "wanted": []}
+    page.run(
+        "const asked = window.fetch; window.fetch = (url, options) => String(url).endsWith('/forecast')"
+        f" ? Promise.resolve(Response.json({json.dumps(reply)})) : asked(url, options)"
+    )
+    go(page, "functions/story")
+    said = "[...document.querySelectorAll('.facts div')].map((fact) => fact.textContent)"
+    page.until(f"{said}.includes('within 1 s25 %') && {said}.includes('within 300 s100 %')")
+
+
 def test_the_memory_map_is_of_the_nodes_adapters(page: Browser, story: Running) -> None:
     """Cells are as wide as adapters are large, and those that have no cell of their own are one cell."""
     sign_in(page, story, "admin", "acme")
