@@ -18,8 +18,9 @@ from adapters.errors import AdapterError, CorruptFunction, NoSuchFunction, NotFo
 from adapters.functions import Policy
 from adapters.local_store import LocalStore
 from adapters.schedules import note_schedule, read_schedules
-from adapters.warm_windows import WarmWindow
+from adapters.warm_windows import WarmWindow, window_state
 from gateway.leader.turn import Turn
+from gateway.residency import schedules
 from gateway.residency.schedules import WarmSchedules
 
 NINE = 1_767_603_600.0
@@ -124,3 +125,18 @@ def test_a_damaged_function_and_one_without_latest_hold_up_no_other_one(
     assert world.wanted(1200.0) == {}, "what is known does not stay as it was"
     world.functions.failures.clear()
     assert set(world.wanted(3600.0)) == {"t/damaged", "t/f", "t/moved"}
+
+
+def test_windows_that_nobody_has_any_more_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(window: WarmWindow, now: float) -> tuple[bool, float]:
+        asked.append(window.seconds)
+        return window_state(window, now)
+
+    monkeypatch.setattr(schedules, "window_state", noted)
+    world = World(tmp_path, {"f": []})
+    for number, seconds in enumerate((60, 60, 90, 60)):
+        world.functions.windows["f"] = [WarmWindow("0 0 29 2 *", seconds)]
+        assert world.wanted(float(number)) == {}
+    assert asked == [60, 90, 60]
