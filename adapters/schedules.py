@@ -35,8 +35,10 @@ def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
     def noted(known: Schedules | None) -> Schedules:
         functions = {} if known is None else known.functions
         own = sum(each.startswith(f"{tenant}/") for each in functions)
-        if key not in functions and (len(functions) >= MAX_SCHEDULED or own >= MAX_TENANT_SCHEDULED):
+        if key not in functions and own >= MAX_TENANT_SCHEDULED:
             raise Conflict(f"a tenant has warm windows for {MAX_TENANT_SCHEDULED} functions at most")
+        if key not in functions and len(functions) >= MAX_SCHEDULED:
+            raise Conflict(f"the service has warm windows for {MAX_SCHEDULED} functions already")
         return Schedules({**functions, key: store.now()})
 
     update_record(store, SCHEDULES_KEY, Schedules, noted)

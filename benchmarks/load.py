@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -141,36 +142,50 @@ class OpenAiServer:
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         sample = Sample(request.model, sent=time.perf_counter())
-        # A redirect would carry the key elsewhere, so it counts as an error.
-        async with recorded(sample), self._session.post(self._url, json=body, allow_redirects=False) as reply:
-            sample.error = str(reply.status) if reply.status != 200 else await self._read(reply.content, sample)
+        await stream_events(self._session, self._url, body, sample, partial(self._add, sample))
         return sample
 
-    async def _read(self, stream: aiohttp.StreamReader, sample: Sample) -> str:
-        """The error, or nothing."""
-        async for line in stream:
-            now = time.perf_counter()
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return _incomplete(sample)
-            chunk = self._decoder.decode(data)
-            if chunk.error is not None:
-                kind = chunk.error.get("type") if isinstance(chunk.error, dict) else None
-                return f"in stream: {str(kind or 'unnamed')[:60]}"
-            # A chunk that only ends a choice is no token, unless it is all that came: a first token without text.
-            if any(choice.text or choice.finish_reason is None or not sample.times for choice in chunk.choices):
-                sample.times.append(now)
-            if chunk.usage is not None:
-                sample.prompt_tokens, sample.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-        return "cut off"
+    def _add(self, sample: Sample, data: bytes, now: float) -> str | None:
+        if data == b"[DONE]":
+            return _incomplete(sample)
+        chunk = self._decoder.decode(data)
+        if chunk.error is not None:
+            kind = chunk.error.get("type") if isinstance(chunk.error, dict) else None
+            return f"in stream: {str(kind or 'unnamed')[:60]}"
+        # A chunk that only ends a choice is no token, unless it is all that came: a first token without text.
+        if any(choice.text or choice.finish_reason is None or not sample.times for choice in chunk.choices):
+            sample.times.append(now)
+        if chunk.usage is not None:
+            sample.prompt_tokens, sample.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        return None
 
 
 def _incomplete(sample: Sample) -> str:
     if not sample.output_tokens:
         return "no usage"
     return "" if sample.times else "no tokens"
+
+
+async def stream_events(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    sample: Sample,
+    add: Callable[[bytes, float], str | None],
+) -> None:
+    """Posts one request whose answer is a stream of events. `add` takes each event's data and when it came, and returns
+    None until the answer has ended: then its error, or an empty text."""
+    # A redirect would carry the key elsewhere, so it counts as an error.
+    async with recorded(sample), session.post(url, json=body, allow_redirects=False) as reply:
+        sample.error = str(reply.status) if reply.status != 200 else await _read(reply.content, add)
+
+
+async def _read(stream: aiohttp.StreamReader, add: Callable[[bytes, float], str | None]) -> str:
+    async for line in stream:
+        now = time.perf_counter()
+        if line.startswith(b"data:") and (end := add(line[5:].strip(), now)) is not None:
+            return end
+    return "cut off"
 
 
 @asynccontextmanager

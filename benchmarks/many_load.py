@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import exp, log
 from statistics import NormalDist
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.latency import Sample
-from benchmarks.load import WORDS, Planned, recorded
+from benchmarks.load import WORDS, Planned, stream_events
 from benchmarks.trace import minute_counts
 
 WITHOUT_TOP = 10
@@ -158,27 +159,20 @@ class Caller:
         }  # fmt: skip
         answer = Answer(request.model, sent=time.perf_counter(), prompt=self._number.get(request.prompt, -1))
         url = f"{self._url}/invoke/{request.model}"
-        async with recorded(answer), self._session.post(url, json=body, allow_redirects=False) as reply:
-            answer.error = str(reply.status) if reply.status != 200 else await self._read(reply.content, answer)
+        await stream_events(self._session, url, body, answer, partial(self._add, answer))
         return answer
 
-    async def _read(self, stream: aiohttp.StreamReader, answer: Answer) -> str:
-        """Returns the error, or nothing."""
-        async for line in stream:
-            now = time.perf_counter()
-            if not line.startswith(b"data:"):
-                continue
-            event = self._decoder.decode(line[5:])
-            if event.error is not None:
-                return "in stream"
-            if event.usage is None or event.timing is None:
-                _add_token(answer, event, now)
-                continue
-            answer.prompt_tokens, answer.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
-            answer.state = event.timing.cold_start.state
-            answer.exposed_s = event.timing.cold_start.exposed_ms / 1e3
-            return "" if answer.output_tokens == self._max_tokens and answer.times else "too few tokens"
-        return "cut off"
+    def _add(self, answer: Answer, data: bytes, now: float) -> str | None:
+        event = self._decoder.decode(data)
+        if event.error is not None:
+            return "in stream"
+        if event.usage is None or event.timing is None:
+            _add_token(answer, event, now)
+            return None
+        answer.prompt_tokens, answer.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+        answer.state = event.timing.cold_start.state
+        answer.exposed_s = event.timing.cold_start.exposed_ms / 1e3
+        return "" if answer.output_tokens == self._max_tokens and answer.times else "too few tokens"
 
 
 def _add_token(answer: Answer, event: _Event, now: float) -> None:

@@ -1,8 +1,14 @@
-"""What a forecast says of one function."""
+"""What a forecast says of functions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
+
+from cluster.forecast.table import Array
 
 HORIZONS_S = (1.0, 5.0, 30.0, 300.0)
 """Seconds from now within which a call is forecast."""
@@ -15,3 +21,44 @@ class Chances(NamedTuple):
     within_5_s: float
     within_30_s: float
     within_300_s: float
+
+
+class Likely(NamedTuple):
+    """A function that will probably be called."""
+
+    key: str
+    chance: float
+    """Within 30 s."""
+
+
+class Forecasts(Mapping[str, Chances]):
+    """The chances of all functions, kept as an array: tens of thousands of tuples, made anew every 2 s, would have the
+    garbage collector stop the process for longer than an event loop may be held up."""
+
+    def __init__(self, keys: list[str], chances: Array) -> None:
+        """`chances`: f32[functions, horizons], in the order of the keys."""
+        self._keys, self._chances = keys, chances
+
+    def __getitem__(self, key: str) -> Chances:
+        return Chances._make(self._chances[self._rows[key]].tolist())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def likeliest(self, least: float, limit: int) -> list[Likely]:
+        """Returns at most `limit` functions that are called within 30 s with a chance of `least` or more, the likeliest
+        first."""
+        chances = self._chances[:, Chances._fields.index("within_30_s")]
+        rows = np.flatnonzero(chances >= least)
+        rows = rows[np.argsort(-chances[rows], kind="stable")[:limit]]
+        return [
+            Likely(self._keys[row], chance) for row, chance in zip(rows.tolist(), chances[rows].tolist(), strict=True)
+        ]
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        """Made when one function is asked for, which is rare."""
+        return {key: row for row, key in enumerate(self._keys)}

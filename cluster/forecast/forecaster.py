@@ -8,7 +8,7 @@ from itertools import compress
 import numpy as np
 
 from cluster.forecast.calibration import ALL, Calibration, log_odds
-from cluster.forecast.chances import HORIZONS_S, Chances
+from cluster.forecast.chances import HORIZONS_S, Forecasts
 from cluster.forecast.forecast_error import ForecastError
 from cluster.forecast.idle_times import IdleTimes
 from cluster.forecast.lstm import Lstm
@@ -83,12 +83,11 @@ class Forecaster:
         odds = self._compute_odds()
         self._outcomes.record(self._now, np.where(self._active()[:, None, None], odds, np.nan))
 
-    def forecast(self, now: float) -> dict[str, Chances]:
+    def forecast(self, now: float) -> Forecasts:
         """Returns the chances of every function that was called in the last 30 minutes. Those computed when a second
         was observed are good for another second."""
         keys, chances = self.forecast_parts(now, slice(-1, None))
-        rising = np.maximum.accumulate(chances[:, :, 0], axis=1)
-        return dict(zip(keys, map(Chances._make, rising.tolist()), strict=True))
+        return Forecasts(keys, np.maximum.accumulate(chances[:, :, 0], axis=1))
 
     def forecast_parts(self, now: float, predictors: slice = ALL) -> tuple[list[str], Array]:
         """Returns the functions' keys and f32[functions, horizons, parts and their mixture], calibrated; only these

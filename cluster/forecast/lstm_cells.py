@@ -6,13 +6,7 @@ sees the upper layer's state and what has been seen since the window ended.
 
 from __future__ import annotations
 
-import io
-import math
-import zipfile
-import zlib
-
 import numpy as np
-from numpy.lib import format as npy
 
 from cluster.forecast.chances import HORIZONS_S
 from cluster.forecast.table import Array
@@ -42,39 +36,6 @@ def draw_parameters(rng: np.random.Generator) -> Parameters:
     """Returns f32 parameters, evenly drawn within 1 / sqrt(UNITS)."""
     bound = 1 / np.sqrt(UNITS)
     return {name: rng.uniform(-bound, bound, shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def pack(parameters: Parameters) -> bytes:
-    """Returns them as an .npz file, which `unpack` reads."""
-    stream = io.BytesIO()
-    contiguous = {name: np.ascontiguousarray(value) for name, value in parameters.items()}
-    np.savez(stream, **contiguous)  # type: ignore[arg-type]  # its stub takes keywords for its own flag
-    return stream.getvalue()
-
-
-def unpack(stored: bytes) -> Parameters:
-    """Raises ValueError if these are not parameters of this network.
-
-    Nothing in them is executed, and no more is read than the network has.
-    """
-    try:
-        with zipfile.ZipFile(io.BytesIO(stored)) as archive:
-            return {name: _read(archive, name, shape) for name, shape in SHAPES.items()}
-    except (KeyError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"no parameters of the network: {error}") from error
-
-
-def _read(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...]) -> Array:
-    with archive.open(f"{name}.npy") as stream:
-        if npy.read_magic(stream) != (1, 0):
-            raise ValueError(f"{name} must be an array in version 1.0 of the format")
-        stored_shape, by_column, kind = npy.read_array_header_1_0(stream)
-        if (stored_shape, by_column, kind) != (shape, False, np.dtype(np.float32)):
-            raise ValueError(f"{name} must be float32 of shape {shape} by row, not {kind} of {stored_shape}")
-        values = np.frombuffer(stream.read(4 * math.prod(shape)), np.float32).reshape(shape)
-    if not np.isfinite(values).all():
-        raise ValueError(f"{name} must be finite")
-    return values
 
 
 def states(parameters: Parameters, windows: Array, embedding: Array) -> Array:

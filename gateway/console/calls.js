@@ -3,8 +3,13 @@
 const KEPT = 50;
 let kept = [];
 
-export function keepCall(call) {
-  kept = [call, ...kept].slice(0, KEPT);
+/** Returns what keeps a call that begins now, once it has ended; not if the calls were forgotten meanwhile. */
+export function callKeeper() {
+  const calls = kept;
+  return (call) => {
+    calls.unshift(call);
+    calls.splice(KEPT);
+  };
 }
 
 export function callsOf(name) {

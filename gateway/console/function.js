@@ -178,7 +178,7 @@ async function forecast(shared, told) {
 
 function drawnForecast(reply) {
   const chances = Object.entries(reply.chances ?? {}).map(([horizon, chance]) => [
-    `within ${horizon} s`,
+    horizon.replaceAll("_", " "),
     percent(chance),
   ]);
   const wanted = reply.wanted.map((place) => [place.node, place.tier, place.cause, when(place.since)]);

@@ -1,7 +1,7 @@
 // Try a function: its answer as it streams, and the calls made so far, step by step.
 
 import { events, get } from "./api.js";
-import { callsOf, keepCall } from "./calls.js";
+import { callKeeper, callsOf } from "./calls.js";
 import { waterfall } from "./charts.js";
 import { field, h, problem, redraw, table } from "./dom.js";
 import { ms, seconds } from "./format.js";
@@ -83,6 +83,7 @@ async function stream(name, form, signal) {
   form.call.disabled = true;
   form.stop.disabled = false;
   redraw(form.status, "Waiting for the first token …");
+  const keepCall = callKeeper();
   const call = { function: name, at: Date.now(), serverTiming: "", error: null, done: null };
   try {
     for await (const { event, data } of events(target(name, form.qualifier.value), asked(form), signal)) {

@@ -6,13 +6,12 @@ loop may be held up. A new leader begins with nothing, and says nothing until it
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from cluster.forecast.chances import Chances
+from cluster.forecast.chances import Chances, Forecasts, Likely
 from cluster.messages import Adapter
 from gateway.catalog.threads import LeavableThreads
 from gateway.residency.arrivals import Arrival, function_key
@@ -37,17 +36,9 @@ class ForecasterLike(Protocol):
 
     def observe(self, now: float, counts: Mapping[str, int]) -> None: ...
 
-    def forecast(self, now: float) -> dict[str, Chances]: ...
+    def forecast(self, now: float) -> Forecasts: ...
 
     def error(self) -> dict[str, float]: ...
-
-
-class Likely(NamedTuple):
-    """A function that will probably be called."""
-
-    key: str
-    chance: float
-    """Within 30 s."""
 
 
 class Forecast(NamedTuple):
@@ -154,5 +145,4 @@ class CallHistory:
 
 def _forecast(forecaster: ForecasterLike, unix: float) -> Forecast:
     chances = forecaster.forecast(unix)
-    above = (Likely(key, each.within_30_s) for key, each in chances.items() if each.within_30_s >= LEAST_CHANCE)
-    return Forecast(chances, heapq.nlargest(MAX_CHOSEN, above, key=lambda likely: likely.chance), forecaster.error())
+    return Forecast(chances, chances.likeliest(LEAST_CHANCE, MAX_CHOSEN), forecaster.error())

@@ -73,8 +73,8 @@ class _Node:
     """Bytes that one tenant's own orders and schedules may take."""
     wants: dict[str, Want] = field(default_factory=dict)
     """By digest."""
-    tenants: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By tenant, how many adapters and bytes its own orders and schedules have taken."""
+    tenants: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By tenant and digest, the bytes that its own orders and schedules have taken."""
 
     def take(self, wish: Wish, tier: Tier) -> None:
         """Leaves the wish out where it is beyond a bound."""
@@ -93,11 +93,10 @@ class _Node:
 
     def _allow(self, wish: Wish, size: float) -> bool:
         """Returns False beyond what one tenant may pin."""
-        tenant = wish.key.partition("/")[0]
-        count, taken = self.tenants.get(tenant, (0, 0.0))
-        if count >= TENANT_WANTED or taken + size > self.tenant_room:
+        own, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
+        if digest not in own and (len(own) >= TENANT_WANTED or sum(own.values()) + size > self.tenant_room):
             return False
-        self.tenants[tenant] = (count + 1, taken + size)
+        own[digest] = size
         return True
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
+from adapters.errors import CorruptRecord, NoSuchFunction, NotFound, StoreUnavailable
 from adapters.schedules import Schedules, forget_schedules, read_schedules
 from adapters.store import ObjectStore
 from adapters.warm_windows import CronProblem, WarmWindow, window_state
@@ -17,8 +17,6 @@ from gateway.residency.plan import Wish
 
 LOOK_SECONDS = 10.0
 """Between two looks at the schedules: a window opens and closes so late at most."""
-TOGETHER = 50
-"""Functions that are looked at without a pause for the event loop."""
 
 log = logging.getLogger("gateway")
 
@@ -54,38 +52,43 @@ class WarmSchedules:
             self._failing = True
 
     async def _look(self, turn: Turn, schedules: Schedules) -> None:
-        now, wishes, empty = self._unix(), list[Wish](), list[str]()
-        self._states = {window: state for window, state in self._states.items() if now < state[1]}
-        for number, key in enumerate(schedules.functions):
-            if number % TOGETHER == 0:
-                await asyncio.sleep(0)
-                turn.check()
-            found = await self._now(key, now)
+        now, wishes, empty, windows = self._unix(), list[Wish](), list[str](), set[WarmWindow]()
+        for key in schedules.functions:
+            await asyncio.sleep(0)  # the next time of a cron expression may take 5 ms to find
+            turn.check()
+            found = await self._now(key, now, windows)
             if found is None:
                 empty.append(key)
             wishes += found or ()
         self.wishes = wishes
+        self._states = {window: state for window, state in self._states.items() if window in windows}
         turn.work += len(wishes)
         if empty:
             await self._threads.write(forget_schedules, self._store, empty)
 
-    async def _now(self, key: str, now: float) -> list[Wish] | None:
-        """Returns what of the function is wanted now; None when it has no windows any more."""
+    async def _now(self, key: str, now: float, seen: set[WarmWindow]) -> list[Wish] | None:
+        """Returns what of the function is wanted now; None when it has no windows any more. Adds its windows to `seen`.
+        Raises StoreUnavailable."""
         tenant, _, name = key.partition("/")
         try:
             choices = await self._functions.choices(tenant, name, None)
-        except NotFound:
+        except NoSuchFunction:
             return None
+        except (NotFound, CorruptRecord):  # it may get a `latest` again, or be mended
+            return []
         windows = choices[0].version.policy.warm
+        seen.update(windows)
         copies = max((window.copies for window in windows if self._is_open(key, window, now)), default=0)
         adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole and copies]
         return [Wish(key, adapter, "schedule", 1.0, copies=copies) for adapter in adapters] if windows else None
 
     def _is_open(self, key: str, window: WarmWindow, now: float) -> bool:
-        if window not in self._states:
+        is_open, until = self._states.get(window, (False, now))
+        if until <= now:
             try:
-                self._states[window] = window_state(window, now)
+                is_open, until = window_state(window, now)
             except CronProblem as problem:  # stored by a release that understands more
                 log.warning("a warm window is not understood", extra={"function": key, "why": str(problem)})
-                self._states[window] = (False, now + 3600.0)
-        return self._states[window][0]
+                is_open, until = False, now + 3600.0
+            self._states[window] = (is_open, until)
+        return is_open

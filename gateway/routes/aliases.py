@@ -10,7 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adapters.aliases import MAX_SHARES, rolled_back
+from adapters.aliases import MAX_SHARES, checked_weights, rolled_back
 from adapters.errors import NotFound
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
@@ -103,7 +103,7 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
         raise ServiceError("validation_failed", "send exactly one of version and weights", param="version")
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
-    weights = {str(wanted.version): 1.0} if wanted.weights is None else wanted.weights
+    weights = {str(wanted.version): 1.0} if wanted.weights is None else checked_weights(wanted.weights)
     warnings = await warm_targets(services, tenant, name, weights) if flag(request, "warm") else []
     record = await services.functions.change(
         services.registry.changes.set_alias, tenant, name, moved, weights, if_match(request)

@@ -60,14 +60,14 @@ async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Share
     worker = f"{os.getpid()}-{secrets.token_hex(4)}"
     link = RedisLink(config.redis, prefix_of(secret), worker, monotonic)
     shared = Shared(
-        RedisClusterState(link, expiry=config.record_expiry),
-        RedisLimits(link, config.workers),
-        RedisLeases(link),
-        Peers(link),
-        make_channel(link),
-        make_event_channel(link),
-        link,
-        lambda: max(config.workers, link.workers),
+        cluster=RedisClusterState(link, expiry=config.record_expiry),
+        limits=RedisLimits(link, config.workers),
+        leases=RedisLeases(link),
+        peers=Peers(link),
+        residency=make_channel(link),
+        events=make_event_channel(link),
+        link=link,
+        workers=lambda: max(config.workers, link.workers),
     )
     async with link.running(), shared.peers.running(), shared.events.running():
         if not await link.wait_until_up(START_SECONDS):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from cluster.forecast import forecaster as module
-from cluster.forecast.chances import HORIZONS_S, Chances
+from cluster.forecast.chances import HORIZONS_S, Chances, Forecasts, Likely
 from cluster.forecast.forecaster import ACTIVE_S, PARTS, Forecaster
 from tests.cluster.forecast.seconds import MONDAY
 
@@ -19,7 +20,7 @@ def replay(forecaster: Forecaster, called: np.ndarray) -> None:
         forecaster.observe(MONDAY + second, {str(number): 1 for number in np.flatnonzero(row)})
 
 
-def sound(forecasts: dict[str, Chances]) -> bool:
+def sound(forecasts: Mapping[str, Chances]) -> bool:
     return all(0 <= low <= high <= 1 for each in forecasts.values() for low, high in pairwise(each))
 
 
@@ -99,6 +100,14 @@ def test_forecasts_in_between_change_nothing() -> None:
     later = quiet.forecast(MONDAY + 119 + 60)
     assert all(later[key].within_30_s < found[key].within_30_s for key in found)
     assert asked.forecast(MONDAY + 119 + 60) == later
+
+
+def test_the_likeliest_functions() -> None:
+    chances = np.array([[0.0, 0.0, within, 1.0] for within in (0.1, 0.9, 0.05, 0.5, 0.9)], np.float32)
+    found = Forecasts(list("abcde"), chances)
+    assert [each.key for each in found.likeliest(0.1, 10)] == ["b", "e", "d", "a"]
+    assert found.likeliest(0.1, 3)[2] == Likely("d", 0.5)
+    assert (found["d"], found.get("f"), found.likeliest(0.95, 3)) == (Chances(0.0, 0.0, 0.5, 1.0), None, [])
 
 
 def test_unknown_predictor() -> None:

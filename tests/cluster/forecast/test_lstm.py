@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
-
 import numpy as np
 import pytest
 import torch
-from numpy.lib import format as npy
 from torch import nn
 
 from cluster.forecast.forecaster import Forecaster
@@ -22,10 +18,8 @@ from cluster.forecast.lstm_cells import (
     Parameters,
     draw_parameters,
     loss_and_gradients,
-    pack,
     read_out,
     states,
-    unpack,
 )
 from cluster.forecast.lstm_training import BATCH, REPLAY, Adam, Observations, Trainer, embedding_of
 from tests.cluster.forecast.seconds import MONDAY, Calls, drive
@@ -91,40 +85,6 @@ def test_adam() -> None:
         theirs.step()
     for name, tensor in tensors.items():
         assert parameters[name] == pytest.approx(tensor.detach().numpy(), abs=1e-9)
-
-
-def test_parameters_survive_storing() -> None:
-    parameters = draw_parameters(np.random.default_rng(0))
-    found = unpack(pack(parameters))
-    assert set(found) == set(parameters)
-    assert all((found[name] == value).all() for name, value in parameters.items())
-
-
-def bad_files() -> list[bytes]:
-    good = draw_parameters(np.random.default_rng(0))
-    stream = io.BytesIO()
-    np.savez(stream, **(good | {"lower": np.array([print], dtype=object)}))  # would be unpickled
-    without = {name: value for name, value in good.items() if name != "upper"}
-    wrong_shape = good | {"readout": np.zeros((3, 4), np.float32)}
-    not_finite = good | {"readout_bias": np.full(4, np.nan, np.float32)}
-    wrong_type = good | {"readout_bias": np.zeros(4)}
-    huge = io.BytesIO()
-    with zipfile.ZipFile(huge, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("lower.npy", "w") as entry:
-        npy.write_array_header_1_0(entry, {"shape": (1 << 40,), "fortran_order": False, "descr": "<f4"})
-    return [
-        huge.getvalue(),
-        b"",
-        b"no file",
-        pack(good)[:1000],
-        stream.getvalue(),
-        *map(pack, (without, wrong_shape, not_finite, wrong_type)),
-    ]
-
-
-@pytest.mark.parametrize("stored", bad_files())
-def test_other_files_are_refused(stored: bytes) -> None:
-    with pytest.raises(ValueError):
-        unpack(stored)
 
 
 def observations(rng: np.random.Generator, n: int) -> Observations:

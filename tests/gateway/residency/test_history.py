@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from numbered_adapters import adapter
 
-from cluster.forecast.chances import Chances
+from cluster.forecast.chances import HORIZONS_S, Forecasts
 from gateway.residency import arrivals, history
 from gateway.residency.arrivals import Arrival, ArrivalCounter
 from gateway.residency.history import GAP_SECONDS, LEAST_CHANCE, NOTHING, CallHistory
@@ -28,8 +29,9 @@ class Given:
     def observe(self, now: float, counts: Mapping[str, int]) -> None:
         self.seen.append((now, dict(counts)))
 
-    def forecast(self, now: float) -> dict[str, Chances]:
-        return {key: Chances(chance, chance, chance, chance) for key, chance in self._chances.items()}
+    def forecast(self, now: float) -> Forecasts:
+        each = np.array(list(self._chances.values()))
+        return Forecasts(list(self._chances), np.repeat(each[:, None], len(HORIZONS_S), 1))
 
     def error(self) -> dict[str, float]:
         return {"brier_within_30_s": 0.1}

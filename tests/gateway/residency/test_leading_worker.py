@@ -22,9 +22,9 @@ from benchmarks.redis_server import redis_server
 from gateway.config import GatewayConfig
 
 PROGRAM = """
-import sys, msgspec
+import sys, msgspec, numpy
 from cluster.forecast import forecaster
-from cluster.forecast.chances import Chances
+from cluster.forecast.chances import Forecasts
 from gateway.config import GatewayConfig
 from gateway.residency import messages
 from gateway.server import run
@@ -36,7 +36,8 @@ class Called:
         for key, count in counts.items():
             self.calls[key] = self.calls.get(key, 0) + count
     def forecast(self, now):  # so that the chance within 1 s tells how many calls the leader has heard of
-        return {key: Chances(calls / 100, 0.5, 0.5, 0.5) for key, calls in self.calls.items()}
+        rows = [(calls / 100, 0.5, 0.5, 0.5) for calls in self.calls.values()]
+        return Forecasts(list(self.calls), numpy.array(rows).reshape(-1, 4))
     def error(self):
         return {}
 

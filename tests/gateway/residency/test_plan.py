@@ -53,6 +53,13 @@ def test_no_node_is_asked_for_more_than_it_may_be(seed: int) -> None:
     assert any(want.pinned for wants in asked.values() for want in wants.values())
 
 
+def test_what_is_ordered_and_scheduled_counts_once() -> None:
+    ordered = [Wish("t/f", adapter(number), "order", 1.0) for number in range(TENANT_WANTED // 2)]
+    scheduled = [Wish("t/f", adapter(number), "schedule", 1.0) for number in range(TENANT_WANTED + 1)]
+    asked = planned([node("n")], [*ordered, *scheduled])["n"]
+    assert set(asked) == {adapter(number).digest for number in range(TENANT_WANTED)}
+
+
 def test_the_tier_follows_chance_and_where_it_is() -> None:
     nodes = [node("n", residents=[Resident(DIGESTS[0], "host", 1, 0), Resident(DIGESTS[1], "disk", 1, 0)])]
     low, high = DEVICE_CHANCE - 0.1, DEVICE_CHANCE + 0.1

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from running_gateway import Running, until, upload
 from wanting_node import WantingNode, wanting_node
 
-from cluster.forecast.chances import Chances
+from cluster.forecast.chances import Forecasts
 from cluster.residency import WantedAdapter
 from gateway import services
 from gateway.residency import history, residency, schedules
@@ -34,8 +35,8 @@ class LastSeen:
     def observe(self, now: float, counts: Mapping[str, int]) -> None:
         self.keys |= set(counts)
 
-    def forecast(self, now: float) -> dict[str, Chances]:
-        return {key: Chances(0.1, 0.2, self.chance, 0.9) for key in self.keys}
+    def forecast(self, now: float) -> Forecasts:
+        return Forecasts(sorted(self.keys), np.tile((0.1, 0.2, self.chance, 0.9), (len(self.keys), 1)))
 
     def error(self) -> dict[str, float]:
         return {"brier_within_30_s": 0.125}

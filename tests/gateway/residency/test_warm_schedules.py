@@ -14,12 +14,13 @@ from numbered_adapters import DIGESTS
 
 from adapters import schedules as stored
 from adapters.choices import Choice, Resolved
-from adapters.errors import NoSuchFunction, StoreUnavailable
+from adapters.errors import AdapterError, CorruptFunction, NoSuchFunction, NotFound, StoreUnavailable
 from adapters.functions import Policy
 from adapters.local_store import LocalStore
 from adapters.schedules import note_schedule, read_schedules
-from adapters.warm_windows import WarmWindow
+from adapters.warm_windows import WarmWindow, window_state
 from gateway.leader.turn import Turn
+from gateway.residency import schedules
 from gateway.residency.schedules import WarmSchedules
 
 NINE = 1_767_603_600.0
@@ -44,9 +45,12 @@ class Functions:
 
     def __init__(self, windows: dict[str, list[WarmWindow]]) -> None:
         self.windows = windows
+        self.failures: dict[str, AdapterError] = {}
 
     async def choices(self, tenant: str, name: str, qualifier: str | None) -> list[Choice]:
         assert qualifier is None
+        if name in self.failures:
+            raise self.failures[name]
         if name not in self.windows:
             raise NoSuchFunction(tenant, name)
         policy = Policy(warm=self.windows[name])
@@ -108,3 +112,31 @@ def test_functions_without_windows_are_taken_off_the_list(tmp_path: Path, monkey
     del world.functions.windows["h"]
     assert set(world.wanted(0.0)) == {"t/f"}
     assert set(read_schedules(world.store).functions) == {"t/f"}
+
+
+def test_a_damaged_function_and_one_without_latest_hold_up_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "SETTLED_SECONDS", -60.0)
+    every_hour = [WarmWindow("0 * * * *", 600)]
+    world = World(tmp_path, {"damaged": every_hour, "f": every_hour, "moved": every_hour})
+    world.functions.failures = {"damaged": CorruptFunction("damaged"), "moved": NotFound("it has no alias 'latest'")}
+    assert set(world.wanted(0.0)) == {"t/f"}
+    assert world.wanted(1200.0) == {}, "what is known does not stay as it was"
+    world.functions.failures.clear()
+    assert set(world.wanted(3600.0)) == {"t/damaged", "t/f", "t/moved"}
+
+
+def test_windows_that_nobody_has_any_more_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(window: WarmWindow, now: float) -> tuple[bool, float]:
+        asked.append(window.seconds)
+        return window_state(window, now)
+
+    monkeypatch.setattr(schedules, "window_state", noted)
+    world = World(tmp_path, {"f": []})
+    for number, seconds in enumerate((60, 60, 90, 60)):
+        world.functions.windows["f"] = [WarmWindow("0 0 29 2 *", seconds)]
+        assert world.wanted(float(number)) == {}
+    assert asked == [60, 90, 60]

@@ -137,6 +137,8 @@ def test_an_alias_moves_when_its_version_is_warm(running: Running, stories_adapt
     client = running.client()
     second = client.post("/deploy/f", files=upload(stories_adapters["dragon"])).json()["digest"]
     client.put("/functions/f/aliases/prod", json={"version": 1})
+    half = client.put("/functions/f/aliases/prod", json={"weights": {"2": 0.5}}, params={"warm": "true"})
+    assert (half.status_code, node.ordered) == (422, []), "nothing is warmed for what can't be"
     moved = client.put("/functions/f/aliases/prod", json={"version": 2}, params={"warm": "true"}).json()
     assert (moved["version"], moved["warnings"], node.ordered) == (2, [], [second])
     back = client.post("/functions/f/rollback", json={"alias": "prod"}, params={"warm": "true"}).json()

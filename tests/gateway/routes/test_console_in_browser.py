@@ -276,6 +276,15 @@ def test_the_keyboard_reaches_and_does_everything(page: Browser, story: Running)
     page.until_text("TTFT", "#call-status")
 
 
+def test_what_is_expected_of_a_function_is_said(page: Browser, story: Running) -> None:
+    sign_in(page, story, "acme")
+    reply = {"watched": 40.0, "chances": {"within_1_s": 0.25, "within_300_s": 1.0}, "wanted": []}
+    fake = f"(url, how) => url.href.endsWith('/forecast') ? Response.json({json.dumps(reply)}) : asked(url, how)"
+    page.run(f"const asked = window.fetch; window.fetch = async {fake}")
+    go(page, "functions/story")
+    page.until("document.body.textContent.includes('within 1 s25 %within 300 s100 %')")
+
+
 def test_the_memory_map_is_of_the_nodes_adapters(page: Browser, story: Running) -> None:
     """Cells are as wide as adapters are large, and those that have no cell of their own are one cell."""
     sign_in(page, story, "admin", "acme")
@@ -344,6 +353,12 @@ def test_functions_come_a_page_at_a_time(page: Browser, story: Running) -> None:
         page.until(f"{shown} === {json.dumps(','.join(wanted))}")
     for name in names:
         shutil.rmtree(folder / name)
+
+
+def test_a_call_that_ends_after_its_tenant_has_left_is_not_kept(page: Browser, story: Running) -> None:
+    start(page, story)
+    late = "const keep = it.callKeeper(); it.forgetCalls(); keep({ function: 'f' }); return it.callsOf('f').length;"
+    assert page.run(f"import('{story.url}/console/calls.js').then((it) => {{ {late} }})") == 0
 
 
 NAMES = st.from_regex(r"[ab0z]([-._ab09z]{0,2}[ab0z])?", fullmatch=True)
