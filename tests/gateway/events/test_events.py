@@ -13,7 +13,7 @@ from event_world import World, all_ended, leftovers, make_worker, new_event, ope
 
 from adapters.errors import NotFound
 from cluster.errors import ServiceError
-from gateway.events import worker
+from gateway.events import poller, worker
 from gateway.events.event_store import EventStore, Stored
 from gateway.events.events import Events
 from gateway.events.jobs import DEAD_KEPT_S, KEPT_S, remove_old
@@ -115,6 +115,65 @@ def test_a_flood_of_one_tenant_delays_no_other(world: World) -> None:
         assert begun.count("quiet") == 4
 
     run(work())
+
+
+def test_a_full_worker_rests_although_more_is_queued(world: World) -> None:
+    async def work() -> None:
+        events, began, rounds = open_events(world.store()), asyncio.Event(), 0
+
+        async def handle(_: Stored) -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        class Counting(Poller):
+            async def _round(self) -> float:
+                nonlocal rounds
+                rounds += 1
+                return await super()._round()
+
+        await add_some(events, 1)
+        task = asyncio.create_task(Counting(events, "queued", handle, at_once=1).run())
+        await began.wait()
+        await add_some(events, 1, first=1)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        task.cancel()
+        assert rounds < 10
+
+    run(work())
+
+
+def test_a_store_that_is_slow_to_list_reaches_all_tenants(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller, "LONGEST_LOOK_S", 0.0)  # each look reaches one tenant
+
+    async def work() -> None:
+        events = open_events(world.store())
+        for number in range(3):
+            await add_some(events, 1, f"tenant{number}", first=number)
+        assert poller._look(events.store, "queued", "", float("inf")).after == "tenant0"
+        async with make_worker(world, events, lambda *_: None).running():
+            for number in range(3):
+                await all_ended(events, [f"inv_{number:04d}"], f"tenant{number}")
+
+    run(work())
+
+
+def test_dead_letters_are_redriven_up_to_the_queue_s_limit(world: World) -> None:
+    async def work() -> None:
+        events, now = open_events(world.store(), max_queued=6), world.store().now()
+        for number in range(4):
+            assert events.store.add(expired(new_event(number, now), now)) is not None
+        assert await events.redrive_all("acme", None) == (4, False)
+
+    run(work())
+
+
+def test_an_event_that_can_not_be_read_holds_up_no_other_that_is_lost(world: World) -> None:
+    store = world.store()
+    for number in range(3):
+        assert EventStore(store).add(claimed(new_event(number, store.now()), "dead", store.now())) is not None
+    store.put("tenants/acme/invocations/inv_0000.json", b"{")
+    assert world.recover() == 2
 
 
 def test_what_runs_at_the_end_is_queued_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
