@@ -77,7 +77,8 @@ class FileStore:
         return record
 
     def abandon(self, tenant: str, file_id: str) -> None:
-        """Removes what there is of an upload."""
+        """Removes what there is of an upload, also after a `commit` that the store has failed half-way."""
+        self.store.delete(_key(tenant, file_id))
         self._remove_parts(tenant, file_id)
         self.store.delete(_upload_key(tenant, file_id))
 
