@@ -11,14 +11,16 @@ import msgspec
 import pytest
 from event_world import World, all_ended, leftovers, make_worker, new_event, open_events
 
-from adapters.errors import NotFound
+from adapters.errors import NotFound, StoreUnavailable
 from cluster.errors import ServiceError
+from gateway.catalog.threads import StoreThreads
 from gateway.events import poller, worker
 from gateway.events.event_store import EventStore, Stored
 from gateway.events.events import Events
 from gateway.events.jobs import DEAD_KEPT_S, KEPT_S, remove_old
 from gateway.events.poller import Poller
 from gateway.events.records import EventRecord, markers_of, parse_marker
+from gateway.events.store_clock import VALID_S, StoreClock
 from gateway.events.transitions import claimed, expired, failed
 from gateway.leader.turn import Turn
 
@@ -40,6 +42,25 @@ async def add_some(events: Events, count: int, tenant: str = "acme", first: int 
     now = await events.clock.now()
     added = [await events.add(new_event(first + number, now, tenant)) for number in range(count)]
     return [event.id for event in added]
+
+
+def test_the_store_s_time_goes_on_while_the_store_is_away(world: World) -> None:
+    async def work() -> None:
+        seconds = 1000.0
+        store = world.store()
+        clock = StoreClock(store, StoreThreads(10.0, 1), lambda: seconds)
+        began = await clock.now()
+        store.now = _away
+        seconds += 2 * VALID_S
+        assert await clock.now() == began + 2 * VALID_S
+        with pytest.raises(StoreUnavailable):
+            await StoreClock(store, StoreThreads(10.0, 1), lambda: seconds).now()
+
+    run(work())
+
+
+def _away() -> float:
+    raise StoreUnavailable("away")
 
 
 def test_a_full_queue_takes_no_more(world: World) -> None:
