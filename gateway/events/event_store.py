@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from adapters.all_versions import all_objects
 from adapters.errors import Conflict, PreconditionFailed
 from adapters.records import read_each, read_record
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
@@ -129,12 +130,7 @@ class EventStore:
 
     def workers(self) -> dict[str, float]:
         """Returns when each worker was last known to live, by the store's clock."""
-        found: dict[str, float] = {}
-        after = ""
-        while page := self.objects.list(WORKERS, after):
-            found.update({info.key.removeprefix(WORKERS): info.modified for info in page})
-            after = page[-1].key
-        return found
+        return {info.key.removeprefix(WORKERS): info.modified for info in all_objects(self.objects, WORKERS)}
 
     def _mark(self, keys: frozenset[str]) -> None:
         for key in keys:
