@@ -11,7 +11,9 @@ import msgspec
 import pytest
 from event_world import World, all_ended, leftovers, make_worker, new_event, open_events
 
+from adapters.destinations import Destination
 from adapters.errors import NotFound, StoreUnavailable
+from adapters.local_store import LocalStore
 from cluster.errors import ServiceError
 from gateway.catalog.threads import StoreThreads
 from gateway.events import poller, worker
@@ -21,7 +23,7 @@ from gateway.events.jobs import DEAD_KEPT_S, KEPT_S, remove_old
 from gateway.events.poller import Poller
 from gateway.events.records import EventRecord, markers_of, parse_marker
 from gateway.events.store_clock import VALID_S, StoreClock
-from gateway.events.transitions import claimed, expired, failed
+from gateway.events.transitions import cancelled, claimed, expired, failed
 from gateway.leader.turn import Turn
 
 
@@ -73,6 +75,31 @@ def test_a_full_queue_takes_no_more(world: World) -> None:
         await add_some(events, 1, "other", first=9)
 
     run(work())
+
+
+@pytest.mark.parametrize("lost", ["put_if_match", "delete"])
+def test_a_change_whose_answer_was_lost_can_be_made_again(tmp_path: Path, lost: str) -> None:
+    class Forgetful(LocalStore):
+        """Does as it is asked, and fails."""
+
+    def fail_once(store: Forgetful, *arguments: Any) -> None:
+        delattr(Forgetful, lost)
+        getattr(store, lost)(*arguments)
+        raise StoreUnavailable("the answer is lost")
+
+    setattr(Forgetful, lost, fail_once)
+    store = EventStore(Forgetful(tmp_path / "registry"))
+    now = store.objects.now()
+    stored = store.add(new_event(1, now, on_failure=Destination(function="pirate")))
+    assert stored is not None
+    ended = expired(stored.event, now)
+    with pytest.raises(StoreUnavailable):
+        store.change(stored, ended)
+    assert store.change(stored, ended) == store.get("acme", ended.id)
+    assert {info.key for info in store.objects.list("events/")} == markers_of(ended)
+    assert len(markers_of(ended)) == 2
+    assert store.change(stored, cancelled(stored.event, now)) is None
+    assert {info.key for info in store.objects.list("events/")} == markers_of(ended)
 
 
 def test_two_workers_run_each_event_once(world: World) -> None:
