@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from adapters.all_versions import all_objects
 from adapters.errors import NotFound
 from adapters.registry import Registry
 from adapters.store import ObjectStore
@@ -31,16 +32,17 @@ def delete_tenant(tenants: Tenants, registry: Registry, tenant: str) -> None:
             with suppress(NotFound):  # its owner was faster
                 registry.delete_function(tenant, record.name)
     _remove_events(tenants.store, tenant)
-    while page := tenants.store.list(data_prefix(tenant)):
-        for info in page:
-            tenants.store.delete(info.key)
+    remove_below(tenants.store, data_prefix(tenant))
     tenants.removed(tenant)
+
+
+def remove_below(store: ObjectStore, prefix: str) -> None:
+    for info in all_objects(store, prefix):
+        store.delete(info.key)
 
 
 def _remove_events(store: ObjectStore, tenant: str) -> None:
     """Removes asynchronous calls and webhook secrets: whoever makes the tenant again begins with nothing. Markers of
     the calls belong to nothing then, and whoever meets one removes it."""
     store.delete(f"tenants/{tenant}/webhook_secrets.json")
-    while page := store.list(f"tenants/{tenant}/invocations/"):
-        for info in page:
-            store.delete(info.key)
+    remove_below(store, f"tenants/{tenant}/invocations/")

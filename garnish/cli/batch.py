@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -102,11 +103,19 @@ def get(
         if file_id is None:
             screen.note("it has none")
         elif out is not None:
-            with out.open("wb") as file:
-                for piece in client.download(content_call(file_id)):
-                    file.write(piece)
+            _save(client.download(content_call(file_id)), out)
         elif not as_json:
             screen.pieces(client.download(content_call(file_id)))
+
+
+def _save(pieces: Iterator[bytes], path: Path) -> None:
+    from garnish.errors import GarnishError
+
+    try:
+        with path.open("wb") as file:
+            file.writelines(pieces)
+    except OSError as error:
+        raise GarnishError("invalid_request", f"{path} can't be written: {error.strerror}") from None
 
 
 def _followed(client: Client, screen: Screen, batch: Batch) -> Batch:

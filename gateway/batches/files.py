@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from adapters.all_versions import all_objects
 from adapters.errors import NotFound
 from adapters.records import read_record, read_records
-from adapters.store import MAX_LIST, ObjectStore
-from adapters.tenant_removal import data_prefix
+from adapters.store import ObjectStore
+from adapters.tenant_removal import data_prefix, remove_below
 from gateway.batches.messages import FileObject, Purpose
 
 MAX_FILE_BYTES = 200 << 20
@@ -77,7 +78,8 @@ class FileStore:
         return record
 
     def abandon(self, tenant: str, file_id: str) -> None:
-        """Removes what there is of an upload."""
+        """Removes what there is of an upload, also after a `commit` that the store has failed half-way."""
+        self.store.delete(_key(tenant, file_id))
         self._remove_parts(tenant, file_id)
         self.store.delete(_upload_key(tenant, file_id))
 
@@ -150,18 +152,7 @@ def part_key(tenant: str, file_id: str, name: str) -> str:
 
 def listed_ids(store: ObjectStore, folder: str) -> list[str]:
     """Returns the names of all records directly in a folder, in the order of their keys."""
-    ids: list[str] = []
-    after = ""
-    while page := store.list(folder, after, MAX_LIST):
-        ids += [info.key.removeprefix(folder).removesuffix(".json") for info in page]
-        after = page[-1].key
-    return ids
-
-
-def remove_below(store: ObjectStore, prefix: str) -> None:
-    while page := store.list(prefix):
-        for info in page:
-            store.delete(info.key)
+    return [info.key.removeprefix(folder).removesuffix(".json") for info in all_objects(store, folder)]
 
 
 def _key(tenant: str, file_id: str) -> str:

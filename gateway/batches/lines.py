@@ -31,6 +31,7 @@ class Line(msgspec.Struct, frozen=True):
 class _Body(msgspec.Struct, frozen=True):
     model: str
     stream: Any = None
+    background: Any = None
 
 
 _LINE, _BODY = msgspec.json.Decoder(Line), msgspec.json.Decoder(_Body)
@@ -165,4 +166,6 @@ def _model_of(call: Line) -> str:
         raise LineError("invalid_body", f"body must be an object that names a model: {error}", "body") from None
     if body.stream not in (None, False):
         raise LineError("invalid_body", "calls of a batch are not streamed", "body.stream")
+    if call.url == "/invoke" and body.background not in (None, False):
+        raise LineError("invalid_body", "calls of a batch are not asynchronous", "body.background")
     return body.model

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from adapters.all_versions import all_objects
 from adapters.errors import Conflict, NotFound, PreconditionFailed
 from adapters.records import read_record, read_records, update_record
-from adapters.store import MAX_LIST, ObjectStore
+from adapters.store import ObjectStore
 from adapters.tenant_removal import data_prefix
 from cluster.errors import ServiceError
 from gateway.batches.files import Part, is_id, listed_ids, new_id
@@ -186,12 +187,9 @@ class BatchStore:
     def open_batches(self) -> list[tuple[str, str]]:
         """Returns (tenant, id) of all that have not ended, each tenant's oldest first."""
         found: list[tuple[str, str]] = []
-        after = ""
-        while page := self._store.list(MARKERS, after, MAX_LIST):
-            for info in page:
-                tenant, _, batch_id = info.key.removeprefix(MARKERS).partition("/")
-                found.append((tenant, batch_id))
-            after = page[-1].key
+        for info in all_objects(self._store, MARKERS):
+            tenant, _, batch_id = info.key.removeprefix(MARKERS).partition("/")
+            found.append((tenant, batch_id))
         return sorted(found, key=lambda each: each[1], reverse=True)
 
     def close(self, tenant: str, batch_id: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
 
 import msgspec
 
+from adapters.errors import NotFound
 from gateway.batches.files import FileRecord, FileStore, piece_starts
 from gateway.batches.lines import Line, LineScanner, read_line
 from gateway.batches.messages import BatchProblem, Status
@@ -18,7 +20,7 @@ from gateway.batches.replies import LineReply, PartWriter, reply_line, unanswere
 from gateway.catalog.threads import LeavableThreads
 
 BEAT_SECONDS = 2.0
-"""After which the record is written though nothing has changed."""
+"""After which long work is interrupted to write the record, which keeps the lease."""
 FLUSH_LINES = 100
 """Answers that wait for a write at most, but for calls under way: so many a gateway that is killed has run in vain."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
@@ -85,9 +87,9 @@ class BatchRun:
         scanner = LineScanner(self.record.endpoint)
         for start, length in piece_starts(source.bytes):
             await self._threads.run(partial(self._feed, scanner, source, start, length))
-            if asyncio.get_running_loop().time() - self.written_at > BEAT_SECONDS:
-                await self.write()
-            if scanner.full or self.ending is not None:
+            await self._keep_lease()
+            # Of a batch that is to end, the lines matter only where the error file names them.
+            if scanner.full or (self.ending is not None and self.ending not in UNANSWERED):
                 break
         scanner.end()
         self._source, self._scanned = source, scanner
@@ -123,7 +125,8 @@ class BatchRun:
 
     def _may_begin(self) -> bool:
         """Once so many answers wait to be written no further call begins: they would all be repeated."""
-        return self.ending is None and not self.given_up and self._answers < FLUSH_LINES
+        leaving = self.ending is not None or self.given_up or self.lost
+        return not leaving and self._answers < FLUSH_LINES
 
     def line_number(self, index: int) -> int:
         return self._scanned.numbers[index]
@@ -181,7 +184,8 @@ class BatchRun:
         elif outcome in ("completed", "expired") and self.record.status != "finalizing":
             self.record = self.record.with_status("finalizing", self._unix())
         if outcome in UNANSWERED:
-            await self._note_unanswered(*UNANSWERED[outcome])
+            with suppress(NotFound):  # without the input nobody knows how the calls were named
+                await self._note_unanswered(*UNANSWERED[outcome])
         await self.write()
         await self._threads.run(self._make_files)
         self.record = msgspec.structs.replace(self.record.with_status(outcome, self._unix()), holder="")
@@ -207,6 +211,11 @@ class BatchRun:
                 self._add(index, False, unanswered_line(line.custom_id, code, message))
                 if self._answers >= FLUSH_LINES:
                     await self.write()
+                await self._keep_lease()
+
+    async def _keep_lease(self) -> None:
+        if asyncio.get_running_loop().time() - self.written_at > BEAT_SECONDS:
+            await self.write()
 
     def _make_files(self) -> None:
         record = self.record

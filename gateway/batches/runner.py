@@ -117,10 +117,9 @@ class BatchRunner:
         found = await self._threads.run(self._batches.open_batches)
         waiting = [key for key in found if key not in self._runs]
         self._seen = {key: self._seen[key] for key in waiting if key in self._seen}
-        due = [key for key in waiting if key not in self._seen or self._is_stale(key)]
-        fresh = [key for key in waiting if key not in due]
+        due = {key for key in waiting if key not in self._seen or self._is_stale(key)}
         held = Counter(tenant for tenant, _ in self._runs)
-        ordered = sorted([*due, *fresh], key=lambda each: (each in fresh, held[each[0]]))
+        ordered = sorted(waiting, key=lambda each: (each not in due, held[each[0]]))
         for key in ordered[:MAX_LOOKS]:
             if len(self._runs) >= MAX_RUNS:
                 break

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from adapters.all_versions import all_objects
 from adapters.errors import Conflict, PreconditionFailed
 from adapters.records import read_each, read_record
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
@@ -53,15 +54,19 @@ class EventStore:
     def change(self, stored: Stored, event: EventRecord) -> Stored | None:
         """Replaces the event. Returns None, changing nothing, if another process has changed it since it was read.
 
-        When the store fails half-way the change may have been made all the same.
+        When the store fails half-way the change may have been made all the same; then the same call ends it.
         """
         began, before, after = monotonic(), markers_of(stored.event), markers_of(event)
+        key = event_key(event.tenant, event.id)
         self._mark(after - before)
         try:
-            etag = self.objects.put_if_match(event_key(event.tenant, event.id), msgspec.json.encode(event), stored.etag)
+            etag = self.objects.put_if_match(key, msgspec.json.encode(event), stored.etag)
         except PreconditionFailed:
-            self._unmark(after - before)
-            return None
+            found = read_record(self.objects, key, EventRecord)
+            if found is None or found[0] != event:
+                self._unmark(after - before - (markers_of(found[0]) if found else frozenset()))
+                return None
+            etag = found[1]  # an earlier call has made the change
         self._mark_again(after - before, began)
         self._unmark(before - after)
         return Stored(event, etag)
@@ -129,12 +134,7 @@ class EventStore:
 
     def workers(self) -> dict[str, float]:
         """Returns when each worker was last known to live, by the store's clock."""
-        found: dict[str, float] = {}
-        after = ""
-        while page := self.objects.list(WORKERS, after):
-            found.update({info.key.removeprefix(WORKERS): info.modified for info in page})
-            after = page[-1].key
-        return found
+        return {info.key.removeprefix(WORKERS): info.modified for info in all_objects(self.objects, WORKERS)}
 
     def _mark(self, keys: frozenset[str]) -> None:
         for key in keys:

@@ -119,15 +119,7 @@ class Events:
     async def redrive(self, tenant: str, event_id: str) -> EventRecord:
         """Queues a dead letter again. Raises NotFound, Conflict, ServiceError `overloaded`, StoreUnavailable."""
         await self._check_room(tenant, 1)
-
-        def change(event: EventRecord, now: float) -> EventRecord:
-            if event.state not in DEAD:
-                raise Conflict(f"it is no dead letter: {event.state}")
-            return redriven(event, now)
-
-        event = await self._change(tenant, event_id, change)
-        self.announce()
-        return event
+        return await self._redrive(tenant, event_id)
 
     async def redrive_all(self, tenant: str, function: str | None) -> tuple[int, bool]:
         """Queues up to MAX_REDRIVEN dead letters again. Returns how many, and whether there may be more. Raises
@@ -137,7 +129,7 @@ class Events:
         count = 0
         for event in page.events:
             try:
-                await self.redrive(tenant, event.id)
+                await self._redrive(tenant, event.id)
             except (NotFound, Conflict):  # someone else was faster
                 continue
             count += 1
@@ -151,6 +143,16 @@ class Events:
     def wake(self) -> None:
         for wake in self.wakes:
             wake.set()
+
+    async def _redrive(self, tenant: str, event_id: str) -> EventRecord:
+        def change(event: EventRecord, now: float) -> EventRecord:
+            if event.state not in DEAD:
+                raise Conflict(f"it is no dead letter: {event.state}")
+            return redriven(event, now)
+
+        event = await self._change(tenant, event_id, change)
+        self.announce()
+        return event
 
     async def _check_room(self, tenant: str, wanted: int) -> None:
         known = self._counts.get(tenant)

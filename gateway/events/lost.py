@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from adapters.errors import CorruptRecord
 from gateway.events.event_store import LEFTOVER_S, EventStore
 from gateway.events.transitions import LOST, retried
 
@@ -11,6 +13,8 @@ WORKER_S = 60.0
 """For which a worker lives after its last word; it gives one far more often."""
 FORGOTTEN_S = 3600.0
 """After which nothing is kept of a worker that died."""
+
+log = logging.getLogger("gateway")
 
 
 def release_lost(store: EventStore, check: Callable[[], None]) -> int:
@@ -38,7 +42,11 @@ def release(store: EventStore, is_lost: Callable[[str, str], bool], check: Calla
             if not is_lost(marker.holder, marker.id) or info.modified > now - LEFTOVER_S:
                 continue
             check()
-            stored = store.owner(marker, info.modified)
+            try:
+                stored = store.owner(marker, info.modified)
+            except CorruptRecord as error:  # the others' turn comes all the same
+                log.error("an event can't be read", extra={"event": marker.id, "why": str(error)})
+                continue
             if stored is not None:
                 lost = retried(stored.event, LOST, now, 0.0)
                 count += store.change(stored, lost) is not None

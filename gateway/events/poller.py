@@ -25,6 +25,8 @@ FRESH_S = 1.0
 """After which a look is not used any more: other tenants may have come."""
 TENANTS_A_LOOK = 200
 """Tenants whose queues one look goes through; the next look goes on behind them."""
+LONGEST_LOOK_S = 3.0
+"""After which the next look goes on behind the tenant that was reached: reads of a store are given up later."""
 WINDOW = 128
 """Events of a tenant among which a look chooses."""
 EVENTS_A_TENANT = 32
@@ -145,9 +147,10 @@ class Poller:
             log.exception("an event could not be handled", extra={"event": due.marker.id})
 
     async def _rest(self, seconds: float) -> None:
-        """Returns after `seconds`, or sooner when an event was queued or one has ended."""
+        """Returns after `seconds`, or sooner when one has ended or, while there is room, an event was queued."""
         self._some_ended.clear()
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._wake, self._some_ended)]
+        wakes = [self._some_ended] if len(self.active) >= self._at_once else [self._wake, self._some_ended]
+        waits = [asyncio.ensure_future(event.wait()) for event in wakes]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -158,7 +161,9 @@ class Poller:
 def _look(store: EventStore, index: str, after: str, now: float) -> Look:
     due: dict[str, list[Due]] = {}
     next_due: float | None = None
+    until = monotonic() + LONGEST_LOOK_S
     tenants = store.objects.folders(f"events/{index}/", after, TENANTS_A_LOOK)
+    next_after = tenants[-1] if len(tenants) == TENANTS_A_LOOK else ""
     for tenant in tenants:
         # Begins anywhere among the due ones, so that several workers seldom take the same.
         window = [Due(*found) for found in islice(store.infos(folder(index, tenant), page=WINDOW), WINDOW)]
@@ -168,4 +173,7 @@ def _look(store: EventStore, index: str, after: str, now: float) -> Look:
             next_due = later if next_due is None else min(next_due, later)
         skipped = random.randrange(len(ready) - EVENTS_A_TENANT + 1) if len(ready) > EVENTS_A_TENANT else 0
         due[tenant] = ready[skipped : skipped + EVENTS_A_TENANT]
-    return Look(due, next_due, tenants[-1] if len(tenants) == TENANTS_A_LOOK else "")
+        if monotonic() >= until:
+            next_after = tenant
+            break
+    return Look(due, next_due, next_after)

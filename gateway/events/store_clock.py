@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
 from gateway.catalog.threads import StoreThreads
 
 VALID_S = 600.0
-"""For which the distance of this host's clock from the store's is taken as known."""
+"""After which the distance of this host's clock from the store's is measured again."""
 
 
 class StoreClock:
@@ -24,7 +25,14 @@ class StoreClock:
     async def now(self) -> float:
         """Returns the Unix time by the store's clock. Raises StoreUnavailable while it was never known."""
         if self._ahead is None or self._clock() - self._asked > VALID_S:
-            asked = self._clock()
-            self._ahead = await self._threads.read(self._store.now) - asked
-            self._asked = asked
+            await self._measure()
+        assert self._ahead is not None
         return self._clock() + self._ahead
+
+    async def _measure(self) -> None:
+        self._asked = asked = self._clock()
+        try:
+            self._ahead = await self._threads.read(self._store.now) - asked
+        except StoreUnavailable:
+            if self._ahead is None:
+                raise

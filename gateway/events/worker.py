@@ -114,7 +114,8 @@ class Worker:
             return None
         ended = await self._outcome(claim)
         await self._save(claim, ended)
-        events.wake()  # for a destination that is to be told
+        if ended.delivery is not None:
+            events.wake()  # for the destination that is to be told
         return None
 
     async def _outcome(self, claim: Stored) -> EventRecord:

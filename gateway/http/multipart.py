@@ -162,7 +162,7 @@ class FormParts:
 
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
-        given = [options.get(key, b"").decode("latin-1") for key in (b"name", b"filename")]
+        given = [options.get(key, b"").decode(errors="replace") for key in (b"name", b"filename")]
         known = (self._form.large, *self._form.limits)
         name = next((text for text in given if text in known), None)
         if name is None:

@@ -34,6 +34,8 @@ def test_submits_watches_and_gets(
     assert shown == "completed, 3 of 3 calls, 1 failed"
     assert "validating" in err or "in_progress" in err
     assert garnish("get", batch_id, "-o", str(answers))[0] == 0
+    code, _, err = garnish("get", batch_id, "-o", str(tmp_path / "nowhere" / "answers.jsonl"))
+    assert (code, "can't be written" in err) == (1, True)
     texts = {line["custom_id"]: line["response"]["body"]["output"]["text"] for line in map(json.loads, answers.open())}
     assert texts == {"a": " t0 t1", "b": " t0 t1"}
     code, out, _ = garnish("get", batch_id, "--errors")

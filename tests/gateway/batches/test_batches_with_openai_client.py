@@ -101,6 +101,12 @@ def test_wrong_lines_fail_a_batch_with_their_numbers(client: openai.OpenAI) -> N
     ]  # fmt: skip
 
 
+def test_a_file_keeps_its_name(client: openai.OpenAI) -> None:
+    file = client.files.create(file=("früh.jsonl", b"{}"), purpose="batch")
+    assert file.filename == "früh.jsonl"
+    client.files.delete(file.id)
+
+
 def test_files_are_listed_read_and_deleted(client: openai.OpenAI, deployed: Running) -> None:
     content = bytes(range(256)) * (9 << 12)  # 9 MiB: more than a part
     known = {file.id for file in client.files.list()}

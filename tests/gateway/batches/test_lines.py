@@ -89,6 +89,16 @@ def test_any_cut_of_a_file_is_read_as_the_whole(chosen: list[bytes], data: st.Da
     assert runs == list(dict.fromkeys(entry[2] for entry in right)), "models as they first occur"
 
 
+def test_calls_of_a_batch_are_not_asynchronous() -> None:
+    scanner = LineScanner("/invoke")
+    for at, background in enumerate((False, True)):
+        scanner.feed(line(str(at), url="/invoke", body={"model": "f", "background": background}) + b"\n")
+    scanner.end()
+    assert [(problem.line, problem.code, problem.param) for problem in scanner.problems] == [
+        (2, "invalid_body", "body.background")
+    ]
+
+
 def test_a_function_comes_with_its_versions() -> None:
     names = ["f", "g", "f:2", "g:prod", "f", "f:2"]
     content = b"\n".join(line(str(at), body={"model": name}) for at, name in enumerate(names))

@@ -11,15 +11,19 @@ import msgspec
 import pytest
 from event_world import World, all_ended, leftovers, make_worker, new_event, open_events
 
-from adapters.errors import NotFound
+from adapters.destinations import Destination
+from adapters.errors import NotFound, StoreUnavailable
+from adapters.local_store import LocalStore
 from cluster.errors import ServiceError
-from gateway.events import worker
+from gateway.catalog.threads import StoreThreads
+from gateway.events import poller, worker
 from gateway.events.event_store import EventStore, Stored
 from gateway.events.events import Events
 from gateway.events.jobs import DEAD_KEPT_S, KEPT_S, remove_old
 from gateway.events.poller import Poller
 from gateway.events.records import EventRecord, markers_of, parse_marker
-from gateway.events.transitions import claimed, expired, failed
+from gateway.events.store_clock import VALID_S, StoreClock
+from gateway.events.transitions import cancelled, claimed, expired, failed
 from gateway.leader.turn import Turn
 
 
@@ -42,6 +46,25 @@ async def add_some(events: Events, count: int, tenant: str = "acme", first: int 
     return [event.id for event in added]
 
 
+def test_the_store_s_time_goes_on_while_the_store_is_away(world: World) -> None:
+    async def work() -> None:
+        seconds = 1000.0
+        store = world.store()
+        clock = StoreClock(store, StoreThreads(10.0, 1), lambda: seconds)
+        began = await clock.now()
+        store.now = _away
+        seconds += 2 * VALID_S
+        assert await clock.now() == began + 2 * VALID_S
+        with pytest.raises(StoreUnavailable):
+            await StoreClock(store, StoreThreads(10.0, 1), lambda: seconds).now()
+
+    run(work())
+
+
+def _away() -> float:
+    raise StoreUnavailable("away")
+
+
 def test_a_full_queue_takes_no_more(world: World) -> None:
     async def work() -> None:
         events = open_events(world.store(), max_queued=3)
@@ -52,6 +75,31 @@ def test_a_full_queue_takes_no_more(world: World) -> None:
         await add_some(events, 1, "other", first=9)
 
     run(work())
+
+
+@pytest.mark.parametrize("lost", ["put_if_match", "delete"])
+def test_a_change_whose_answer_was_lost_can_be_made_again(tmp_path: Path, lost: str) -> None:
+    class Forgetful(LocalStore):
+        """Does as it is asked, and fails."""
+
+    def fail_once(store: Forgetful, *arguments: Any) -> None:
+        delattr(Forgetful, lost)
+        getattr(store, lost)(*arguments)
+        raise StoreUnavailable("the answer is lost")
+
+    setattr(Forgetful, lost, fail_once)
+    store = EventStore(Forgetful(tmp_path / "registry"))
+    now = store.objects.now()
+    stored = store.add(new_event(1, now, on_failure=Destination(function="pirate")))
+    assert stored is not None
+    ended = expired(stored.event, now)
+    with pytest.raises(StoreUnavailable):
+        store.change(stored, ended)
+    assert store.change(stored, ended) == store.get("acme", ended.id)
+    assert {info.key for info in store.objects.list("events/")} == markers_of(ended)
+    assert len(markers_of(ended)) == 2
+    assert store.change(stored, cancelled(stored.event, now)) is None
+    assert {info.key for info in store.objects.list("events/")} == markers_of(ended)
 
 
 def test_two_workers_run_each_event_once(world: World) -> None:
@@ -115,6 +163,65 @@ def test_a_flood_of_one_tenant_delays_no_other(world: World) -> None:
         assert begun.count("quiet") == 4
 
     run(work())
+
+
+def test_a_full_worker_rests_although_more_is_queued(world: World) -> None:
+    async def work() -> None:
+        events, began, rounds = open_events(world.store()), asyncio.Event(), 0
+
+        async def handle(_: Stored) -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        class Counting(Poller):
+            async def _round(self) -> float:
+                nonlocal rounds
+                rounds += 1
+                return await super()._round()
+
+        await add_some(events, 1)
+        task = asyncio.create_task(Counting(events, "queued", handle, at_once=1).run())
+        await began.wait()
+        await add_some(events, 1, first=1)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        task.cancel()
+        assert rounds < 10
+
+    run(work())
+
+
+def test_a_store_that_is_slow_to_list_reaches_all_tenants(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller, "LONGEST_LOOK_S", 0.0)  # each look reaches one tenant
+
+    async def work() -> None:
+        events = open_events(world.store())
+        for number in range(3):
+            await add_some(events, 1, f"tenant{number}", first=number)
+        assert poller._look(events.store, "queued", "", float("inf")).after == "tenant0"
+        async with make_worker(world, events, lambda *_: None).running():
+            for number in range(3):
+                await all_ended(events, [f"inv_{number:04d}"], f"tenant{number}")
+
+    run(work())
+
+
+def test_dead_letters_are_redriven_up_to_the_queue_s_limit(world: World) -> None:
+    async def work() -> None:
+        events, now = open_events(world.store(), max_queued=6), world.store().now()
+        for number in range(4):
+            assert events.store.add(expired(new_event(number, now), now)) is not None
+        assert await events.redrive_all("acme", None) == (4, False)
+
+    run(work())
+
+
+def test_an_event_that_can_not_be_read_holds_up_no_other_that_is_lost(world: World) -> None:
+    store = world.store()
+    for number in range(3):
+        assert EventStore(store).add(claimed(new_event(number, store.now()), "dead", store.now())) is not None
+    store.put("tenants/acme/invocations/inv_0000.json", b"{")
+    assert world.recover() == 2
 
 
 def test_what_runs_at_the_end_is_queued_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
