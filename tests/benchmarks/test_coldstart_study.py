@@ -59,7 +59,7 @@ def test_ideal_is_that_of_a_walk_through_the_layers(sizes: list[int], rate: floa
         done = max(done, came / rate) + warm / len(sizes)
     blocks = [LayerBlock(0, size, "", ()) for size in sizes]
     assert ideal(blocks, rate, warm) == pytest.approx(done)
-    assert ideal(blocks, rate, warm) >= warm
+    assert ideal(blocks, rate, warm) >= warm * (1 - 1e-9)
     assert earliest(dict.fromkeys(range(len(sizes)), 0.0), warm, len(sizes)) == pytest.approx(warm)
 
 

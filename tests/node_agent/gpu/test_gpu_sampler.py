@@ -206,11 +206,13 @@ def test_xid_errors_are_counted_and_some_are_faults(make_nvml: MakeNvml, start: 
 @pytest.mark.parametrize("name", ["nvmlInitWithFlags", "nvmlDeviceGetPowerUsage", "nvmlEventSetWait_v2"])
 def test_a_call_that_hangs_is_said_and_stops_nobody(make_nvml: MakeNvml, start: Start, name: str) -> None:
     """By a clock that the test moves."""
-    fake, now = values(make_nvml()), [0.0]
+    fake, now, first = values(make_nvml()), [0.0], name == "nvmlInitWithFlags"
+    if first:
+        fake.set(name, hangs=True)
     sampler = start(clock=lambda: now[0])
-    if name != "nvmlInitWithFlags":
+    if not first:
         sample_where(sampler, whole)
-    fake.set(name, hangs=True)
+        fake.set(name, hangs=True)
     before = threading.active_count()
     hung = "does not return"
 
@@ -218,13 +220,9 @@ def test_a_call_that_hangs_is_said_and_stops_nobody(make_nvml: MakeNvml, start: 
         now[0] += LONGEST_CALL_S / 4
         return hung in sample.facts.problem
 
-    if name == "nvmlInitWithFlags":
-        now[0] += 2 * LONGEST_CALL_S
-        problem = sample_where(sampler, lambda s: hung in s.facts.problem)
-    else:
-        problem = sample_where(sampler, later)
+    problem = sample_where(sampler, later)
     assert problem.load is None and not problem.facts.fault
     assert threading.active_count() <= before
     fake.set(name)
-    if name != "nvmlInitWithFlags":
+    if not first:
         sample_where(sampler, lambda s: whole(s) and hung not in s.facts.problem)
