@@ -45,11 +45,9 @@ class ThisHost:
             for pool in stack.local_pools
             for node in node_ids(pool.name, pool.max)
         ]
-        running = {key.node for key in running_nodes(self._state, stack.service, keys)}
-        return running - self.failed() if running else running
+        return {key.node for key in running_nodes(self._state, stack.service, keys)}
 
     def failed(self) -> set[str]:
-        """Ids of the nodes, of any pool, whose GPU has failed and whose last request has ended."""
         with _told(), admin_client(self._state) as client:
             nodes = known_nodes(client).items()
         return {name for name, node in nodes if gpu_fault(node) and not open_requests(node)}

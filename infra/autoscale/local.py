@@ -31,7 +31,11 @@ class Host(Protocol):
         ...
 
     def running(self) -> Collection[str]:
-        """Ids of the nodes whose process lives and whose GPU, if they have one, can be used."""
+        """Ids of the nodes whose process lives."""
+        ...
+
+    def failed(self) -> Collection[str]:
+        """Ids of the nodes, of any pool, whose GPU has failed and whose last request has ended."""
         ...
 
     def open_requests(self) -> Mapping[str, int]:
@@ -57,25 +61,23 @@ class LocalDriver:
         """When each node was drained."""
 
     def size(self, pool: str) -> PoolSize:
-        entry, live = self._pool(pool), self._live(pool)
-        settled = live == _nodes(pool, entry.desired) and not self._noted(pool, entry).draining
-        return PoolSize(min=entry.min, desired=entry.desired, max=entry.max, live=len(live), settled=settled)
+        return self._seen(pool)[0]
 
     def set_desired(self, pool: str, size: int) -> None:
         """Raises Draining while nodes that go have requests open."""
-        known, entry = self.size(pool), self._pool(pool)
+        (known, live, failed), entry, nodes = self._seen(pool), self._pool(pool), _nodes(pool, size)
         check_bounds(pool, size, known)
         if size == known.desired and known.settled:
             return
         noted = self._noted(pool, entry)
-        self._undrain(set(noted.draining) & _nodes(pool, size))
-        going = sorted(self._live(pool) - _nodes(pool, size))
+        self._undrain(set(noted.draining) & nodes)
+        going = sorted(live - nodes)
         if going:
             set_size(self._host.directory, pool, SetSize(entry.desired, noted.stated, going))
             self._drain(going)
         set_size(self._host.directory, pool, SetSize(size, noted.stated, going))
         try:
-            if self._live(pool) != _nodes(pool, size):
+            if live != nodes or failed:
                 self._host.apply()
         except Unchanged:
             set_size(self._host.directory, pool, SetSize(entry.desired, noted.stated, going))
@@ -108,6 +110,14 @@ class LocalDriver:
         stated = entry.desired if entry.stated is None else entry.stated
         known = read_sizes(self._host.directory).get(pool)
         return SetSize(entry.desired, stated, known.draining if known is not None else [])
+
+    def _seen(self, pool: str) -> tuple[PoolSize, set[str], set[str]]:
+        """Returns the size, the nodes whose process lives, and those of them whose GPU has failed."""
+        entry, live = self._pool(pool), self._live(pool)
+        failed = live.intersection(self._host.failed()) if live else set[str]()
+        settled = live == _nodes(pool, entry.desired) and not (failed or self._noted(pool, entry).draining)
+        size = PoolSize(min=entry.min, desired=entry.desired, max=entry.max, live=len(live - failed), settled=settled)
+        return size, live, failed
 
     def _live(self, pool: str) -> set[str]:
         live = {node for node in self._host.running() if pool_of(node) == pool}

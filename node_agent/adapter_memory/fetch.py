@@ -152,7 +152,8 @@ class Fetch:
         except _GivenUp:
             self._put_back(wanted, at)
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
-            self._note(error, wanted, at, source)
+            if at < wanted.end:  # else what failed was behind the range, in the artifact's first bytes
+                self._note(error, wanted, at, source)
         with self.threads.changed:
             self._running -= 1
             self._settle()

@@ -50,6 +50,17 @@ def new_store(request: pytest.FixtureRequest, new_url: Callable[[], str]) -> Cal
 
 
 @pytest.fixture
+def url(new_url: Callable[[], str]) -> str:
+    return new_url()
+
+
+@pytest.fixture
+def make_store(url: str) -> Callable[[], ObjectStore]:
+    """Makes further clients of one and the same empty store."""
+    return lambda: open_store(url)
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> ObjectStore:
     return LocalStore(tmp_path / "registry")
 

@@ -64,7 +64,7 @@ def test_a_size_also_replaces_a_node_whose_gpu_has_failed(pools: Pools) -> None:
         host = ThisHost(pools.file, pools.state)
         assert (host.failed(), set(host.running())) == (set(), {"here-1", "here-2"})
         gateway.open["here-2"] = 0
-        assert (host.failed(), set(host.running())) == ({"here-2"}, {"here-1"})
+        assert (host.failed(), set(host.running())) == ({"here-2"}, {"here-1", "here-2"})
         assert pools.plan() == [("replace", "here-2", FAILED)]
         (shown,) = pools.provision().show()
         assert shown.nodes["here-2"] == f"draining ({FAILED})"

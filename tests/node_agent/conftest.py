@@ -16,7 +16,10 @@ from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
 from cluster.messages import Adapter
 from node_agent.adapter_memory import ranges
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine import prefetcher
+from node_agent.engine.prefetcher import Prefetcher
 from tests.node_agent.adapter_world import Turnstile, World
+from tests.node_agent.prefetch_world import MakePrefetcher, Stile, assert_nothing_held
 
 
 @pytest.fixture
@@ -99,3 +102,24 @@ def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 def adapter(world: World) -> Adapter:
     """One with bytes in every layer."""
     return next(a for a in world.adapters if all(b.size for b in read_header(world.objects, a.artifact).layers))
+
+
+@pytest.fixture
+def make_prefetcher(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePrefetcher]:
+    """Stores with a prefetcher each; at the end of the test nothing is held, and memory is as its books say."""
+    monkeypatch.setattr(prefetcher, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(prefetcher, "RECENT_S", 1e6)  # a host that stalls makes nothing old
+    made: list[tuple[AdapterStore, Prefetcher, Stile]] = []
+
+    def make(waste: float | None = 0.25, **settings: object) -> tuple[AdapterStore, Prefetcher, Stile]:
+        stile = Stile(world.objects)
+        store = world.store(stile, **settings)  # type: ignore[arg-type]
+        made.append((store, Prefetcher(store, waste), stile))
+        return made[-1]
+
+    yield make
+    for store, made_prefetcher, stile in made:
+        stile.open_all()
+        made_prefetcher.clear()
+        assert_nothing_held(store, made_prefetcher)
+        store.close()

@@ -11,9 +11,13 @@ from adapters.artifact import read_header
 from adapters.store import Arrived, ObjectStore
 from cluster.messages import Adapter
 from cluster.residency import WantedAdapter, WantedResidency
+from node_agent.adapter_memory.integrity import check_memory
+from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.prefetcher import Prefetcher
-from tests.node_agent.adapter_world import World, comes_with_header, header_only
+from tests.node_agent.adapter_world import World, comes_with_header, header_only, loaded_lease, until
+
+MakePrefetcher = Callable[..., "tuple[AdapterStore, Prefetcher, Stile]"]
 
 
 class Stile:
@@ -60,6 +64,19 @@ class Stile:
             return sum(key == adapter.artifact for key, _ in self.begun)
 
 
+class CountedLink:
+    """A link that carries as many layers as the test lets it."""
+
+    def __init__(self) -> None:
+        self.passes = threading.Semaphore(0)
+        self.waiting = 0
+
+    def carry(self, size: int) -> None:
+        self.waiting += 1
+        assert self.passes.acquire(timeout=60)
+        self.waiting -= 1
+
+
 def wanted(*wants: WantedAdapter, seconds: float = 600.0) -> WantedResidency:
     return WantedResidency(list(wants), seconds)
 
@@ -94,3 +111,43 @@ def full_adapters(world: World) -> list[Adapter]:
 def sums(prefetcher: Prefetcher) -> tuple[int, int, int]:
     record = prefetcher.record
     return record.useful_bytes, record.late_bytes, record.wasted_bytes
+
+
+def world_size(store: AdapterStore, adapter: Adapter) -> int:
+    """Bytes of host memory that the adapter takes."""
+    header = read_header(store.loader.store, adapter.artifact)
+    return lay_out(header, store.base, store.pool.data.element_size(), store.pool.page_units).size
+
+
+def assert_nothing_held(store: AdapterStore, prefetcher: Prefetcher) -> None:
+    hosts = store.hosts
+    until(store, lambda: not (hosts._fetching or hosts._measuring or hosts._leaving or store.loads._entries))
+    assert (prefetcher.underway, hosts._waiters, store.leases) == (0, {}, 0)
+    assert check_memory(store) == []
+    for digest in list(store.device):
+        assert store.discard(digest)
+    for host in list(hosts.all()):
+        hosts.forget(host)
+    assert (hosts.used, store.pool.free_bytes) == (0, store.pool.size)
+
+
+def call(store: AdapterStore, prefetcher: Prefetcher, adapter: Adapter) -> None:
+    """As a request that comes to the engine."""
+    store.announce(adapter)
+    prefetcher.note_call(adapter.digest)
+
+
+def bring(store: AdapterStore, *adapters: Adapter) -> None:
+    """To the device, idle there; the prefetcher has seen no call."""
+    for adapter in adapters:
+        store.release(loaded_lease(store, adapter), [])
+
+
+def begin_predicted_copy(store: AdapterStore, prefetcher: Prefetcher, stile: Stile, adapter: Adapter) -> CountedLink:
+    """Returns the link to the device, on which the first layer of a prefetched adapter is."""
+    link = CountedLink()
+    store.loader.device_link = link  # type: ignore[assignment]
+    stile.open_all()
+    prefetcher.want(wanted(want(adapter)))
+    poll_until(store, prefetcher, lambda: link.waiting == 1)
+    return link

@@ -138,6 +138,28 @@ def test_layers_that_did_not_come_right_with_the_header_are_read_again(
     store.release(held, [])
 
 
+def test_a_read_that_fails_behind_its_last_layer_has_ended(
+    store: AdapterStore, turnstile: Turnstile, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = next(a for a in world.adapters if read_header(world.objects, a.artifact).layers[-1].size)
+    length = len(encode_header(read_header(world.objects, adapter.artifact)))
+    monkeypatch.setattr(artifact, "FIRST_READ", length)
+    reads = list[int]()
+
+    def get_range_into(key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
+        reads.append(start)
+        world.objects.get_range_into(key, start, buffer, arrived)
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(turnstile, "get_range_into", get_range_into)
+    held = lease(store, adapter)
+    until(store, lambda: store.loaded(held))
+    until(store, lambda: all(job.over for job in store.loader._fetching._jobs))
+    assert reads == [length]
+    assert_contents(store, world, held)
+    store.release(held, [])
+
+
 class Trickle:
     """A store from which bytes of weights come as far as the test lets them, and once begin anew."""
 

@@ -30,6 +30,9 @@ class Host:
         self.told: list[str] = []
         self.now = 0.0
         self.failure: InfraError | None = None
+        self.broken: set[str] = set()
+        self.looks: int | None = None
+        """After so many, the gateway does not say any more whose GPU has failed; None: it always does."""
 
     def stack(self) -> Stack:
         size = in_force(read_sizes(self.directory).get("here"), self.stated, self.least, self.most)
@@ -39,6 +42,13 @@ class Host:
 
     def running(self) -> Collection[str]:
         return self.live
+
+    def failed(self) -> Collection[str]:
+        if self.looks is not None:
+            self.looks -= 1
+            if self.looks < 0:
+                raise InfraError("the gateway does not answer")
+        return self.broken
 
     def open_requests(self) -> Mapping[str, int]:
         return self.open
@@ -51,6 +61,7 @@ class Host:
         if self.failure:
             raise self.failure
         desired = self.stack().local_pools[0].desired
+        self.broken = set()
         self.live = {"other-1", *(f"here-{number + 1}" for number in range(desired))}
 
     def take_told(self) -> list[str]:
@@ -159,6 +170,32 @@ def test_a_node_that_died_is_replaced(host: Host, driver: LocalDriver) -> None:
     assert not driver.size("here").settled
     driver.set_desired("here", 1)
     assert (host.take_told(), driver.size("here").settled) == (["apply"], True)
+
+
+def test_a_node_whose_gpu_has_failed_is_replaced(host: Host, driver: LocalDriver) -> None:
+    host.broken = {"here-1"}
+    assert driver.size("here") == PoolSize(min=0, desired=1, max=3, live=0, settled=False)
+    driver.set_desired("here", 1)
+    assert (host.take_told(), driver.size("here").settled) == (["apply"], True)
+
+
+def test_a_node_whose_gpu_has_failed_goes_with_a_smaller_size(host: Host, driver: LocalDriver) -> None:
+    host.broken = {"here-1"}
+    driver.set_desired("here", 0)
+    assert (host.take_told(), host.live) == (["drain here-1", "apply"], {"other-1"})
+    assert driver.size("here") == PoolSize(min=0, desired=0, max=3, live=0)
+
+
+@pytest.mark.parametrize("looks", range(4))
+def test_a_gateway_that_falls_silent_leaves_no_size_half_set(host: Host, driver: LocalDriver, looks: int) -> None:
+    """The size is noted only once nothing but Terraform is asked any more."""
+    host.looks = looks
+    try:
+        driver.set_desired("here", 0)
+    except InfraError:
+        assert read_sizes(host.directory).get("here", SetSize(1, 1)).size == 1
+    host.looks = None
+    assert driver.size("here").settled
 
 
 @pytest.mark.parametrize("size", [-1, 4])
