@@ -205,24 +205,26 @@ def test_xid_errors_are_counted_and_some_are_faults(make_nvml: MakeNvml, start: 
 
 @pytest.mark.parametrize("name", ["nvmlInitWithFlags", "nvmlDeviceGetPowerUsage", "nvmlEventSetWait_v2"])
 def test_a_call_that_hangs_is_said_and_stops_nobody(make_nvml: MakeNvml, start: Start, name: str) -> None:
-    """By a clock that the test moves."""
+    """By a clock that goes on when it is looked at, while the test has it so."""
     fake, now, first = values(make_nvml()), [0.0], name == "nvmlInitWithFlags"
+
+    def clock() -> float:
+        now[0] += LONGEST_CALL_S / 4 if moves.is_set() else 0.0
+        return now[0]
+
+    moves = threading.Event()
     if first:
         fake.set(name, hangs=True)
-    sampler = start(clock=lambda: now[0])
+    sampler = start(clock=clock)
     if not first:
         sample_where(sampler, whole)
         fake.set(name, hangs=True)
     before = threading.active_count()
-    hung = "does not return"
-
-    def later(sample: Sample) -> bool:
-        now[0] += LONGEST_CALL_S / 4
-        return hung in sample.facts.problem
-
-    problem = sample_where(sampler, later)
+    moves.set()
+    problem = sample_where(sampler, lambda s: "does not return" in s.facts.problem)
+    moves.clear()
     assert problem.load is None and not problem.facts.fault
     assert threading.active_count() <= before
     fake.set(name)
     if not first:
-        sample_where(sampler, lambda s: whole(s) and hung not in s.facts.problem)
+        sample_where(sampler, lambda s: whole(s) and "does not return" not in s.facts.problem)
