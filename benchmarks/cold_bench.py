@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from benchmarks.cold_peft import PeftRig
 from benchmarks.cold_rig import Rig, make_adapters, warm_prefill
 from benchmarks.dlora import MergingLora
 from benchmarks.local_engine import LocalEngine
@@ -44,6 +46,7 @@ class Variant:
 
 PLAIN = {
     "cached": Variant(WAYS["wait"], cold=False),
+    "set_adapter": Variant(WAYS["wait"], cold=False),
     "cached_all_cores": Variant(WAYS["wait"], cold=False),
     "dlora": Variant(WAYS["wait"], cold=False),
     "ondmd": Variant(Way(("wait",), blocks=True)),
@@ -62,7 +65,12 @@ workers are as fast as here."""
 
 class Bench:
     def __init__(
-        self, model: Path, root: Path, seed: int, ranks: dict[int, int], on_change: Callable[[], None]
+        self,
+        model: Path,
+        root: Path,
+        seed: int,
+        ranks: dict[int, int],
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`ranks`: how many adapters of each; `on_change`: told of every layer that reaches the cold engine."""
         self.model, self._all_cores, self._on_change = model, os.sched_getaffinity(0), on_change
@@ -81,10 +89,15 @@ class Bench:
         self._measure_workers(engine)
         self.cold = Rig(engine, [engine.deploy(path) for path in paths])
         self.dlora = MergingLora(self.cached.engine.engine)
+        self._paths = paths
 
     @property
     def layers(self) -> int:
         return self.cached.engine.base.num_layers
+
+    @cached_property
+    def peft(self) -> PeftRig:
+        return PeftRig(self.model, self._paths, torch.bfloat16)
 
     @property
     def profile(self) -> Profile:
@@ -100,9 +113,12 @@ class Bench:
         return ROW_ALIGN * sum(span.end - span.begin for spans in layout.spans for span in spans)
 
     @contextmanager
-    def variant(self, name: str) -> Iterator[Rig]:
+    def variant(self, name: str) -> Iterator[Rig | PeftRig]:
         """The engine that runs it, as it is to be, its device empty if the variant is a cold one."""
         chosen = VARIANTS[name]
+        if name == "set_adapter":
+            yield self.peft
+            return
         if chosen.cold:
             self.set_cold(chosen.way, chosen.repeats)
             self.cold.forget_device()

@@ -24,6 +24,7 @@ from benchmarks.cold_rig import make_adapters
 from benchmarks.http_service import HttpService
 from benchmarks.latency import Sample
 from benchmarks.load import WORDS, OpenAiServer, Planned, open_loop, open_session
+from benchmarks.report import rounds_until
 from benchmarks.workloads import SETTINGS, chat_lengths
 
 SETTING = SETTINGS["S3"]
@@ -69,9 +70,7 @@ async def _rounds(services: dict[str, HttpService], rounds: int, calls: int, see
     rng, at = np.random.default_rng([seed, 7]), 0
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in services}
     gap = 0.0
-    for index in range(rounds):
-        if index and time.monotonic() > until:
-            break
+    for index in rounds_until(until, rounds):
         words = random.Random(f"{seed}.{index}")
         lengths = np.minimum(chat_lengths(calls, rng), MOST_PROMPT)
         planned = [

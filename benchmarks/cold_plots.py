@@ -34,24 +34,33 @@ def ratios_plot(document: dict[str, Any]) -> Figure:
     return figure
 
 
+def _spans(layer: dict[str, Any], kind: str) -> list[list[float]]:
+    if kind == "load":
+        return [layer["load"]] if "load" in layer else []
+    return [span for span in layer[kind] if span]
+
+
 def timeline_plot(document: dict[str, Any]) -> Figure:
-    """One cold request, layers as rows: when each was loaded, and computed by workers and by the device."""
-    row = next(row for row in document["rows"] if row["part"] == "timeline")
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    """One cold call, layers as rows: when each was loaded, computed by workers and by the device; and its tokens."""
+    (row,) = document["rows"]
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
     axis = figure.subplots()
     for at, (kind, (title, colour)) in enumerate(SPANS.items()):
-        spans = [(one["layer"], one[kind]) for one in row["layers"] if kind in one]
+        spans = [(one["layer"], span) for one in row["layers"] for span in _spans(one, kind)]
         axis.barh(
             [layer + 0.27 * (at - 1) for layer, _ in spans], [1e3 * (end - begin) for _, (begin, end) in spans], 0.26,
             left=[1e3 * begin for _, (begin, _) in spans], label=title, color=colour,
         )  # fmt: skip
-    axis.axvline(1e3 * row["ttft_s"], color="black", lw=0.8)
+    for number, at in enumerate(row["tokens_s"]):
+        axis.axvline(1e3 * at, color="black", lw=0.6 if number else 1.4, ls="--" if number else "-")
     axis.invert_yaxis()
-    axis.set_xlabel("ms since the request was sent (the line: its first token)")
+    axis.set_xlabel("ms since the call was sent (solid line: its first token; dashed: the next ones)")
+    cold = row["cold_start"]
     figure.suptitle(
-        f"A cold prompt of {row['tokens']} tokens, rank {row['rank']}, plan {row['plan']}, {row['column']} workers; "
-        "simulated link",
-        fontsize=10,
+        f"{row['prompt_tokens']} prompt tokens, rank {row['rank']}, {row['column']} workers, simulated link.\n"
+        f"The reply: plan {cold['plan']}, load {1e3 * cold['load']:.0f} ms, exposed {1e3 * cold['exposed']:.0f} ms; "
+        f"before its end\n{cold['layers_cpu']} layers by CPU workers and {cold['layers_device']} on the device",
+        fontsize=9,
     )
     axis.set_ylabel("layer")
     axis.spines[["top", "right"]].set_visible(False)

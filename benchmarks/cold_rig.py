@@ -33,6 +33,8 @@ class Served:
 
     sample: Sample
     cold: ColdStart
+    prefill: float = 0.0
+    """seconds from its admission to its first token; 0: not known"""
 
 
 @dataclass
@@ -174,7 +176,7 @@ class Rig:
         if outcome.finished.reason != "length":
             raise RuntimeError(f"a call ended with {outcome.finished}")
         sample.times, sample.end, sample.output_tokens = outcome.times, outcome.times[-1], len(outcome.tokens)
-        return Served(sample, outcome.finished.cold_start)
+        return Served(sample, outcome.finished.cold_start, outcome.finished.prefill)
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from benchmarks.cold_bench import ASSISTED, VARIANTS, Bench
-from benchmarks.cold_rig import Rig, Run, capacity
-from benchmarks.workloads import Call, Setting, draw_calls
+from benchmarks.cold_rig import Run, Served, capacity
+from benchmarks.report import rounds_until
+from benchmarks.workloads import Call, Setting, draw_calls, meeting_text, most_output
 
 MEAN_OUTPUT = 12
-"""Tokens. The papers' answers are longer; a first token does not wait for them."""
+"""Tokens. The papers' answers are longer (S3-long has such); a first token does not wait for them."""
 MOST_PROMPT = {"chat": 1024, "azure": 2048, "meeting": 7500}
 CALLS_SHARE = {"chat": 1.0, "azure": 0.4, "meeting": 0.1}
 """Of the calls of a round: long prompts take so much longer."""
 HEADLINE = "S3"
 """Toppings' most demanding setting, whose figures carry no setting in their names."""
 KINDS = ("ttft", "tpt", "e2e")
-WARMED = ("cached", "cached_all_cores")
-LEFT_OUT = {
-    HEADLINE: set[str](),
-    "S4": {"cached_all_cores", "overlap", "assist_slowed"},  # alone, a request is overlapped with nothing
-    "MAF-256-25": {"cached_all_cores", "dlora", "overlap", "pipeline", "assist", "assist_slowed"},
+OF_CALLS = ("ttft", "tpt", "tpot", "e2e", "others_tpot", "prefill", "step")
+"""What is kept of each call, seconds: as in benchmarks/latency.py; others_tpot: see `_after_own_load`; prefill: from
+its admission to its first token; step: the middle one between two tokens."""
+WARMED = ("cached", "cached_all_cores", "set_adapter")
+WHOLE = (HEADLINE, "S1", "MAF-256", "MIX")
+"""Settings in which every way is run."""
+FEW = ("cached", "ondmd", "full", "full_slowed")
+"""The ways of other settings."""
+ONLY = {
+    "S3-azure": ("cached", "pipeline", "full"),
+    "S3-long": ("cached", "pipeline", "full", "full_slowed"),
+    "S4": ("cached", "ondmd", "full"),
 }
+"""Settings of which one call takes half a minute, or a round more than one: the ways of these alone."""
 
 
 def variants_of(setting: Setting, columns: Sequence[str]) -> list[str]:
-    """CACHED first: the others are measured by it. Where one call takes half a minute, or the setting differs from
-    another in one thing only, the ways that would show nothing new are left out."""
+    """CACHED first: the others are measured by it."""
     names = [name for name, variant in VARIANTS.items() if variant.repeats in ("fast", *columns)]
     if "fast" not in columns:
         names = [name for name in names if name not in ASSISTED]
-    left_out = LEFT_OUT.get(setting.name, {"cached_all_cores"})
-    names = [name for name in names if name not in left_out]
-    return [*names, "full_fourfold"] if setting.name == HEADLINE and "slowed" in columns else names
+    if setting.name not in WHOLE:
+        return [name for name in names if name in ONLY.get(setting.name, FEW)]
+    if setting.name != HEADLINE:
+        return [name for name in names if name != "cached_all_cores"]
+    return [*names, "full_fourfold"] if "slowed" in columns else names
 
 
 def run_setting(
@@ -48,11 +59,9 @@ def run_setting(
     count = max(1, round(calls * CALLS_SHARE[setting.lengths]))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     gap, order = 0.0, list(names)
-    for index in range(rounds):
-        if index and time.monotonic() > until:
-            break
+    for _ in rounds_until(until, rounds):
         part, residents = draw_round(bench, setting, count, rng)
-        prompts = [_tokens(bench.cached, call, rng) for call in part]
+        prompts = [_tokens(bench, setting, call, rng) for call in part]
         if count > 1:
             warm(bench, prompts, [name for name in WARMED if name in names])
             gap = gap or 1 / (setting.utilisation * capacity(bench.cached, part, prompts))
@@ -78,7 +87,8 @@ def draw_round(
     bench: Bench, setting: Setting, count: int, rng: np.random.Generator, mean_output: int = MEAN_OUTPUT
 ) -> tuple[list[Call], list[int]]:
     """Calls of the rig's adapters, and those of them that lie on the device at first."""
-    most = min(MOST_PROMPT[setting.lengths], bench.cached.engine.base.max_context - 4 * mean_output)
+    room = bench.cached.engine.base.max_context - most_output(setting, mean_output)
+    most = min(MOST_PROMPT[setting.lengths], room)
     drawn = draw_calls(setting, count, rng, most, mean_output)
     # adapters of the setting -> adapters of the rig, by rank, in order of their first call
     taken = {rank: iter(indices) for rank, indices in bench.of_rank.items()}
@@ -91,25 +101,25 @@ def draw_round(
     return calls, [at for adapter, at in place.items() if adapter < resident]
 
 
-def _tokens(rig: Rig, call: Call, rng: np.random.Generator) -> list[int]:
-    high = min(1000, rig.engine.base.vocab_size)
+def _tokens(bench: Bench, setting: Setting, call: Call, rng: np.random.Generator) -> list[int]:
+    if setting.lengths == "meeting":
+        tokenizer = Tokenizer.from_file(str(bench.model / "tokenizer.json"))
+        meeting: list[int] = tokenizer.encode(meeting_text()).ids[: call.prompt_tokens]
+        return meeting
+    high = min(1000, bench.cached.engine.base.vocab_size)
     return [int(token) for token in rng.integers(100, high, call.prompt_tokens)]
 
 
 def measures(bench: Bench, run: Run) -> dict[str, Any]:
-    """Means over the calls, seconds; what each call was exposed to; shares of the time."""
-    samples, profile = [one.sample for one in run.served], bench.profile
-    tpot = [sample.tpot for sample in samples if sample.tpot is not None]
-    after = [one for one in (_after_own_load(sample.times) for sample in samples) if one is not None]
+    """What each call saw and was exposed to, seconds; means over the calls; shares of the time."""
+    profile = bench.profile
+    of_calls = {kind: [value for one in run.served if (value := _of_call(one, kind)) is not None] for kind in OF_CALLS}
     plans: dict[str, int] = {}
     for one in run.served:
         plans[one.cold.plan] = plans.get(one.cold.plan, 0) + 1
     return {
-        "ttft": mean(sample.ttft for sample in samples),
-        "tpt": mean(sample.tpt for sample in samples),
-        "e2e": mean(sample.e2e for sample in samples),
-        "tpot": mean(tpot) if tpot else None,
-        "others_tpot": mean(after) if after else None,
+        **{kind: mean(values) if values else None for kind, values in of_calls.items()},
+        "calls": {kind: [round(value, 5) for value in values] for kind, values in of_calls.items()},
         "cold": mean(one.cold.state != "none" for one in run.served),
         "plans": plans,
         "exposed_s": [one.cold.exposed for one in run.served],
@@ -121,10 +131,29 @@ def measures(bench: Bench, run: Run) -> dict[str, Any]:
     }
 
 
+def _of_call(one: Served, kind: str) -> float | None:
+    """None: the call has too few tokens for it."""
+    if kind == "others_tpot":
+        return _after_own_load(one.sample.times)
+    if kind == "prefill":
+        return one.prefill
+    if kind == "step":
+        times = one.sample.times
+        return median(after - before for before, after in pairwise(times)) if len(times) > 1 else None
+    found: float | None = getattr(one.sample, kind)
+    return found
+
+
 def _after_own_load(times: Sequence[float]) -> float | None:
     """Seconds between two tokens from the second on. A request decodes once its own adapter is there, so what holds it
     up from then on are the loads and prompts of others. None: there are too few tokens."""
     return (times[-1] - times[1]) / (len(times) - 2) if len(times) > 2 else None
+
+
+def over_cached_share(row: dict[str, Any], name: str, kind: str, share: float) -> float | None:
+    """A percentile of a variant's calls, of all rounds together, over CACHED's; None where none has such a time."""
+    found = [[value for one in row["rounds"][of] for value in one["calls"][kind]] for of in (name, "cached")]
+    return float(np.percentile(found[0], share) / np.percentile(found[1], share)) if all(found) else None
 
 
 def figures_of(row: dict[str, Any]) -> dict[str, float]:
@@ -150,6 +179,11 @@ def figures_of(row: dict[str, Any]) -> dict[str, float]:
                     found[figure] = median(ratios)
             for kind in ("cpu_busy", "device_busy"):
                 found[f"{kind}{tail}"] = mean(one[kind] for one in each)
+            for share in (50, 95):
+                for kind in (*KINDS, "others_tpot"):
+                    ratio = over_cached_share(row, name, kind, share)
+                    if ratio is not None:
+                        found[f"{kind}_p{share}_over_cached_{name}"] = ratio
     if "full_fourfold" in rounds:
         for kind in KINDS:
             tail = "" if kind == "ttft" else f"_{kind}"

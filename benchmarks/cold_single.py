@@ -1,5 +1,5 @@
-"""Cold requests alone: what the pipeline gains (Toppings 7.3), what the planner loses, one request's time line. And how
-much of a request's time others' loads take (Toppings 2.3)."""
+"""Cold requests alone: what the pipeline gains (Toppings 7.3), what the planner loses. And how much of a request's time
+others' loads take (Toppings 2.3)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import numpy as np
 from benchmarks.cold_bench import ASSISTED, TOKENS, Bench
 from benchmarks.cold_rig import Run, draw_prompt
 from benchmarks.cold_settings import MOST_PROMPT, draw_round
-from benchmarks.cold_timeline import Recorder
+from benchmarks.report import rounds_until
 from benchmarks.workloads import SETTINGS, UTILISATION_PER_RPS
 from node_agent.coldstart.cold_starts import WAYS, Way
 
 PIPELINING_RANKS = (64, 128)
-SHOWN_TOKENS = 128
-"""Of the prompt whose time line is shown: as long as the chat's mean."""
 FORCED = {"wait": Way(("wait",)), "pipeline": Way(("pipeline",)), "assist": Way(("assist",))}
 GRID = [(tokens, rate, loads) for loads in (1, 3) for rate in (1.0, 4.0) for tokens in (32, 128, 256)]
 """Prompt tokens, times the study's link rate, simultaneous loads."""
@@ -37,9 +35,7 @@ def pipelining(bench: Bench, columns: Sequence[str], rounds: int, until: float) 
     for rank in PIPELINING_RANKS:
         for column in columns:
             rows.append({"rank": rank, "column": column, "assist": [], "full": []})
-    for index in range(rounds + 1):  # the first warms
-        if index > 1 and time.monotonic() > until:
-            break
+    for index in rounds_until(until, rounds + 1, least=2):  # the first warms
         for row in rows:
             for name in ("assist", "full"):
                 bench.set_cold(ASSISTED[name], row["column"])
@@ -70,9 +66,7 @@ def regret(
         for tokens, rate, loads in grid
         for column in columns
     ]
-    for index in range(rounds):
-        if index and time.monotonic() > until:
-            break
+    for index in rounds_until(until, rounds):
         for row in rows:
             bench.set_link(row["rate"])
             prompt, adapters = draw_prompt(bench.cold.engine, row["tokens"]), bench.of_rank[64][: row["loads"]]
@@ -94,21 +88,6 @@ def _first_token(bench: Bench, prompt: list[int], adapters: Sequence[int]) -> fl
     return mean(one.sample.ttft for one in bench.cold.first_tokens(prompt, adapters))
 
 
-def timeline(bench: Bench, columns: Sequence[str], recorder: Recorder) -> dict[str, Any]:
-    """What happened to each layer of one cold prompt under FULL."""
-    column = columns[-1]
-    bench.set_cold(WAYS["auto"], column)
-    adapter, prompt = bench.of_rank[64][0], draw_prompt(bench.cold.engine, SHOWN_TOKENS)
-    _first_token(bench, prompt, [adapter])
-    bench.cold.forget_device()
-    with recorder.of(bench.cold, adapter):
-        (served,) = bench.cold.first_tokens(prompt, [adapter])
-    return {
-        "part": "timeline", "column": column, "tokens": SHOWN_TOKENS, "rank": 64, "plan": served.cold.plan,
-        "ttft_s": served.sample.ttft, "layers": recorder.layers(served.sample.sent),
-    }  # fmt: skip
-
-
 def interruptions(bench: Bench, calls: int, rounds: int, seed: int, until: float) -> dict[str, Any]:
     """ONDMD under the popularity of the trace's functions, at three rates: how others' loads hold up a request. As in
     S-LoRA the device begins with no adapter."""
@@ -116,9 +95,7 @@ def interruptions(bench: Bench, calls: int, rounds: int, seed: int, until: float
     setting = SETTINGS["MAF-512"]
     rows: list[dict[str, Any]] = [{"rps": rps, "share": [], "count": []} for rps in INTERRUPTING_RPS]
     rate = 0.0
-    for index in range(rounds):
-        if index and time.monotonic() > until:
-            break
+    for index in rounds_until(until, rounds):
         part, _ = draw_round(bench, setting, calls, rng, INTERRUPTED_OUTPUT)
         prompts = [draw_prompt(bench.cold.engine, min(call.prompt_tokens, MOST_PROMPT["chat"]), index) for call in part]
         if not rate:

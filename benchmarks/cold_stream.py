@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from benchmarks.cold_rig import TARGETS, Rig, draw_prompt
 from benchmarks.cold_timeline import Recorder
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
-from benchmarks.report import ROOT
+from benchmarks.report import ROOT, rounds_until
 from node_agent.coldstart.cold_starts import Way
 from node_agent.config import LinkConfig
 
@@ -63,9 +62,7 @@ def _measure(rig: Rig, recorder: Recorder, rounds: int, until: float) -> dict[st
     assert host is not None and host.header is not None  # it is in host memory
     blocks, size = host.header.layers, sum(block.size for block in host.header.layers)
     rows: list[dict[str, Any]] = [{"ratio": ratio, "ways": {}} for ratio in RATIOS]
-    for index in range(rounds + 1):  # the first warms
-        if index > 1 and time.monotonic() > until:
-            break
+    for index in rounds_until(until, rounds + 1, least=2):  # the first warms
         for row in rows:
             warm = median(rig.first_tokens(prompt, [0])[0].sample.ttft for _ in range(3))
             rate = size / (row["ratio"] * warm)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import geometric_mean, median
+from statistics import geometric_mean, mean, median
 from typing import Any
 
+from benchmarks.cold_settings import WHOLE, over_cached_share
 from benchmarks.cold_single import FORCED, INTERRUPTING_RPS, PIPELINING_RANKS
 from benchmarks.report import caption
 from benchmarks.rule import table, wrapped
 
 TITLES = {
-    "cached_all_cores": "cached, all cores", "assist_slowed": "assist, slowed workers",
-    "full_slowed": "full, slowed workers", "full_fourfold": "full, workers slowed four times more",
+    "set_adapter": "PEFT's set_adapter", "cached_all_cores": "cached, all cores",
+    "assist_slowed": "assist, slowed workers", "full_slowed": "full, slowed workers",
+    "full_fourfold": "full, workers slowed four times more",
 }  # fmt: skip
 FULL = ("full", "full_slowed", "full_fourfold")
 """The planner's choice, by the speed of the CPU workers."""
 MEAN_OF = ("S1", "S2", "S3")
 TIMES = ("ttft", "tpt", "e2e")
+INSIDE = ("cached", "ondmd", "full", "full_slowed")
+"""Ways of which the engine's side is shown."""
 COLUMNS = ("fast", "slowed")
 """CPU workers as fast as they are, and slowed to the papers' ratio."""
 
@@ -52,6 +56,7 @@ def coldstart_table(document: dict[str, Any]) -> str:
     lines = [caption(document, text)]
     for row in rows:
         lines += ["", *_setting_lines(row, document["figures"])]
+    lines += _inside_lines([row for row in rows if _has_calls(row)])
     return "\n".join([*lines, *_mean_lines(document), "", f"Contention probe: {_probes(document)}."])
 
 
@@ -81,7 +86,49 @@ def _setting_lines(row: Row, figures: dict[str, float]) -> list[str]:
         ))  # fmt: skip
     count = len(rounds["cached"])
     head = ("over CACHED", "TTFT", "TPT", "E2E", "exposed, ms a call")
-    return [f"**{row['part']}**, {count} round{'s' if count > 1 else ''}", "", *table(head, cells)]
+    lines = [f"**{row['part']}**, {count} round{'s' if count > 1 else ''}", "", *table(head, cells)]
+    return lines + _percentile_lines(row)
+
+
+def _has_calls(row: Row) -> bool:
+    """Returns whether the report kept each call; older ones did not."""
+    return all("calls" in each for rounds in row["rounds"].values() for each in rounds)
+
+
+def _percentile_lines(row: Row) -> list[str]:
+    """The calls of all rounds, of settings in which every way was run."""
+    if row["part"] not in WHOLE or not _has_calls(row):
+        return []
+    cells = [
+        (TITLES.get(name, name), *(_shares(row, name, kind) for kind in ("ttft", "tpt", "tpot", "e2e")))
+        for name in row["rounds"]
+        if name != "cached"
+    ]
+    return ["", *table((f"{row['part']}, p50 and p95 over CACHED's", "TTFT", "TPT", "TPOT", "E2E"), cells)]
+
+
+def _shares(row: Row, name: str, kind: str) -> str:
+    found = [over_cached_share(row, name, kind, share) for share in (50, 95)]
+    return ", ".join("none" if ratio is None else f"{ratio:.2f}" for ratio in found)
+
+
+def _inside_lines(rows: Sequence[Row]) -> list[str]:
+    """What the engine did, and what others' loads cost a request that decodes."""
+    cells = []
+    for row in rows:
+        for name in (name for name in INSIDE if name in row["rounds"]):
+            rounds = row["rounds"][name]
+            exposed = median(value for each in rounds for value in each["exposed_share"])
+            prefill, step = (
+                1e3 * median(value for each in rounds for value in each["calls"][kind]) for kind in ("prefill", "step")
+            )
+            busy = [mean(each[kind] for each in rounds) for kind in ("device_busy", "cpu_busy")]
+            cells.append((
+                f"{row['part']}, {TITLES.get(name, name)}", f"{exposed:.2f}", f"{prefill:.0f} ms, {step:.0f} ms",
+                _shares(row, name, "others_tpot"), " and ".join(f"{share:.0%}" for share in busy),
+            ))  # fmt: skip
+    head = ("", "exposed share, p50", "prefill, decode step, p50", "others' TPOT, p50 and p95", "engine, workers busy")
+    return ["", *table(head, cells)] if cells else []
 
 
 def _links(rows: Sequence[Row]) -> str:
@@ -111,6 +158,7 @@ def planning_table(document: dict[str, Any]) -> str:
     lines = _regret_lines(figures, parts["regret"]) if "regret" in parts else []
     if "pipelining" in parts:
         lines += ["", wrapped(f"A lone cold prompt of 256 tokens, ASSIST's time over FULL's: {_gains(figures)}.")]
+    lines += _rank_lines(parts["ranks"]) if "ranks" in parts else []
     if "interruptions" in parts:
         shares = "; ".join(
             f"{rps} requests/s: {figures[f'interruption_share_{rps}rps']:.0%} of a request's time, "
@@ -124,6 +172,16 @@ def planning_table(document: dict[str, Any]) -> str:
         rounds = len(busy["rounds"]["full"])
         lines += ["", wrapped(f"The whole service on a busy host, FULL over CACHED, {rounds} rounds: {ratios}.")]
     return "\n".join(lines) or "Not measured yet."
+
+
+def _rank_lines(row: Row) -> list[str]:
+    """Loads by rank, and steps by the ranks of a batch."""
+    loads = ", ".join(f"{one['rank']}: {1e3 * median(one['load_s']):.0f} ms" for one in row["loads"])
+    steps = ", ".join(f"{one['batch']}: {1e3 * median(one['step_s']):.1f} ms" for one in row["steps"])
+    return [
+        "", wrapped(f"The load of one adapter by rank: {loads}."),
+        "", wrapped(f"A decode step of {row['rows_of_batch']} rows, each with an adapter of its own: {steps}."),
+    ]  # fmt: skip
 
 
 def _worst(ratios: list[float]) -> str:

@@ -1,18 +1,32 @@
-"""When each layer of one cold request came and was computed: records it while the engine serves the request."""
+"""One cold call, layer by layer: when each came and was computed, in its prompt's pass and in the decode steps that it
+joined, with what the call's reply says of its cold start. `benchmarks.plots` draws docs/images/coldstart-request.svg.
+
+A real engine serves the call alone, under the planner's choice; the link is simulated and workers are slowed, as in
+coldstart.py.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from benchmarks.cold_rig import Rig
+from benchmarks.cold_bench import Bench
+from benchmarks.cold_rig import Rig, draw_prompt
+from benchmarks.report import ROOT, arguments, publish, report
+from benchmarks.workloads import Call
+from node_agent.coldstart.cold_starts import WAYS
 from node_agent.types import LayerState
 
 Span = tuple[float, float]
+RANK, PROMPT, ANSWER, COLUMN = 64, 64, 6, "slowed"
+"""Of the call that is shown: rank, tokens, and the CPU workers' speed."""
 
 
 class Recorder:
@@ -22,8 +36,9 @@ class Recorder:
         self._watched: Any = None
         self.in_host: dict[int, float] = {}
         self.on_device: dict[int, float] = {}
-        self._computed: dict[int, Span] = {}
-        self._by_workers: dict[int, Span] = {}
+        self._computed: dict[int, list[Span]] = {}
+        self._by_workers: dict[tuple[int, int], Span] = {}
+        """by layer and pass"""
 
     def changed(self) -> None:
         """Called by whatever thread brought a layer on."""
@@ -57,19 +72,21 @@ class Recorder:
 
     @contextmanager
     def _handoffs(self, workers: Any) -> Iterator[None]:
-        """A layer's time on the workers: from its first handoff's opening until the engine has its last answer."""
+        """A layer's time on the workers, in one pass: from its first handoff's opening until the engine has its last
+        answer."""
         opened: Callable[..., Any] = workers.open
         spans = self._by_workers
 
         def note(x: torch.Tensor, slot: int, layer: int, *rest: Any) -> Any:
-            begin = spans.get(layer, (time.perf_counter(), 0.0))[0]
+            key = layer, len(self._computed.get(layer, ()))
+            begin = spans.get(key, (time.perf_counter(), 0.0))[0]
             handoff = opened(x, slot, layer, *rest)
             if handoff is not None:
                 wait = handoff.wait
 
                 def waited(*args: Any) -> Any:
                     arrived = wait(*args)
-                    spans[layer] = begin, time.perf_counter()
+                    spans[key] = begin, time.perf_counter()
                     return arrived
 
                 handoff.wait = waited
@@ -82,24 +99,29 @@ class Recorder:
             del workers.open
 
     def layers(self, origin: float) -> list[dict[str, Any]]:
-        """By layer, seconds from `origin`. A load begins when the one before it on the link has ended."""
+        """By layer, seconds from `origin`: its load, and by pass what the device and the workers did. A load begins
+        when the one before it on the link has ended."""
         found: list[dict[str, Any]] = []
         order = sorted(self.on_device, key=lambda layer: self.on_device[layer])
         begins = dict(zip(order, [origin, *(self.on_device[layer] for layer in order)], strict=False))
-        for layer, (begin, end) in sorted(self._computed.items()):
-            one: dict[str, Any] = {"device": [begin - origin, end - origin]}
+        for layer, passes in sorted(self._computed.items()):
+            one: dict[str, Any] = {"layer": layer, "device": [_since(origin, span) for span in passes]}
             if layer in self.on_device:
-                one["load"] = [max(0.0, begins[layer] - origin), self.on_device[layer] - origin]
-            if layer in self._by_workers:
-                one["cpu"] = [at - origin for at in self._by_workers[layer]]
-            found.append({"layer": layer} | {name: [round(at, 6) for at in span] for name, span in one.items()})
+                one["load"] = _since(origin, (max(origin, begins[layer]), self.on_device[layer]))
+            by_workers = [self._by_workers.get((layer, number)) for number in range(len(passes))]
+            one["cpu"] = [span and _since(origin, span) for span in by_workers]
+            found.append(one)
         return found
 
 
-class _Hooks:
-    """Notes when a layer was first computed."""
+def _since(origin: float, span: Span) -> list[float]:
+    return [round(at - origin, 6) for at in span]
 
-    def __init__(self, layer: torch.nn.Module, index: int, spans: dict[int, Span]) -> None:
+
+class _Hooks:
+    """Notes when a layer was computed."""
+
+    def __init__(self, layer: torch.nn.Module, index: int, spans: dict[int, list[Span]]) -> None:
         self.layer, self.index, self.spans, self.begin = layer, index, spans, 0.0
 
     def __enter__(self) -> None:
@@ -116,4 +138,42 @@ class _Hooks:
         self.begin = time.perf_counter()
 
     def _after(self, *_: object) -> None:
-        self.spans.setdefault(self.index, (self.begin, time.perf_counter()))
+        self.spans.setdefault(self.index, []).append((self.begin, time.perf_counter()))
+
+
+def cold_call(model: Path, root: Path, seed: int) -> dict[str, Any]:
+    """What happened to one cold call, and when; seconds since it was sent."""
+    recorder = Recorder()
+    bench = Bench(model, root, seed, {RANK: 2}, recorder.changed)
+    try:
+        bench.set_cold(WAYS["auto"], COLUMN)
+        warming, adapter = bench.of_rank[RANK]
+        prompt = draw_prompt(bench.cold.engine, PROMPT)
+        bench.cold.serve([Call(0.0, warming, PROMPT, ANSWER)], [prompt], 0.0)
+        bench.cold.forget_device()
+        with recorder.of(bench.cold, adapter):
+            (served,) = bench.cold.serve([Call(0.0, adapter, PROMPT, ANSWER)], [prompt], 0.0).served
+        sent = served.sample.sent
+        return {
+            "column": COLUMN, "rank": RANK, "prompt_tokens": PROMPT, "link_bytes_s": bench.link.bandwidth,
+            "cold_start": msgspec.to_builtins(served.cold), "tokens_s": [at - sent for at in served.sample.times],
+            "layers": recorder.layers(sent),
+        }  # fmt: skip
+    finally:
+        bench.close()
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as root:
+        row = cold_call(options.model.absolute(), Path(root), options.seed)
+    settings = {"model": options.model.name, "dtype": "bfloat16", "quick": options.quick}
+    figures = {"ttft_ms": 1e3 * row["tokens_s"][0], "exposed_ms": 1e3 * row["cold_start"]["exposed"]}
+    publish(report("cold_timeline", settings, options.seed, [row], figures, simulated=True), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.cold_bench import LOAD_OVER_PREFILL, WORKER_OVER_PREFILL, Bench
 from benchmarks.cold_busy import busy_figures, busy_host
+from benchmarks.cold_ranks import BATCHES, RANKS, ranks, ranks_figures
 from benchmarks.cold_settings import CALLS_SHARE, MEAN_OUTPUT, figures_of, run_setting, variants_of
 from benchmarks.cold_single import (
     GRID,
@@ -35,23 +36,21 @@ from benchmarks.cold_single import (
     pipelining_figures,
     regret,
     regret_figures,
-    timeline,
 )
 from benchmarks.cold_stream import streaming, streaming_figures
-from benchmarks.cold_timeline import Recorder
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.workloads import SETTINGS
 from node_agent.cores import spare_cores
 
 SHARES = {
-    "S1": 17, "S2": 17, "S3": 22, "S3-azure": 18, "S4": 17, "MAF-256": 13, "MAF-256-25": 6, "pipelining": 3,
-    "timeline": 1, "regret": 12, "interruptions": 8, "stream": 8, "busy": 14,
+    "S1": 14, "S2": 7, "S3": 16, "S3-azure": 9, "S3-long": 11, "S4": 15, "MAF-128": 5, "MAF-256": 11, "MAF-256-25": 5,
+    "MAF-512": 6, "MIX": 11, "pipelining": 3, "ranks": 3, "regret": 10, "interruptions": 10, "stream": 9, "busy": 12,
 }  # fmt: skip
 """The parts of the study, and the share of its time that each gets; any other setting gets as much as S1."""
-QUICK = "S3,MAF-256,timeline,pipelining,regret,interruptions,stream"
+QUICK = "S3,MAF-256,ranks,pipelining,regret,interruptions,stream"
 FIGURES: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
     "pipelining": pipelining_figures, "regret": regret_figures, "interruptions": interruption_figures,
-    "stream": streaming_figures, "busy": busy_figures,
+    "stream": streaming_figures, "busy": busy_figures, "ranks": ranks_figures,
 }  # fmt: skip
 
 
@@ -68,23 +67,26 @@ class Study:
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
         self.options, self.root, self.model = options, root, Path(options.model).absolute()
         self.columns: list[str] = options.columns.split(",")
-        self.recorder = Recorder()
         self._bench: Bench | None = None
 
     @property
     def bench(self) -> Bench:
         if self._bench is None:
-            ranks = {64: max(MANY, AT_ONCE * self.options.calls)}
+            wanted = {64: max(MANY, AT_ONCE * self.options.calls)}
             for part in self.parts:
-                ranks |= {rank: max(self._most(part), ranks.get(rank, 0)) for rank in _ranks(part)}
-            self._bench = Bench(self.model, self.root / "bench", self.options.seed, ranks, self.recorder.changed)
+                wanted |= {rank: max(count, wanted.get(rank, 0)) for rank, count in self._adapters(part).items()}
+            self._bench = Bench(self.model, self.root / "bench", self.options.seed, wanted)
         return self._bench
 
-    def _most(self, part: str) -> int:
-        """Adapters of each rank that a round of the part calls."""
-        share = CALLS_SHARE[SETTINGS[part].lengths] if part in SETTINGS else 0.0
+    def _adapters(self, part: str) -> dict[int, int]:
+        """How many of each rank a round of the part calls."""
+        if part == "ranks":
+            return {rank: max(1, *(batch.count(rank) for batch in BATCHES.values())) for rank in RANKS}
+        if part not in SETTINGS:
+            return dict.fromkeys(PIPELINING_RANKS if part == "pipelining" else (64,), 1)
         calls: int = self.options.calls
-        return max(1, round(calls * share))
+        count = max(1, round(calls * CALLS_SHARE[SETTINGS[part].lengths]))
+        return dict.fromkeys(SETTINGS[part].ranks, count)
 
     @property
     def parts(self) -> list[str]:
@@ -103,8 +105,8 @@ class Study:
             row = pipelining(self.bench, self.columns, rounds, until)
         elif part == "regret":
             row = regret(self.bench, self.columns[-1:], rounds, until, QUICK_GRID if options.quick else GRID)
-        elif part == "timeline":
-            row = timeline(self.bench, self.columns, self.recorder)
+        elif part == "ranks":
+            row = ranks(self.bench, rounds, until)
         elif part == "interruptions":
             row = interruptions(self.bench, AT_ONCE * calls, rounds, seed, until)
         else:
@@ -120,10 +122,6 @@ class Study:
         if self._bench is not None:
             self._bench.close()
             self._bench = None
-
-
-def _ranks(part: str) -> tuple[int, ...]:
-    return SETTINGS[part].ranks if part in SETTINGS else PIPELINING_RANKS if part == "pipelining" else (64,)
 
 
 def run_parts(study: Study, kept: Path | None) -> list[dict[str, Any]]:
@@ -163,8 +161,7 @@ def _kept(file: Path | None, study: Study) -> list[dict[str, Any]]:
 def document(study: Study, rows: list[dict[str, Any]]) -> dict[str, Any]:
     figures: dict[str, float] = {}
     for row in rows:
-        if row["part"] != "timeline":
-            figures |= FIGURES.get(row["part"], figures_of)(row)
+        figures |= FIGURES.get(row["part"], figures_of)(row)
     figures["probe_before_ms"] = rows[0]["probe_before_ms"]
     figures["probe_after_ms"] = rows[-1]["probe_after_ms"]
     figures["probe_max_ms"] = max(row[f"probe_{when}_ms"] for row in rows for when in ("before", "after"))
@@ -185,7 +182,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--columns", default="fast,slowed", help="of fast, slowed: the CPU workers' speed")
     parser.add_argument("--rounds", type=int, default=5, help="of every part, as far as its time allows")
     parser.add_argument("--calls", type=int, default=6, help="in each round of a setting with short prompts")
-    parser.add_argument("--minutes", type=float, default=24, help="for all parts; no round is cut short")
+    parser.add_argument("--minutes", type=float, default=23, help="for all parts; no round is cut short")
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.calls = 1, 3

@@ -10,10 +10,12 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from node_agent.coldstart.cold_starts import ColdStarts
+from node_agent.coldstart.planner import Contention
+from node_agent.coldstart.row_costs import MOST_JOINED
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.engine.loop import Engine
 from node_agent.types import Lease, Plan
@@ -45,7 +47,7 @@ class ForcedStarts(ColdStarts):
         self.plans = dict.fromkeys(PLANS, 0)
         self.kills = self.stops = self.joined = 0
 
-    def plan(self, lease: Lease, n_tokens: int, ahead: float) -> Plan:  # noqa: ARG002 - a ColdStart's signature
+    def plan(self, lease: Lease, n_tokens: int, contention: Contention) -> Plan:  # noqa: ARG002 - a ColdStart's signature
         layers = self.base.num_layers
         name = self.rng.choice(PLANS if self.assists else PLANS[:2])
         self.plans[name] += 1
@@ -55,13 +57,15 @@ class ForcedStarts(ColdStarts):
         slow = self.rng.choice((0.0, 1.0))  # whether a layer that comes late is worth waiting for
         return Plan(name, self.rng.randint(0, layers), 0.0, (slow,) * layers, (0.1,) * layers)
 
-    def joins(self, lease: Lease, rows: int) -> bool:
-        if not self.can_step(lease) or self.rng.random() < 0.3:
-            return False
-        self.joined += rows
-        if self.rng.random() < self.faults:
-            self._fail()
-        return True
+    def joining(self, waiting: Iterable[tuple[Lease, int]], others: int) -> set[str]:  # noqa: ARG002 - as above
+        chosen: set[str] = set()
+        for lease, rows in waiting:
+            if len(chosen) < MOST_JOINED and self.can_step(lease) and self.rng.random() > 0.3:
+                chosen.add(lease.digest)
+                self.joined += rows
+                if self.rng.random() < self.faults:
+                    self._fail()
+        return chosen
 
     def _fail(self) -> None:
         pids = self.pool.pids() if self.pool is not None else []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -119,24 +121,29 @@ class PeftReference:
         wrapped: torch.nn.Module = self._wrapped
         return wrapped
 
-    @torch.inference_mode()
     def greedy(self, adapter: Path | None, prompt: list[int], count: int, eos: frozenset[int] = frozenset()) -> Greedy:
         """`count` tokens, or fewer when one of `eos` comes (it is included)."""
-        model = self.model(adapter)
         tokens: list[int] = []
         gaps: list[float] = []
+        for token, gap in islice(self.steps(adapter, prompt), count):
+            tokens.append(token)
+            gaps.append(gap)
+            if token in eos:
+                break
+        return Greedy(tokens, gaps)
+
+    @torch.inference_mode()
+    def steps(self, adapter: Path | None, prompt: list[int]) -> Iterator[tuple[int, float]]:
+        """Yields greedy tokens without end, each with the distance between its two best logits."""
+        model = self.model(adapter)
         step = torch.tensor([prompt])
         past = None
-        while len(tokens) < count:
+        while True:
             out = model(input_ids=step, past_key_values=past, use_cache=True, logits_to_keep=1)
             past = out.past_key_values
             best = out.logits[0, -1].float().topk(2)
-            tokens.append(int(best.indices[0]))
-            gaps.append(float(best.values[0] - best.values[1]))
-            if tokens[-1] in eos:
-                break
+            yield int(best.indices[0]), float(best.values[0] - best.values[1])
             step = best.indices[:1].unsqueeze(0)
-        return Greedy(tokens, gaps)
 
     @torch.inference_mode()
     def logits(self, adapter: Path | None, ids: list[int], last: int = 0) -> torch.Tensor:

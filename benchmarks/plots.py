@@ -87,7 +87,7 @@ def main() -> None:
     save(cpu_plot(kernels), IMAGES / "kernels-cpu.svg")
     save(floor_plot(kernels), IMAGES / "kernels-floor.svg")
     save(ratios_plot(cold), IMAGES / "coldstart-ratios.svg")
-    save(timeline_plot(cold), IMAGES / "coldstart-request.svg")
+    save(timeline_plot(load("cold_timeline")), IMAGES / "coldstart-request.svg")
     if (RESULTS / "perfmodel.json").exists():
         save(perfmodel_plot(load("perfmodel")), IMAGES / "perfmodel-residuals.svg")
     if (RESULTS / "autoscale.json").exists():

@@ -19,6 +19,8 @@ from benchmarks.report import ROOT
 from benchmarks.trace import minute_counts
 
 UTILISATION_PER_RPS = 0.5 / 9
+MOST_ANSWER = 512
+"""Tokens."""
 LENGTHS_FILE = ROOT / "benchmarks" / "data" / "azure_llm_2023_conv_lengths.csv.gz"
 MEETING_FILE = ROOT / "tests" / "data" / "qmsum" / "meeting.txt.gz"
 
@@ -39,6 +41,8 @@ class Setting:
     """distinct: every call names an adapter that is not on the device; maf: as often as the trace's functions"""
     pool_share: float = 0.1
     """of all adapters' bytes, that the device holds: at first those that are called most"""
+    answers: str = "short"
+    """short: geometric; trace: as long as the Azure conversation trace's, cut at MOST_ANSWER"""
 
     @property
     def utilisation(self) -> float:
@@ -52,6 +56,7 @@ SETTINGS = {
         Setting("S2", (64,), 200, 6, "chat", "distinct"),
         Setting("S3", (64,), 200, 9, "chat", "distinct"),
         Setting("S3-azure", (64,), 200, 9, "azure", "distinct"),
+        Setting("S3-long", (64,), 200, 9, "chat", "distinct", answers="trace"),
         Setting("S4", (256,), 50, 3, "meeting", "distinct"),
         Setting("MAF-128", (64,), 128, 1.5, "chat", "maf"),
         Setting("MAF-256", (64,), 256, 3.6, "chat", "maf"),
@@ -77,9 +82,15 @@ def draw_calls(setting: Setting, n: int, rng: np.random.Generator, most_prompt: 
     Of functions of the trace adapter 0 is called most, 1 next, and so on."""
     at = np.cumsum(rng.exponential(1.0, n))
     prompts = np.minimum(LENGTHS[setting.lengths](n, rng), most_prompt)
-    outputs = np.minimum(rng.geometric(1 / mean_output, n), 4 * mean_output)
+    longest = most_output(setting, mean_output)
+    drawn = rng.choice(_trace(1), n) if setting.answers == "trace" else rng.geometric(1 / mean_output, n)
+    outputs = np.minimum(drawn, longest)
     adapters = _adapters(setting, n, rng)
     return [Call(float(t), int(a), int(p), int(o)) for t, a, p, o in zip(at, adapters, prompts, outputs, strict=True)]
+
+
+def most_output(setting: Setting, mean_output: int) -> int:
+    return MOST_ANSWER if setting.answers == "trace" else 4 * mean_output
 
 
 def _adapters(setting: Setting, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -102,14 +113,24 @@ def chat_lengths(n: int, rng: np.random.Generator) -> np.ndarray:
 
 def azure_lengths(n: int, rng: np.random.Generator) -> np.ndarray:
     """Prompts of the Azure conversation trace of 2023 (median 1,015 over the whole trace)."""
+    return rng.choice(_trace(0), n)
+
+
+def _trace(column: int) -> np.ndarray:
+    """Tokens of the trace's prompts (0) or answers (1), by call."""
     with gzip.open(LENGTHS_FILE, "rt", newline="") as stream:
-        found = np.array([int(row[0]) for row in list(csv.reader(stream))[1:]])
-    return rng.choice(found, n)
+        return np.array([int(row[column]) for row in list(csv.reader(stream))[1:]])
 
 
 def meeting_lengths(n: int, rng: np.random.Generator) -> np.ndarray:  # noqa: ARG001 - as the others
     """A whole meeting, longer than any cut."""
     return np.full(n, 1 << 30)
+
+
+def meeting_text() -> str:
+    """A meeting of QMSum, for which `meeting_lengths` stands."""
+    with gzip.open(MEETING_FILE, "rt") as stream:
+        return stream.read()
 
 
 LENGTHS: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {

@@ -252,4 +252,6 @@ class Plan:
     seconds: float = 0.0
     """forecast of the chunk's end, from now"""
     rest: float = 0.0
-    """forecast of the seconds from then until the whole adapter is there, and the request may decode"""
+    """forecast of the seconds from then until the request may decode; 0 where no token follows the chunk"""
+    others: int = 0
+    """requests that wait wherever the engine waits for workers"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,16 +16,15 @@ from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora, PassWorkers
 from node_agent.coldstart.costs import group_elements, group_shares, group_widths
 from node_agent.coldstart.learning import Correction, Outcome
-from node_agent.coldstart.planner import ChunkCosts, choose, wait_seconds
+from node_agent.coldstart.planner import ChunkCosts, Contention, arrivals, choose, longest_step
 from node_agent.coldstart.profile import Profile
+from node_agent.coldstart.row_costs import JoinedStep, RowPart, beside, row_crossings, row_work
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import LayerState, Lease, PassLora, Plan
 
 MOST_OUTCOMES = 256
 LEAST_LOAD_S = 1e-3
 """Shorter loads tell of threads waking up, and nothing of the link."""
-JOINS_AT_MOST = 0.25
-"""Of a step's time: by so much rows whose adapters are on their way may lengthen the others' next step."""
 NO_WAIT = 0.02
 """Workers count as on time if the chunk waited less than this share of the base's products, beside which they
 compute."""
@@ -77,8 +77,8 @@ class ColdStarts:
         self._shares = group_shares(base)
         self.use(profile, workers)
         self.decision = WorkersDecision(0, "")
-        self.cpu, self.link = Correction(), Correction()
-        """of the profile's costs of workers and link, as they are lately"""
+        self.cpu, self.row_cpu, self.link = Correction(), Correction(), Correction()
+        """of the profile's costs of workers, by chunks and by decode rows, and of the link, as they are lately"""
         self.outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
 
     def use(self, profile: Profile | None, workers: WorkerPool | None) -> None:
@@ -92,21 +92,48 @@ class ColdStarts:
         """CPU workers can take work now."""
         return self.workers is not None and self.workers.usable > 0
 
-    def plan(self, lease: Lease, n_tokens: int, ahead: float) -> Plan:
-        """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants. `ahead`:
-        seconds for which the device computes other cold chunks first."""
+    def plan(self, lease: Lease, n_tokens: int, contention: Contention) -> Plan:
+        """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants."""
         if self.profile is None:
             return Plan("wait")
-        costs = replace(self.costs(lease, n_tokens, self.profile), ahead=ahead)
+        costs = replace(self.costs(lease, n_tokens, self.profile), ahead=contention.ahead, others=contention.others)
+        if contention.decodes:
+            costs = replace(costs, decodable=self._decodable(lease, costs, self.profile))
         possible = tuple(name for name in self.way.plans if name != "assist" or self.assists)
         choice = choose(costs, possible or ("wait",))
         if choice.name != "wait":
             self.store.set_order(lease, choice.order(self.base.num_layers))
-        extra = tuple((costs.cpu - costs.device).tolist())
-        rest = max(0.0, wait_seconds(costs) - costs.device * self.base.num_layers - choice.seconds)
         return Plan(
-            choice.name, choice.assisted, choice.exposed, extra, tuple(costs.load.tolist()), choice.seconds, rest
+            choice.name,
+            choice.assisted,
+            choice.exposed,
+            tuple((costs.cpu - costs.device).tolist()),
+            tuple(costs.load.tolist()),
+            choice.seconds,
+            max(0.0, costs.decodable - choice.seconds),
+            contention.others,
         )
+
+    def _decodable(self, lease: Lease, costs: ChunkCosts, profile: Profile) -> float:
+        """Returns the seconds from now until rows of the adapter may decode: all is there, or the workers' part of what
+        is not lengthens the others' steps little."""
+        arrived = arrivals(costs)
+        if not (self.way.decodes and self.assists):
+            return float(arrived[-1])
+        rows = 1 + costs.others
+        work, crossings = self._row_work(lease, 1, profile)
+        longer = (work - beside(profile, self.base, rows)).clip(0.0).sum(axis=1) + crossings.sum(axis=1)
+        longer[costs.load == 0] = 0.0
+        most = longest_step(self.warm_seconds(rows, self.base.num_layers), 1, costs.others)
+        rest = np.append(np.cumsum(longer[::-1])[::-1][1:], 0.0)  # of the layers behind each one
+        ready = float(arrived[np.argmax(rest <= most)]) if longer.sum() > most else 0.0
+        return max(ready, float(costs.in_host.max()))
+
+    def _row_work(self, lease: Lease, rows: int, profile: Profile) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the workers' seconds for so many decode rows, as they are lately, and those of crossings."""
+        layout, row_bytes = self.store.layout(lease), rows * self.store.pool.data.element_size()
+        work = self.row_cpu.value * row_work(profile, self.base, layout, rows)
+        return work, row_crossings(profile, self.base, layout, row_bytes)
 
     def without_workers(self, lease: Lease, plan: Plan) -> Plan:
         """Returns what an `assist` plan becomes where no worker can be had after all: every layer is loaded."""
@@ -128,17 +155,26 @@ class ColdStarts:
         profile."""
         return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
-    def joins(self, lease: Lease, rows: int) -> bool:
-        """Returns whether so many decode rows of an adapter that is on its way go along with the others' next step:
-        they need not wait for a layer, and lengthen the step little, and by less than the load has still to go."""
-        if self.profile is None or not (self.way.decodes and self.can_step(lease)):
-            return False
-        costs = self.costs(lease, rows, self.profile)
+    def joining(self, waiting: Iterable[tuple[Lease, int]], others: int) -> set[str]:
+        """Returns the digests of adapters whose rows go along with the next decode step, though they are on their way:
+        they need not wait for a layer, and all requests together gain by it. `waiting`: each adapter that has rows to
+        decode, with their number; `others`: requests that are held up by as much as the step takes longer."""
+        chosen: set[str] = set()
+        if self.profile is None or not self.way.decodes:
+            return chosen
+        step = JoinedStep(self.profile, self.base, self.workers.usable if self.workers else 0, others)
+        for lease, rows in waiting:
+            if not step.full and self.can_step(lease) and step.join(self._row_part(lease, rows, self.profile)):
+                chosen.add(lease.digest)
+        return chosen
+
+    def _row_part(self, lease: Lease, rows: int, profile: Profile) -> RowPart:
         states = np.array([self.state(lease, layer) for layer in range(self.base.num_layers)])
-        step, left = costs.device * self.base.num_layers, float(costs.load.sum())
-        arriving = float(costs.load[states == LayerState.ENQUEUED].sum())
-        longer = float((costs.cpu - costs.device)[states == LayerState.HOST].sum()) + max(0.0, arriving - step)
-        return longer <= min(JOINS_AT_MOST * step, left)
+        load = self.costs(lease, rows, profile).load
+        for_workers = (states == LayerState.HOST)[:, None]
+        work, crossings = (np.where(for_workers, each, 0.0) for each in self._row_work(lease, rows, profile))
+        arriving = float(load[states == LayerState.ENQUEUED].sum())
+        return RowPart(rows, work, float(crossings.sum()), arriving, float(load.sum()))
 
     def can_step(self, lease: Lease) -> bool:
         """Returns whether a pass could be computed to its end now: each layer is on the device or can be computed by
@@ -150,26 +186,34 @@ class ColdStarts:
         """Returns whether each layer is on the device, or its copy enqueued there."""
         return all(self.state(lease, layer) in ON_DEVICE for layer in range(self.base.num_layers))
 
-    def observe_joined(self, lease: Lease, rows: int, lora: ColdLora) -> None:
-        """Learn from decode rows of the leased adapter that joined a pass."""
-        self._observe_workers(lease, rows, lora.layers_on_cpu, lora.waited)
+    def observe_joined(self, joined: Sequence[tuple[Lease, int, ColdLora]]) -> None:
+        """Learn from the decode rows, so many of each adapter, that joined one step. The workers served all of them
+        beside one product of the base, and whoever was served last waited for those before."""
+        if self.profile is None or not self.assists:
+            return
+        profile, base, layers = self.profile, self.base, self.base.num_layers
+        parts = [(row_work(profile, base, self.store.layout(lease), rows), lora) for lease, rows, lora in joined]
+        work = sum(lora.layers_on_cpu / layers * each for each, lora in parts)
+        share = max(lora.layers_on_cpu for _, lora in parts) / layers
+        between = share * np.where(work > 0, beside(profile, base, sum(rows for _, rows, _ in joined)), 0.0)
+        self._learn(self.row_cpu, float(np.sum(work)), float(between.sum()), sum(lora.waited for _, lora in parts))
 
     def observe(self, lease: Lease, outcome: Outcome) -> None:
         """Learn from a chunk of the leased adapter that was computed."""
         self.outcomes.append(outcome)
-        self._observe_workers(lease, outcome.tokens, outcome.layers_cpu, outcome.waited)
+        if self.profile is None or not self.assists:
+            return
+        layers, device = self.base.num_layers, self.profile.layer_seconds(outcome.tokens)
+        layout = self.store.layout(lease)
+        work = [self._beside(self.profile, layout, i, outcome.tokens, device) for i in range(layers)]
+        cpu, between = (outcome.layers_cpu / layers * sum(pair[at] for of in work for pair in of) for at in (0, 1))
+        self._learn(self.cpu, cpu, between, outcome.waited)
 
-    def _observe_workers(self, lease: Lease, tokens: int, layers_cpu: int, waited: float) -> None:
-        """`waited`: seconds for workers, which computed `layers_cpu` layers of so many tokens."""
-        if not layers_cpu or self.profile is None or not self.assists:
-            return
-        if self.store.pool.data.device.type != "cpu":  # there the stream waits, and the engine knows nothing of it
-            return
-        layers, device = self.base.num_layers, self.profile.layer_seconds(tokens)
-        work = [self._beside(self.profile, self.store.layout(lease), i, tokens, device) for i in range(layers)]
-        share = layers_cpu / layers
-        cpu, beside = (share * sum(pair[part] for pairs in work for pair in pairs) for part in (0, 1))
-        self.cpu.learn(cpu, beside + waited, at_most=waited < NO_WAIT * beside)
+    def _learn(self, correction: Correction, cpu: float, between: float, waited: float) -> None:
+        """Learns that workers who were to take `cpu` seconds had the `between` ones of the base's products, and
+        `waited` more. On a device with a stream it learns nothing: that waits where the engine can't see it."""
+        if self.store.pool.data.device.type == "cpu":
+            correction.learn(cpu, between + waited, at_most=waited < NO_WAIT * between)
 
     def observe_load(self, forecast: float, seconds: float) -> None:
         """Learn from the rest of a load whose adapter lay in host memory."""
@@ -208,7 +252,7 @@ class ColdStarts:
         left = sum(
             plan.load[i] for i in range(plan.assisted, layer + 1) if self.store.state(lease, i) != LayerState.DEVICE
         )
-        return bool(plan.cpu_extra[layer] < left)
+        return bool((1 + plan.others) * plan.cpu_extra[layer] < left)
 
     def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
         """Returns what each layer of the chunk costs by the profile, corrected by what was observed lately and with the

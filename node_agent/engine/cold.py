@@ -12,6 +12,7 @@ from math import inf
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.coldstart.learning import Outcome
+from node_agent.coldstart.planner import Contention
 from node_agent.device import ENDED, Event, EventWatch, record_event, unless_out_of_memory
 from node_agent.engine.batch import Row
 from node_agent.engine.pulse import Pulse
@@ -53,6 +54,11 @@ class ColdPass:
             return self.plan
         return replace(self.plan, cpu_extra=(inf,) * len(self.plan.cpu_extra))
 
+    @property
+    def cpu_left(self) -> float:
+        """Seconds, as planned, by which the CPU workers lengthen what is left of the pass."""
+        return sum(max(0.0, extra) for extra in self.plan.cpu_extra[self.run.layer : self.plan.assisted])
+
     def resume(self, now: float) -> None:
         if self.stalled_at:
             self.exposed += now - self.stalled_at
@@ -89,15 +95,18 @@ class ColdPasses:
     def full(self) -> bool:
         return len(self.open) >= self.limit
 
-    def begin(self, request: Request, length: int) -> None:
-        """Plan and open a pass for the request's next `length` tokens."""
+    def begin(self, request: Request, length: int, others: int) -> None:
+        """Plan and open a pass for the request's next `length` tokens, beside `others` other requests."""
         assert request.lease is not None and request.cold is not None
         phases = request.cold
         begun = time.monotonic()
         ahead = sum(
-            self.cold_start.warm_seconds(cold.row.length, self.num_layers - cold.run.layer) for cold in self.open
+            self.cold_start.warm_seconds(cold.row.length, self.num_layers - cold.run.layer) + cold.cpu_left
+            for cold in self.open
         )
-        row, plan = Row(request, length), self.cold_start.plan(request.lease, length, ahead)
+        row = Row(request, length)
+        decodes = row.wants_logits and request.max_tokens > 1
+        plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, decodes))
         started = unless_out_of_memory(lambda: self._start(row, plan))
         if started is None:
             request.wants_whole = True  # in a hot pass, which may be smaller
@@ -106,9 +115,7 @@ class ColdPasses:
         if not phases.planned:
             phases.planned, phases.load_forecast = begun, sum(plan.load)
         if plan.name != "wait" and phases.plan == "wait":
-            phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed
-            if row.wants_logits and request.max_tokens > 1:
-                phases.forecast += plan.rest
+            phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed + plan.rest
         request.in_cold_pass, phases.opened = True, True
         self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
 

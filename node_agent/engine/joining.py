@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
 from node_agent.coldstart.cold_lora import ColdLora, PassWorkers
@@ -22,9 +22,6 @@ from node_agent.types import Lease, ModelRunner, PassLora
 
 log = logging.getLogger("garnish.engine")
 
-MOST_ADAPTERS = 4
-"""That join one pass while they are on their way. Each has a handoff open at a time, of which there are eight."""
-
 IsLoaded = Callable[[Request], bool]
 
 
@@ -34,17 +31,15 @@ class Joining:
     def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
         self.cold, self._runner, self._start_lora = cold, runner, start_lora
 
-    def choose(self, running: Iterable[Request], is_loaded: IsLoaded) -> Collection[str]:
+    def choose(self, running: Collection[Request], is_loaded: IsLoaded) -> Collection[str]:
         """Returns the ids of requests whose next token can be computed now, though their adapter is not loaded."""
         waiting = [r for r in running if r.decoding and not r.wants_whole and not is_loaded(r)]
         if not waiting:
             return ()
         rows = Counter(request.lease.digest for request in waiting if request.lease is not None)
         leases = {request.lease.digest: request.lease for request in waiting if request.lease is not None}
-        starts, chosen = self.cold.cold_start, set[str]()
-        for digest, count in rows.items():
-            if len(chosen) < MOST_ADAPTERS and starts.joins(leases[digest], count):
-                chosen.add(digest)
+        parts = [(leases[digest], count) for digest, count in rows.items()]
+        chosen = self.cold.cold_start.joining(parts, len(running) - len(waiting))
         return {request.id for request in waiting if request.lease is not None and request.lease.digest in chosen}
 
     def open(self, rows: Sequence[Row]) -> Joined:
@@ -105,7 +100,7 @@ class Joined:
         """Ends what was opened; of a pass that was `computed`, books who computed its layers. Returns the rows whose
         numbers count for nothing, because a worker failed: their steps wait for the weights."""
         failed: list[Row] = []
-        for rows, lease, part in self._parts:
+        for rows, _, part in self._parts:
             part.lora.close()
             if not computed:
                 continue
@@ -113,8 +108,8 @@ class Joined:
                 self._note(row.request, part.lora)
             if part.lora.poisoned:
                 failed += rows
-            else:
-                self._cold.cold_start.observe_joined(lease, len(rows), part.lora)
+        if computed and self._parts and not failed:
+            self._cold.cold_start.observe_joined([(lease, len(rows), part.lora) for rows, lease, part in self._parts])
         for workers in self._workers.values():  # also those of rows for which the pass was too large
             if workers is not None:
                 workers.end()

@@ -294,7 +294,8 @@ class Engine:
                 return
             if request.decoding or request.in_cold_pass or request.wants_whole or self._is_loaded(request):
                 continue
-            self.cold.begin(request, min(len(request.tokens) - request.computed, self.limits.chunk_tokens))
+            length = min(len(request.tokens) - request.computed, self.limits.chunk_tokens)
+            self.cold.begin(request, length, len(self.running) - 1)
 
     def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora, Plan]:
         """Returns the plan, too: another than the given one where the workers that it counts on can't be had."""

@@ -43,7 +43,7 @@ def test_plots(tmp_path: Path) -> None:
     """The same report gives the same picture, and the pages show it."""
     plots = {"memory": (memory_plot, "memory"), "kernels-cpu": (cpu_plot, "kernels"),
              "kernels-floor": (floor_plot, "kernels"), "coldstart-ratios": (ratios_plot, "coldstart"),
-             "coldstart-request": (timeline_plot, "coldstart")}  # fmt: skip
+             "coldstart-request": (timeline_plot, "cold_timeline")}  # fmt: skip
     for name, (plot, study) in plots.items():
         files = [tmp_path / f"{name}{i}.svg" for i in range(2)]
         for file in files:

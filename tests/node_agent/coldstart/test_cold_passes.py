@@ -17,6 +17,7 @@ from benchmarks.forced import force
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from node_agent.coldstart.learning import Outcome
+from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
@@ -132,8 +133,8 @@ def test_an_assist_plan_without_workers_loads_layer_by_layer(
     """They end between the plan and the pass's beginning: nothing is computed in vain."""
     pool, plan = pool_of(assisted), assisted.engine.cold_start.plan
 
-    def planned(lease: Lease, n_tokens: int, ahead: float) -> Plan:
-        found = plan(lease, n_tokens, ahead)
+    def planned(lease: Lease, n_tokens: int, contention: Contention) -> Plan:
+        found = plan(lease, n_tokens, contention)
         for pid in pool.pids():
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: pool.usable == 0)
@@ -312,7 +313,7 @@ def test_no_layer_of_a_failed_load_is_begun(assisted: LocalEngine, adapter_dir: 
     lease = assisted.engine.running[request].lease
     assert lease is not None
     starts, copy = assisted.engine.cold_start, assisted.engine.store.device[lease.digest].copy
-    plan = starts.plan(lease, len(STORY), 0.0)
+    plan = starts.plan(lease, len(STORY), Contention())
     copy.failed = "layer 0 is not what was written"
     assert starts.ready_until(lease, plan, 0) == 0
     link.open()

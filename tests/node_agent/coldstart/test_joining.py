@@ -42,7 +42,7 @@ def engine(make_engine: MakeEngine) -> LocalEngine:
     engine = make_engine(cpu_workers=1, max_rows=16)
     layers, starts = engine.base.num_layers, engine.engine.cold_start
     starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
-    starts.joins = lambda lease, rows: starts.can_step(lease)  # type: ignore[method-assign]
+    starts.joining = lambda waiting, others: {lease.digest for lease, _ in waiting if starts.can_step(lease)}  # type: ignore[method-assign]
     return engine
 
 
@@ -190,19 +190,20 @@ def test_rows_join_where_that_costs_little(make_engine: MakeEngine, directories:
     lease, profile = _lease(engine, request), starts.profile
     assert profile is not None and profile.cpu is not None
 
-    def joins(worker_s: float, load_s: float, layer_s: float = 1e-3) -> bool:
+    def joins(worker_s: float, load_s: float, others: int) -> bool:
         whole = sum(starts.costs(lease, 1, profile).load)
         starts.profile = type(profile)(
             profile.key,
-            ((1, layer_s),),
+            ((16, 1e-3),),
             type(profile.cpu)(worker_s, 0.0, 0.0),
             type(profile.link)(0.0, profile.link.bandwidth * whole / load_s),
         )
-        return starts.joins(lease, 1)
+        return bool(starts.joining([(lease, 1)], others))
 
-    assert joins(worker_s=1e-6, load_s=1.0)
-    assert not joins(worker_s=1e-6 + 1e-3, load_s=1.0)  # four groups a layer: the step would take some times as long
-    assert not joins(worker_s=4e-4, load_s=1e-6)
+    assert joins(worker_s=1e-6, load_s=1.0, others=3)
+    assert not joins(worker_s=1e-6 + 1e-3, load_s=1.0, others=3)  # four groups a layer: several times as long
+    assert joins(worker_s=1e-6 + 1e-3, load_s=1.0, others=0)  # and nobody but the row would mind
+    assert not joins(worker_s=4e-4, load_s=1e-6, others=0)
     starts.profile = profile
     link.open()
     engine.run()

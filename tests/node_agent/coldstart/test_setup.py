@@ -18,6 +18,7 @@ from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from node_agent.coldstart import measure, setup
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey, read_profile
 from node_agent.coldstart.profile import check as check_profile
 from node_agent.coldstart.setup import profile_key
@@ -151,6 +152,8 @@ NUMBERS = st.one_of(
     link=st.tuples(NUMBERS, NUMBERS),
     tokens=st.integers(1, 1 << 13),
     ahead=st.sampled_from([0.0, 1e-9, 1e6]),
+    others=st.sampled_from([0, 1, 100]),
+    decodes=st.booleans(),
 )
 def test_every_profile_that_is_accepted_makes_a_plan(
     held: tuple[ColdStarts, Lease],
@@ -159,6 +162,8 @@ def test_every_profile_that_is_accepted_makes_a_plan(
     link: tuple[float, float],
     tokens: int,
     ahead: float,
+    others: int,
+    decodes: bool,
 ) -> None:
     """Its file can say anything; a plan that can't be made would end the engine."""
     starts, found = held
@@ -169,6 +174,6 @@ def test_every_profile_that_is_accepted_makes_a_plan(
     except ProfileError:
         return
     starts.profile, starts.workers = profile, OneWorker()  # type: ignore[assignment]
-    plan = starts.plan(found, tokens, ahead)
+    plan = starts.plan(found, tokens, Contention(ahead, others, decodes))
     assert plan.name in starts.way.plans and plan.exposed >= 0
     assert 0 <= starts.ready_until(found, plan, 0) <= starts.base.num_layers

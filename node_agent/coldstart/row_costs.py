@@ -1,0 +1,113 @@
+"""What decode rows whose adapters are on their way cost a step that they join, and which of them join it.
+
+Arrays are f64[N, groups]: seconds of one worker, by layer and projection group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from adapters.base_model import BaseModel
+from node_agent.adapter_memory.layout import AdapterLayout
+from node_agent.coldstart.costs import group_elements, group_shares, group_widths
+from node_agent.coldstart.planner import StepCosts, joins
+from node_agent.coldstart.profile import Profile
+from node_agent.types import GROUPS
+
+NAMES = tuple(GROUPS)
+MOST_JOINED = 4
+"""Adapters that join one step while they are on their way. Each has a handoff open at a time, of which there are
+eight."""
+
+
+def row_work(profile: Profile, base: BaseModel, layout: AdapterLayout, rows: int) -> np.ndarray:
+    """Returns the workers' seconds for the adapter's part of so many decode rows."""
+    found = np.zeros((base.num_layers, len(NAMES)))
+    for layer, elements in enumerate(_elements(base, layout)):
+        for group, count in elements.items():
+            found[layer, NAMES.index(group)] = profile.cpu_seconds(rows, count)
+    return found
+
+
+def row_crossings(profile: Profile, base: BaseModel, layout: AdapterLayout, row_bytes: int) -> np.ndarray:
+    """Returns the seconds in which inputs and results cross between a device and the workers; `row_bytes`: of one
+    element of each of the rows."""
+    found = np.zeros((base.num_layers, len(NAMES)))
+    if profile.handoff is None:
+        return found  # they share its memory
+    for layer, elements in enumerate(_elements(base, layout)):
+        for group in elements:
+            handed, answered = group_widths(base, group)
+            found[layer, NAMES.index(group)] = profile.crossing_seconds(row_bytes * handed, row_bytes * answered)
+    return found
+
+
+def beside(profile: Profile, base: BaseModel, rows: int) -> np.ndarray:
+    """Returns f64[groups]: seconds of the base's products in each layer of a step of so many rows."""
+    shares = group_shares(base)
+    return profile.layer_seconds(rows) * np.array([shares[name] for name in NAMES])
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """What rows of one adapter add to a step."""
+
+    rows: int
+    work: np.ndarray
+    """of the layers that the workers would compute"""
+    crossing: float
+    """seconds, of these layers"""
+    arriving: float
+    """seconds of the load of layers that the step would wait for"""
+    left: float
+    """seconds of the whole load"""
+
+
+class JoinedStep:
+    """A decode step, as rows of one adapter after another join it."""
+
+    def __init__(self, profile: Profile, base: BaseModel, workers: int, others: int) -> None:
+        """`workers`: that could take a part; `others`: requests that wait for the step's end."""
+        self._profile, self._base, self._workers, self.others = profile, base, workers, others
+        self._work = np.zeros((base.num_layers, len(NAMES)))
+        self._longer = 0.0
+        self._parts = 0
+
+    @property
+    def full(self) -> bool:
+        return self._parts == MOST_JOINED
+
+    def costs(self, part: RowPart) -> StepCosts:
+        rows = part.rows + self.others
+        device = self._profile.layer_seconds(rows) * self._base.num_layers
+        longer = self._lengthens(self._work + part.work, self._parts + 1, rows)
+        longer += part.crossing + max(0.0, part.arriving - device) - self._lengthens(self._work, self._parts, rows)
+        return StepCosts(device, longer, self._longer, part.left, part.rows, self.others)
+
+    def join(self, part: RowPart) -> bool:
+        """Lets the rows join, or returns False where they had better sit the step out."""
+        step = self.costs(part)
+        if not joins(step):
+            return False
+        self._work, self._longer = self._work + part.work, self._longer + step.longer
+        self._parts, self.others = self._parts + 1, self.others + part.rows
+        return True
+
+    def _lengthens(self, work: np.ndarray, parts: int, rows: int) -> float:
+        """Returns by how much the step waits for workers, who compute adapter after adapter beside one base product."""
+        each = work / max(1, min(self._workers, parts))
+        return float((each - beside(self._profile, self._base, rows)).clip(0.0).sum())
+
+
+def _elements(base: BaseModel, layout: AdapterLayout) -> list[dict[str, int]]:
+    """Returns the elements of each layer's groups."""
+    known: dict[bytes, dict[str, int]] = {}
+    found = []
+    for layer in range(base.num_layers):
+        key = layout.rank[layer].tobytes()  # layers of equal ranks cost the same
+        if key not in known:
+            known[key] = group_elements(layout, layer, base)
+        found.append(known[key])
+    return found
