@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,24 @@ from hypothesis import strategies as st
 
 from adapters.artifact import LayerBlock
 from benchmarks.cold_busy import confined, descendants
+from benchmarks.cold_peft import PeftRig
 from benchmarks.cold_rig import Run, Served
-from benchmarks.cold_settings import _after_own_load, figures_of, variants_of
+from benchmarks.cold_settings import (
+    HEADLINE,
+    MOST_PROMPT,
+    OF_CALLS,
+    WHOLE,
+    _after_own_load,
+    figures_of,
+    variants_of,
+)
 from benchmarks.cold_single import interrupted, regret_figures
 from benchmarks.cold_stream import earliest, ideal
+from benchmarks.cold_timeline import Recorder
 from benchmarks.coldstart import Study, parse, run_parts
 from benchmarks.latency import Sample
-from benchmarks.workloads import SETTINGS, draw_calls
+from benchmarks.report import rounds_until
+from benchmarks.workloads import MOST_ANSWER, SETTINGS, Call, draw_calls, meeting_text
 from cluster.messages import ColdStart
 
 
@@ -33,7 +45,8 @@ def test_calls_of_a_setting(name: str) -> None:
     setting = SETTINGS[name]
     calls = draw_calls(setting, 2000, np.random.default_rng(1), 1024, 12)
     assert all(0 <= call.adapter < setting.adapters for call in calls)
-    assert all(1 <= call.prompt_tokens <= 1024 and 1 <= call.output_tokens <= 48 for call in calls)
+    longest = MOST_ANSWER if setting.answers == "trace" else 48
+    assert all(1 <= call.prompt_tokens <= 1024 and 1 <= call.output_tokens <= longest for call in calls)
     gaps = np.diff([call.at for call in calls])
     assert abs(gaps.mean() - 1) < 0.1, "the mean gap is the unit"
     counts = np.bincount([call.adapter for call in calls], minlength=setting.adapters)
@@ -63,6 +76,18 @@ def test_ideal_is_that_of_a_walk_through_the_layers(sizes: list[int], rate: floa
     assert earliest(dict.fromkeys(range(len(sizes)), 0.0), warm, len(sizes)) == pytest.approx(warm)
 
 
+def test_long_answers_are_those_of_the_trace() -> None:
+    """Of 4,000 calls of the trace the middle one has 204 tokens."""
+    answers = [call.output_tokens for call in draw_calls(SETTINGS["S3-long"], 4000, np.random.default_rng(3), 1024, 12)]
+    assert 180 < np.median(answers) < 230
+    assert max(answers) == MOST_ANSWER
+
+
+def test_a_meeting_is_longer_than_its_setting_has_tokens() -> None:
+    """At four letters a token or more it would not be cut."""
+    assert len(meeting_text()) > 4 * MOST_PROMPT["meeting"]
+
+
 def _served(first: float, end: float) -> Served:
     return Served(Sample("", times=[first, end], end=end, output_tokens=2), ColdStart("host", "wait", 0.0, 0.0))
 
@@ -79,6 +104,7 @@ def test_figures() -> None:
             "ttft": factor, "tpt": factor, "e2e": factor, "tpot": 2 * factor, "others_tpot": factor,
             "exposed_s": [0.0, 0.1 * factor],
             "exposed_share": [0.0, 0.5], "cpu_busy": 0.1, "device_busy": 0.6,
+            "calls": {kind: [factor, 3 * factor] for kind in OF_CALLS},
         }  # fmt: skip
 
     rounds = {"cached": [measured(1.0)] * 3, "full": [measured(f) for f in (1.1, 1.2, 1.5)],
@@ -87,6 +113,10 @@ def test_figures() -> None:
     assert (found["ttft_over_cached_full"], found["ttft_over_cached_full_max_S3"]) == (1.2, 1.5)
     assert (found["full_4x_tokens_per_core"], found["others_tpot_ratio"]) == (3.0, 1.2)
     assert found["exposed_p50_share"] == 0.25
+    assert found["e2e_p50_over_cached_full_S3"] == pytest.approx(np.median([1.1, 3.3, 1.2, 3.6, 1.5, 4.5]) / 2)
+    assert found["others_tpot_p95_over_cached_full"] == pytest.approx(
+        np.percentile([1.1, 3.3, 1.2, 3.6, 1.5, 4.5], 95) / 3
+    )
     assert "ttft_over_cached_full" not in figures_of({"part": "S1", "rounds": rounds}), "S3 is the nameless one"
 
 
@@ -105,6 +135,74 @@ def test_columns() -> None:
     assert {"assist", "full"} <= set(variants_of(setting, ["fast"]))
     slowed = variants_of(setting, ["slowed"])
     assert slowed[0] == "cached" and {"full_slowed", "full_fourfold"} <= set(slowed) and "full" not in slowed
+
+
+def test_ways_of_a_setting() -> None:
+    """Every way in four settings; in the others those that show whether it is the same there."""
+    both = ["fast", "slowed"]
+    ways = {"set_adapter", "ondmd", "overlap", "pipeline", "assist", "full", "assist_slowed", "full_slowed"}
+    for name in WHOLE:
+        assert ways <= set(variants_of(SETTINGS[name], both))
+    assert "cached_all_cores" in variants_of(SETTINGS[HEADLINE], both)
+    for name in ("S2", "MAF-128", "MAF-512", "S4"):
+        assert variants_of(SETTINGS[name], both)[:3] == ["cached", "ondmd", "full"]
+
+
+class Stepping:
+    """A PEFT model whose steps take no time, and which notes for whom they were."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.ready, self.asked = clock, [], []  # type: ignore[var-annotated]
+
+    def model(self, adapter: Path) -> None:
+        self.ready.append(adapter)
+
+    def steps(self, adapter: Path, prompt: list[int]) -> Iterator[tuple[int, float]]:
+        assert adapter in self.ready
+        self.asked.append((adapter, len(prompt)))
+        self.clock[0] += 10.0
+        while True:
+            yield 1, 0.0
+            self.clock[0] += 1.0
+
+
+def test_calls_of_set_adapter_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one comes while the first is answered; the third when there has been nothing to do for long."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    rig = PeftRig.__new__(PeftRig)
+    rig._reference, rig._adapters = Stepping(clock), [Path("a"), Path("b")]  # type: ignore[assignment]
+    calls = [Call(0.0, 0, 4, 3), Call(1.0, 1, 2, 1), Call(40.0, 0, 1, 2)]
+    run = rig.serve(calls, [[7] * call.prompt_tokens for call in calls], gap=2.0)
+    samples = [one.sample for one in run.served]
+    assert [sample.times for sample in samples] == [[10.0, 11.0, 12.0], [22.0], [90.0, 91.0]]
+    assert [sample.ttft for sample in samples] == [10.0, 20.0, 10.0]
+    assert [one.prefill for one in run.served] == [10.0, 10.0, 10.0]
+    assert (run.wall, run.device) == (91.0, 33.0)
+
+
+@pytest.mark.parametrize(("takes", "begun"), [(1.0, 4), (5.0, 2), (11.0, 1)])
+def test_no_round_is_begun_that_would_end_too_late(takes: float, begun: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    seen = []
+    for index in rounds_until(110.0, 4):
+        seen.append(index)
+        clock[0] += takes
+    assert seen == list(range(begun))
+
+
+def test_a_call_is_shown_pass_by_pass() -> None:
+    """Layer 1 is loaded first; the workers computed layer 0 of the prompt, not of the step behind it."""
+    recorder = Recorder()
+    recorder.on_device = {1: 12.0, 0: 15.0}
+    recorder._computed = {0: [(10.5, 11.0), (16.0, 17.0)], 1: [(12.0, 13.0), (17.0, 18.0)]}
+    recorder._by_workers = {(0, 0): (10.6, 10.9)}
+    first, second = recorder.layers(10.0)
+    assert first == {
+        "layer": 0, "device": [[0.5, 1.0], [6.0, 7.0]], "load": [2.0, 5.0], "cpu": [pytest.approx([0.6, 0.9]), None],
+    }  # fmt: skip
+    assert second["load"] == [0.0, 2.0] and second["cpu"] == [None, None]
 
 
 class Scripted(Study):
