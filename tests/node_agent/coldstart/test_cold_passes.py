@@ -39,11 +39,12 @@ def adapter_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def assisted(make_engine: MakeEngine) -> LocalEngine:
-    """An engine with one CPU worker, whose plan is always to have all layers computed by it."""
+    """An engine with one CPU worker, which computes all layers of prompts, and none of decode steps."""
     engine = make_engine(cpu_workers=1)
     layers = engine.base.num_layers
     starts = engine.engine.cold_start
     starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
+    starts.joining = lambda waiting, others: set()  # type: ignore[method-assign]
     return engine
 
 
