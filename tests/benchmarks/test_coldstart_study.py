@@ -211,6 +211,9 @@ class Scripted(Study):
     ran: list[str]
     broken = True
 
+    def prepare(self, part: str) -> None:
+        """They need no engine."""
+
     def run(self, part: str, until: float) -> dict[str, Any]:
         assert until <= time.monotonic() + 60 * self.options.minutes
         self.ran.append(part)
