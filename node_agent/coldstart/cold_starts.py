@@ -18,7 +18,7 @@ from node_agent.coldstart.costs import group_elements, group_shares, group_width
 from node_agent.coldstart.learning import Correction, Outcome
 from node_agent.coldstart.planner import ChunkCosts, Contention, arrivals, choose, longest_step
 from node_agent.coldstart.profile import Profile
-from node_agent.coldstart.row_costs import JoinedStep, RowPart, beside, row_crossings, row_work
+from node_agent.coldstart.row_costs import JoinedStep, RowCosts, RowPart
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import LayerState, Lease, PassLora, Plan
 
@@ -120,20 +120,19 @@ class ColdStarts:
         arrived = arrivals(costs)
         if not (self.way.decodes and self.assists):
             return float(arrived[-1])
-        rows = 1 + costs.others
-        work, crossings = self._row_work(lease, 1, profile)
-        longer = (work - beside(profile, self.base, rows)).clip(0.0).sum(axis=1) + crossings.sum(axis=1)
+        rows, row_costs = 1 + costs.others, RowCosts(profile, self.base)
+        work, crossings = self._row_work(lease, 1, row_costs)
+        longer = (work - row_costs.beside(rows)).clip(0.0).sum(axis=1) + crossings.sum(axis=1)
         longer[costs.load == 0] = 0.0
-        most = longest_step(self.warm_seconds(rows, self.base.num_layers), 1, costs.others)
+        most = longest_step(row_costs.step(rows), 1, costs.others)
         rest = np.append(np.cumsum(longer[::-1])[::-1][1:], 0.0)  # of the layers behind each one
         ready = float(arrived[np.argmax(rest <= most)]) if longer.sum() > most else 0.0
         return max(ready, float(costs.in_host.max()))
 
-    def _row_work(self, lease: Lease, rows: int, profile: Profile) -> tuple[np.ndarray, np.ndarray]:
+    def _row_work(self, lease: Lease, rows: int, costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:
         """Returns the workers' seconds for so many decode rows, as they are lately, and those of crossings."""
         layout, row_bytes = self.store.layout(lease), rows * self.store.pool.data.element_size()
-        work = self.row_cpu.value * row_work(profile, self.base, layout, rows)
-        return work, row_crossings(profile, self.base, layout, row_bytes)
+        return self.row_cpu.value * costs.work(layout, rows), costs.crossings(layout, row_bytes)
 
     def without_workers(self, lease: Lease, plan: Plan) -> Plan:
         """Returns what an `assist` plan becomes where no worker can be had after all: every layer is loaded."""
@@ -162,7 +161,7 @@ class ColdStarts:
         chosen: set[str] = set()
         if self.profile is None or not self.way.decodes:
             return chosen
-        step = JoinedStep(self.profile, self.base, self.workers.usable if self.workers else 0, others)
+        step = JoinedStep(RowCosts(self.profile, self.base), self.workers.usable if self.workers else 0, others)
         for lease, rows in waiting:
             if not step.full and self.can_step(lease) and step.join(self._row_part(lease, rows, self.profile)):
                 chosen.add(lease.digest)
@@ -172,7 +171,9 @@ class ColdStarts:
         states = np.array([self.state(lease, layer) for layer in range(self.base.num_layers)])
         load = self.costs(lease, rows, profile).load
         for_workers = (states == LayerState.HOST)[:, None]
-        work, crossings = (np.where(for_workers, each, 0.0) for each in self._row_work(lease, rows, profile))
+        work, crossings = (
+            np.where(for_workers, each, 0.0) for each in self._row_work(lease, rows, RowCosts(profile, self.base))
+        )
         arriving = float(load[states == LayerState.ENQUEUED].sum())
         return RowPart(rows, work, float(crossings.sum()), arriving, float(load.sum()))
 
@@ -191,11 +192,11 @@ class ColdStarts:
         beside one product of the base, and whoever was served last waited for those before."""
         if self.profile is None or not self.assists:
             return
-        profile, base, layers = self.profile, self.base, self.base.num_layers
-        parts = [(row_work(profile, base, self.store.layout(lease), rows), lora) for lease, rows, lora in joined]
+        costs, layers = RowCosts(self.profile, self.base), self.base.num_layers
+        parts = [(costs.work(self.store.layout(lease), rows), lora) for lease, rows, lora in joined]
         work = sum(lora.layers_on_cpu / layers * each for each, lora in parts)
         share = max(lora.layers_on_cpu for _, lora in parts) / layers
-        between = share * np.where(work > 0, beside(profile, base, sum(rows for _, rows, _ in joined)), 0.0)
+        between = share * np.where(work > 0, costs.beside(sum(rows for _, rows, _ in joined)), 0.0)
         self._learn(self.row_cpu, float(np.sum(work)), float(between.sum()), sum(lora.waited for _, lora in parts))
 
     def observe(self, lease: Lease, outcome: Outcome) -> None:

@@ -5,6 +5,7 @@ Arrays are f64[N, groups]: seconds of one worker, by layer and projection group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,32 +23,46 @@ MOST_JOINED = 4
 eight."""
 
 
-def row_work(profile: Profile, base: BaseModel, layout: AdapterLayout, rows: int) -> np.ndarray:
-    """Returns the workers' seconds for the adapter's part of so many decode rows."""
-    found = np.zeros((base.num_layers, len(NAMES)))
-    for layer, elements in enumerate(_elements(base, layout)):
-        for group, count in elements.items():
-            found[layer, NAMES.index(group)] = profile.cpu_seconds(rows, count)
-    return found
+class RowCosts:
+    """What a node's profile says of decode rows."""
 
+    def __init__(self, profile: Profile, base: BaseModel) -> None:
+        self.profile, self.base = profile, base
 
-def row_crossings(profile: Profile, base: BaseModel, layout: AdapterLayout, row_bytes: int) -> np.ndarray:
-    """Returns the seconds in which inputs and results cross between a device and the workers; `row_bytes`: of one
-    element of each of the rows."""
-    found = np.zeros((base.num_layers, len(NAMES)))
-    if profile.handoff is None:
-        return found  # they share its memory
-    for layer, elements in enumerate(_elements(base, layout)):
-        for group in elements:
-            handed, answered = group_widths(base, group)
-            found[layer, NAMES.index(group)] = profile.crossing_seconds(row_bytes * handed, row_bytes * answered)
-    return found
+    def step(self, rows: int) -> float:
+        """Returns the seconds of a step of so many rows, all of whose adapters are on the device."""
+        return self.base.num_layers * self.profile.layer_seconds(rows)
 
+    def beside(self, rows: int) -> np.ndarray:
+        """Returns f64[groups]: seconds of the base's products in each layer of a step of so many rows."""
+        shares = group_shares(self.base)
+        return self.profile.layer_seconds(rows) * np.array([shares[name] for name in NAMES])
 
-def beside(profile: Profile, base: BaseModel, rows: int) -> np.ndarray:
-    """Returns f64[groups]: seconds of the base's products in each layer of a step of so many rows."""
-    shares = group_shares(base)
-    return profile.layer_seconds(rows) * np.array([shares[name] for name in NAMES])
+    def work(self, layout: AdapterLayout, rows: int) -> np.ndarray:
+        """Returns the workers' seconds for the adapter's part of so many rows."""
+        return self._by_group(layout, lambda _, elements: self.profile.cpu_seconds(rows, elements))
+
+    def crossings(self, layout: AdapterLayout, row_bytes: int) -> np.ndarray:
+        """Returns the seconds in which inputs and results cross between a device and the workers; `row_bytes`: of one
+        element of each of the rows."""
+
+        def crossing(group: str, _: int) -> float:
+            handed, answered = group_widths(self.base, group)
+            return self.profile.crossing_seconds(row_bytes * handed, row_bytes * answered)
+
+        return self._by_group(layout, crossing)
+
+    def _by_group(self, layout: AdapterLayout, seconds: Callable[[str, int], float]) -> np.ndarray:
+        """`seconds`: of a group with so many elements."""
+        found = np.zeros((self.base.num_layers, len(NAMES)))
+        known: dict[bytes, np.ndarray] = {}
+        for layer in range(self.base.num_layers):
+            key = layout.rank[layer].tobytes()  # layers of equal ranks cost the same
+            if key not in known:
+                elements = group_elements(layout, layer, self.base)
+                known[key] = np.array([seconds(name, elements[name]) if name in elements else 0.0 for name in NAMES])
+            found[layer] = known[key]
+        return found
 
 
 @dataclass(frozen=True)
@@ -68,10 +83,10 @@ class RowPart:
 class JoinedStep:
     """A decode step, as rows of one adapter after another join it."""
 
-    def __init__(self, profile: Profile, base: BaseModel, workers: int, others: int) -> None:
+    def __init__(self, costs: RowCosts, workers: int, others: int) -> None:
         """`workers`: that could take a part; `others`: requests that wait for the step's end."""
-        self._profile, self._base, self._workers, self.others = profile, base, workers, others
-        self._work = np.zeros((base.num_layers, len(NAMES)))
+        self._costs, self._workers, self.others = costs, workers, others
+        self._work = np.zeros((costs.base.num_layers, len(NAMES)))
         self._longer = 0.0
         self._parts = 0
 
@@ -81,7 +96,7 @@ class JoinedStep:
 
     def costs(self, part: RowPart) -> StepCosts:
         rows = part.rows + self.others
-        device = self._profile.layer_seconds(rows) * self._base.num_layers
+        device = self._costs.step(rows)
         longer = self._lengthens(self._work + part.work, self._parts + 1, rows)
         longer += part.crossing + max(0.0, part.arriving - device) - self._lengthens(self._work, self._parts, rows)
         return StepCosts(device, longer, self._longer, part.left, part.rows, self.others)
@@ -98,16 +113,4 @@ class JoinedStep:
     def _lengthens(self, work: np.ndarray, parts: int, rows: int) -> float:
         """Returns by how much the step waits for workers, who compute adapter after adapter beside one base product."""
         each = work / max(1, min(self._workers, parts))
-        return float((each - beside(self._profile, self._base, rows)).clip(0.0).sum())
-
-
-def _elements(base: BaseModel, layout: AdapterLayout) -> list[dict[str, int]]:
-    """Returns the elements of each layer's groups."""
-    known: dict[bytes, dict[str, int]] = {}
-    found = []
-    for layer in range(base.num_layers):
-        key = layout.rank[layer].tobytes()  # layers of equal ranks cost the same
-        if key not in known:
-            known[key] = group_elements(layout, layer, base)
-        found.append(known[key])
-    return found
+        return float((each - self._costs.beside(rows)).clip(0.0).sum())
