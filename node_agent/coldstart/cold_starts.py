@@ -190,11 +190,11 @@ class ColdStarts:
     def observe_joined(self, joined: Sequence[tuple[Lease, int, ColdLora]]) -> None:
         """Learn from the decode rows, so many of each adapter, that joined one step. The workers served all of them
         beside one product of the base, and whoever was served last waited for those before."""
-        if self.profile is None or not self.assists:
+        if self.profile is None or self.workers is None or not self.assists:
             return
         costs, layers = RowCosts(self.profile, self.base), self.base.num_layers
         parts = [(costs.work(self.store.layout(lease), rows), lora) for lease, rows, lora in joined]
-        work = sum(lora.layers_on_cpu / layers * each for each, lora in parts)
+        work = sum(lora.layers_on_cpu / layers * each for each, lora in parts) / min(self.workers.usable, len(parts))
         share = max(lora.layers_on_cpu for _, lora in parts) / layers
         between = share * np.where(work > 0, costs.beside(sum(rows for _, rows, _ in joined)), 0.0)
         self._learn(self.row_cpu, float(np.sum(work)), float(between.sum()), sum(lora.waited for _, lora in parts))
@@ -202,7 +202,7 @@ class ColdStarts:
     def observe(self, lease: Lease, outcome: Outcome) -> None:
         """Learn from a chunk of the leased adapter that was computed."""
         self.outcomes.append(outcome)
-        if self.profile is None or not self.assists:
+        if self.profile is None or not self.assists or not outcome.layers_cpu:
             return
         layers, device = self.base.num_layers, self.profile.layer_seconds(outcome.tokens)
         layout = self.store.layout(lease)
