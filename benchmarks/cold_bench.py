@@ -169,7 +169,7 @@ class Bench:
     def _engine(self, root: Path, link: LinkConfig | None) -> LocalEngine:
         settings: dict[str, Any] = {"cpu_workers": 0, "cold_start": "wait"}
         if link is not None:
-            settings = {"cpu_workers": 1, "cold_start": "auto", "load_link": link, "max_cold": 4}
+            settings = {"cpu_workers": 1, "cold_start": "auto", "load_link": link}
         return LocalEngine(
             self.model, root, on_change=self._on_change, dtype="bfloat16", threads=1, adapter_memory=MEMORY,
             host_memory=MEMORY, kv_memory=KV_BYTES, **settings,
