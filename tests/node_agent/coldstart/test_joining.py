@@ -17,6 +17,8 @@ from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.residency import InUse, evict
+from node_agent.coldstart.learning import Correction
+from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.cores import spare_cores
 from node_agent.ipc import Finished
@@ -204,6 +206,30 @@ def test_rows_join_where_that_costs_little(make_engine: MakeEngine, directories:
     assert not joins(worker_s=1e-6 + 1e-3, load_s=1.0, others=3)  # four groups a layer: several times as long
     assert joins(worker_s=1e-6 + 1e-3, load_s=1.0, others=0)  # and nobody but the row would mind
     assert not joins(worker_s=4e-4, load_s=1e-6, others=0)
+    starts.profile = profile
+    link.open()
+    engine.run()
+
+
+def test_a_prompt_asks_slow_workers_where_it_is_alone(make_engine: MakeEngine, directories: list[Path]) -> None:
+    """A layer on them takes twice a layer on the device; a load takes four of these. In a batch the pipeline is better
+    for all, and so it is planned there."""
+    engine = make_engine(cpu_workers=1)
+    link, starts = HeldLink(engine), engine.engine.cold_start
+    request = engine.submit(STORY, 9, engine.deploy(directories[0]), ignore_eos=True)
+    engine.run(until=lambda: bool(engine.engine.running) and starts.can_step(_lease(engine, request)))
+    lease, profile = _lease(engine, request), starts.profile
+    assert profile is not None and profile.cpu is not None
+    whole, layers = sum(starts.costs(lease, 1, profile).load), engine.base.num_layers
+    starts.profile = type(profile)(
+        profile.key,
+        ((64, 1e-3),),
+        type(profile.cpu)(5e-4, 0.0, 0.0),
+        type(profile.link)(0.0, profile.link.bandwidth * whole / (4e-3 * layers)),
+    )
+    starts.cpu = starts.row_cpu = starts.link = Correction()  # what was learnt until now is of another host
+    names = [starts.plan(lease, 40, Contention(others=others, decodes=True)).name for others in (0, 20)]
+    assert names == ["assist", "pipeline"]
     starts.profile = profile
     link.open()
     engine.run()
