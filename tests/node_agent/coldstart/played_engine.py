@@ -160,11 +160,10 @@ class PlayedEngine:
         waiting = [call for call in going if call.times and not call.loaded]
         others, joined, before = len(going) - len(waiting), [], 0.0
         for call in waiting:
-            parts = [1] * (len(joined) + 1)
             longer = sum(self._step_extra([*joined, call], layer) for layer in range(LAYERS)) - before
             left = len(call.order) * self.host.load * sum(not other.loaded for other in self.running)
             device = LAYERS * self.host.device_s(others + 1)
-            if len(parts) <= MOST_JOINED and self.way.join(StepCosts(device, longer, before, left, 1, others)):
+            if len(joined) < MOST_JOINED and self.way.join(StepCosts(device, longer, before, left, 1, others)):
                 joined.append(call)
                 before, others = before + longer, others + 1
         rows += joined
