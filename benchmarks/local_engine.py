@@ -14,9 +14,9 @@ from adapters.open_store import open_store
 from adapters.registry import Registry
 from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.config import EngineConfig
-from node_agent.engine.setup import build_engine
+from node_agent.engine.setup import build_engine, find_runner
 from node_agent.ipc import Admitted, Answer, Finished, Generated, PromptScored, Question, Top
-from node_agent.runner.transformers_runner import LoadModel, load_model, open_runner
+from node_agent.runner.transformers_runner import LoadModel, load_model
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -51,7 +51,8 @@ class LocalEngine:
         """seconds that a step sleeps which finds nothing to do"""
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
         self.config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
-        self.engine, self.base = build_engine(self.config, on_change, partial(open_runner, load=load))
+        open_runner = partial(find_runner(self.config.runner), load=load)  # type: ignore[call-arg]
+        self.engine, self.base = build_engine(self.config, on_change, open_runner)
         self.outcomes: dict[str, Outcome] = {}
         self.answers: dict[str, Answer] = {}
         self._count = 0

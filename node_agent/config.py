@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-RUNNERS = {"transformers": "node_agent.runner.transformers_runner"}
+RUNNERS = {
+    "transformers": "node_agent.runner.transformers_runner",
+    "cuda": "node_agent.runner.cuda_runner",
+}
 """Values of `node.runner`, each with the module whose `open_runner` opens it. The first one is what `auto` means."""
 
 

@@ -21,6 +21,7 @@ from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.joining import Joined, Joining
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
+from node_agent.engine.open_lora import open_lora
 from node_agent.engine.orders import Orders
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prompt_events import score_events, split_scores
@@ -29,10 +30,9 @@ from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import HotRows, Scheduler
 from node_agent.ipc import Admitted, EngineEvent, Generated, Top
 from node_agent.performance.drift import Drift
-from node_agent.runner.lora_choice import choose_lora
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.runner.score_rules import ScoreRules, changes_scores
-from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
+from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput, batch_device
 
 log = logging.getLogger("garnish.engine")
 
@@ -51,7 +51,7 @@ class Engine:
     ) -> None:
         """`on_change` is called, in any thread, when the device comes to where a pass that stands still may go on."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
-        self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
+        self.start_lora = open_lora(limits, runner, store)
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.running: dict[str, Request] = {}
         self.scheduler = Scheduler(limits, self.running, self.blocks, store)
@@ -236,7 +236,8 @@ class Engine:
         self.running[request.id] = request
         if request.rules is None and changes_scores(request.sampling):
             prompt, generated = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
-            request.rules = ScoreRules(request.sampling, prompt, request.max_tokens, self.eos_ids, self.runner.device)
+            device = batch_device(self.runner)
+            request.rules = ScoreRules(request.sampling, prompt, request.max_tokens, self.eos_ids, device)
             for token in generated:
                 request.rules.append_token(token)
         if not request.admitted:
@@ -316,10 +317,11 @@ class Engine:
     def _tensors(
         self, rows: list[Row], n_decode: int, joined: Joined | None = None
     ) -> tuple[StepBatch, PassLora | None]:
-        batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
+        device = batch_device(self.runner)
+        batch = build_step(rows, n_decode, self.runner.block_tokens, device)
         if joined:
             return batch, joined.lora(rows, n_decode == batch.n_tokens)
-        lora = build_lora(rows, self.runner.device)
+        lora = build_lora(rows, device)
         return batch, None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
 
     def _book(self, rows: list[Row], output: StepOutput, failed: Collection[Row] = ()) -> None:
