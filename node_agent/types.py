@@ -102,6 +102,9 @@ class StepBatch:
     context_lens: list[int]
     scoring: PromptScoring | None = None
     """None: no row asks for log probabilities of its prompt"""
+    fed: list[int] | None = None
+    """Of a decode step whose runner `feeds`: per row, the row of the step before whose chosen token is its token; None:
+    `token_ids` has them all."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,10 @@ class ModelRunner(Protocol):
 @runtime_checkable
 class SendingRunner(Protocol):
     """A ModelRunner that takes batches in host memory, and sends them to its device itself."""
+
+    @property
+    def feeds(self) -> bool:
+        """Whether a decode step may be started before the one in front of it has ended (StepBatch.fed)."""
 
     def serve(
         self, store: AdapterStore, *, max_rows: int, chunk_tokens: int, max_context: int

@@ -33,6 +33,8 @@ class StepFields:
     """i64[T]"""
     slots: torch.Tensor
     """i64[T]; -1 is padding"""
+    fed: torch.Tensor
+    """i64[T]: the row of the step before whose chosen token this one is; -1: it is in `token_ids`"""
     logit_rows: torch.Tensor
     """i64[R]"""
     score_rows: torch.Tensor
@@ -70,7 +72,8 @@ def step_spec(tokens: int, rows: int, blocks: int, scored: int = 0) -> Spec:
     i64, f64, f32, i32 = torch.int64, torch.float64, torch.float32, torch.int32
     return {
         "token_ids": (i64, (tokens,)), "positions": (i64, (tokens,)), "slots": (i64, (tokens,)),
-        "logit_rows": (i64, (rows,)), "score_rows": (i64, (scored,)), "score_targets": (i64, (scored,)),
+        "fed": (i64, (tokens,)), "logit_rows": (i64, (rows,)), "score_rows": (i64, (scored,)),
+        "score_targets": (i64, (scored,)),
         "top_k": (i64, (rows,)), "uniform": (f64, (rows,)), "top_p": (f64, (rows,)), "min_p": (f64, (rows,)),
         "temperature": (f32, (rows,)), "query_start": (i32, (rows + 1,)), "context_len": (i32, (rows,)),
         "block_start": (i32, (rows,)), "seg_start": (i32, (rows + 1,)), "seg_slot": (i32, (rows,)),
@@ -140,6 +143,7 @@ def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tok
         (fields.context_len, batch.context_len, 0),
     ):
         _put(field, values, padding)
+    _put(fields.fed, torch.tensor(batch.fed or [], dtype=torch.int64), -1)
     if batch.scoring is not None:
         fields.score_rows.copy_(batch.scoring.rows)
         fields.score_targets.copy_(batch.scoring.targets)

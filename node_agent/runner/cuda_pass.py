@@ -57,8 +57,8 @@ class CapturedPass:
         self._runner.check_complete(self.layer)
         ways = self._batch.sampling
         edits = send_edits(self._runner.stream, ways, self._runner.vocab)
-        done = self._bucket.choose(wants_everything(ways), edits)
-        return CudaOutput(done, self._bucket.out, ways.logprobs, list)
+        out, done = self._bucket.choose(wants_everything(ways), edits)
+        return CudaOutput(done, out, ways.logprobs, list)
 
     def abort(self) -> Event:
         return self._runner.stream.event() if self.layer == self._runner.num_layers else ENDED
@@ -69,6 +69,8 @@ class LayeredPass:
 
     @torch.inference_mode()
     def __init__(self, runner: CudaRunner, batch: StepBatch, lora: PassLora | None) -> None:
+        if batch.fed is not None:
+            raise RuntimeError("only captured steps take tokens of the step before")
         self._runner, self._batch, self._lora, self.layer = runner, batch, lora, 0
         stream, blocks = runner.stream, sum(-(-context // runner.block_tokens) for context in batch.context_lens)
         scored = 0 if batch.scoring is None else batch.scoring.rows.shape[0]

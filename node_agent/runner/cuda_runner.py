@@ -12,7 +12,7 @@ import torch
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner import transformers_runner
 from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_runner
-from node_agent.runner.cuda_decode import Bucket, DecodeShape, bucket_sizes
+from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
 from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_lora import CudaLora, SentLora
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
@@ -55,16 +55,20 @@ class CudaRunner:
         self.buckets: list[Bucket] = []
         """by size; none before `serve`"""
 
+    @property
+    def feeds(self) -> bool:
+        return bool(self.buckets)
+
     def serve(self, store: AdapterStore, *, max_rows: int, chunk_tokens: int, max_context: int) -> StartLora:
         lora = CudaLora(store, self.stream, max_rows, chunk_tokens)
         shape = DecodeShape(max_rows, max_context, self.block_tokens, self.num_blocks, self.vocab)
-        logits = torch.empty(max_rows, self.vocab, dtype=self.dtype, device=self.device)
+        last = LastStep(max_rows, self.vocab, self.dtype, self.device)
         buckets = [
-            Bucket(rows, shape, self.decoder, self.current, self.stream, logits) for rows in bucket_sizes(max_rows)
+            Bucket(rows, shape, self.decoder, self.current, self.stream, last) for rows in bucket_sizes(max_rows)
         ]
         for bucket in reversed(buckets):  # the largest first: the others' memory fits into its
             bucket.capture(lora.open_add)
-        problem = check_captured(self, buckets[0], logits)
+        problem = check_captured(self, buckets[0], last.logits)
         if problem is None:
             self.buckets = buckets
         else:

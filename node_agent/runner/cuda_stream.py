@@ -33,6 +33,9 @@ class Stream(Protocol):
     def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
         """Enqueues a copy of the first `size` bytes."""
 
+    def enqueue(self, work: Work) -> None:
+        """Enqueues work that is not captured, operation by operation."""
+
     def capture(self, work: Work) -> Work:
         """Returns what enqueues `work` again, on the same addresses."""
 
@@ -54,6 +57,9 @@ class CpuStream:
 
     def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
         host[:size].copy_(device[:size])
+
+    def enqueue(self, work: Work) -> None:
+        work()
 
     def capture(self, work: Work) -> Work:
         return work
@@ -80,6 +86,9 @@ class CudaStream:
 
     def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
         host[:size].copy_(device[:size], non_blocking=True)
+
+    def enqueue(self, work: Work) -> None:
+        work()
 
     def capture(self, work: Work) -> Work:
         current = torch.cuda.current_stream(self._device)

@@ -64,7 +64,7 @@ class LateEvent:
         return self._stream.ran >= self._until
 
     def synchronize(self) -> None:
-        if not self.query():
+        if self._stream.ran < self._until:
             self._stream.log.append("wait")
             self._stream.run(self._until)
 
@@ -104,6 +104,9 @@ class LateStream(CpuStream):
 
     def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
         self._enqueue("download", lambda: CpuStream.download(self, host, device, size))
+
+    def enqueue(self, work: Work) -> None:
+        self._enqueue("work", work)
 
     def capture(self, work: Work) -> Work:
         with Capturing():
