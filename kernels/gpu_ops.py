@@ -22,6 +22,7 @@ from kernels.decoder import Heads
 LEAST_PIECE = 128
 """Context positions; a split of decode attention has no fewer, or what it leaves behind costs more than it brings."""
 MOST_SPLITS = 32
+"""Parts of a context; a power of two, as one program adds all up."""
 ENOUGH_PROGRAMS = 512
 """Programs that keep the largest GPU busy: some four on each of its processors."""
 
@@ -136,9 +137,8 @@ class LayerOperations(Protocol):
 
 
 def decode_splits(rows: int, kv_heads: int, max_context: int) -> int:
-    """Into how many parts contexts are split so that a bucket of `rows` fills a GPU: a power of two."""
-    wanted = min(MOST_SPLITS, -(-ENOUGH_PROGRAMS // (rows * kv_heads)), -(-max_context // LEAST_PIECE))
-    return 1 << max(0, wanted - 1).bit_length()
+    """Returns into how many parts contexts are split at most, so that a bucket of `rows` fills a GPU."""
+    return max(1, min(MOST_SPLITS, -(-ENOUGH_PROGRAMS // (rows * kv_heads)), -(-max_context // LEAST_PIECE)))
 
 
 def decode_scratch(rows: int, heads: Heads, max_context: int, device: torch.device) -> torch.Tensor:
@@ -147,8 +147,12 @@ def decode_scratch(rows: int, heads: Heads, max_context: int, device: torch.devi
     return torch.empty(splits, rows, heads.heads, heads.head_dim + 2, device=device)
 
 
-def layer_operations(device: torch.device) -> LayerOperations:  # noqa: ARG001 - Triton's on a GPU
-    """Returns plain torch's operations: the same contract on every device."""
-    from kernels.gpu_reference import TorchOperations  # it imports this module
+def layer_operations(device: torch.device) -> LayerOperations:
+    """Returns Triton's operations on a CUDA device, plain torch's elsewhere."""
+    if device.type == "cuda":
+        from kernels.gpu_triton import TritonOperations  # a host without a GPU need not load Triton
+
+        return TritonOperations()
+    from kernels.gpu_reference import TorchOperations
 
     return TorchOperations()

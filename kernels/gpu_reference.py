@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.decoder import Heads
+from kernels.gpu_calls import check_decode, check_norm, check_prefill, check_rotation, check_silu
 from kernels.gpu_ops import PagedCache, Rotary, Rows
 
 
@@ -17,6 +18,7 @@ class TorchOperations:
     def add_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
+        check_norm(x, weight, out, residual)
         if residual is not None:
             x = residual.add_(x)
         out.copy_(_norm(x, weight, eps))
@@ -31,6 +33,7 @@ class TorchOperations:
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
+        check_rotation(qkv, rotary, cache, heads, positions, slots)
         h, kv, dim = heads.heads, heads.kv_heads, heads.head_dim
         q, k, v = qkv.view(qkv.shape[0], h + 2 * kv, dim).split([h, kv, kv], dim=1)
         new_q, new_k = (q, k) if heads.norms is None else (
@@ -45,6 +48,7 @@ class TorchOperations:
             stored.index_copy_(0, at, torch.where(written, new, stored.index_select(0, at)))
 
     def silu_mul(self, gate_up: torch.Tensor, *, out: torch.Tensor) -> None:
+        check_silu(gate_up, out)
         gate, up = gate_up.chunk(2, dim=-1)
         torch.mul(torch.nn.functional.silu(gate), up, out=out)
 
@@ -56,15 +60,16 @@ class TorchOperations:
         heads: Heads,
         *,
         out: torch.Tensor,
-        scratch: torch.Tensor,  # noqa: ARG002 - part of the contract
+        scratch: torch.Tensor,
     ) -> None:
-        count = rows.context_len.shape[0]
-        start = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+        check_decode(q, cache, rows, heads, out, scratch)
+        start = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         self.prefill_attention(q, cache, Rows(rows.context_len, rows.block_table, start), heads, out=out)
 
     def prefill_attention(
         self, q: torch.Tensor, cache: PagedCache, rows: Rows, heads: Heads, *, out: torch.Tensor
     ) -> None:
+        check_prefill(q, cache, rows, heads, out)
         assert rows.query_start is not None
         tokens, kv, dim = q.shape[0], heads.kv_heads, heads.head_dim
         wide = q[:, : heads.heads * dim].view(tokens, kv, heads.heads // kv, dim).float()
@@ -84,7 +89,7 @@ class TorchOperations:
             values = values.masked_fill((at >= context)[:, None, None], 0.0)
             scores = torch.einsum("tkgd,pkd->tkgp", wide, keys) * heads.scaling
             weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
-            done = torch.einsum("tkgp,pkd->tkgd", weights, values).reshape(tokens, -1).to(out.dtype)
+            done = torch.einsum("tkgp,pkd->tkgd", weights, values).reshape(out.shape).to(out.dtype)
             mine = (token >= begin) & (token < end) & (context > 0)
             out.copy_(torch.where(mine[:, None], done, out))
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for real GPUs, without one."""
+"""Every Triton kernel compiles for real GPUs, without one, and none is compiled while a node serves."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-COMPILE = """
-import json, sys, torch
-from dataclasses import asdict
-from benchmarks.kernel_resources import compile_kernels
-json.dump([asdict(k) for k in compile_kernels(int(sys.argv[1]), torch.bfloat16)], sys.stdout)
-"""
+import pytest
+
+KERNELS = {
+    *("add_rms_norm", "silu_mul", "rotate_and_store", "decode_attention", "combine_splits", "prefill_attention"),
+    *("decode_shrink", "decode_expand", "sgmv_shrink", "sgmv_expand"),
+}
 
 
-def test_compiles_for_hopper(tmp_path: Path) -> None:
-    """In a process of its own: where there is no GPU, this one's Triton interprets."""
+def compiling(tmp_path: Path, *command: str) -> str:
+    """Output of a process of its own: where there is no GPU, this one's Triton interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, "90"],
+        [sys.executable, *command],
         cwd=Path(__file__).parents[2],
         env=environment,
         capture_output=True,
@@ -29,10 +29,21 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
-    assert {kernel["kernel"] for kernel in kernels} == {
-        f"{name}_{side}" for name in ("bgmv", "mbgmv", "sgmv") for side in ("shrink", "expand")
-    }
+    return done.stdout
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_compiles(sm: int, tmp_path: Path) -> None:
+    lines = compiling(tmp_path, "-m", "benchmarks.kernel_resources", "--sm", str(sm)).splitlines()
+    kernels = [json.loads(line) for line in lines]
+    assert {kernel["kernel"].rpartition(": ")[2].partition(",")[0] for kernel in kernels} == KERNELS
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 100 << 10, kernel
         assert kernel["spills"] <= 0, kernel
+
+
+def test_nothing_is_compiled_while_serving(tmp_path: Path) -> None:
+    found = json.loads(compiling(tmp_path, "-m", "tests.kernels.compilations", "7"))
+    assert set(found["known"]) == KERNELS
+    assert found["while serving"] == []
+    assert found["a stride that was not there"] == ["add_rms_norm"]
