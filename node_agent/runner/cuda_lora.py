@@ -7,6 +7,7 @@ of 0 end their programs at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,13 @@ from node_agent.runner.cuda_blocks import StepFields, fill_lora, lora_batch, lor
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.lora import compiled_lora, table_views
 from node_agent.types import LoraBatch
+
+if TYPE_CHECKING:
+    from node_agent.runner.triton_lora import TritonLora
+
+CAPTURED_RANK = MAX_RANK
+"""The bound on ranks in a captured pass, which serves any adapters: scratch has room for it, and nothing is padded to
+it."""
 
 Add = Callable[[int, str, Sequence[torch.Tensor], torch.Tensor], None]
 """(layer, group, ys, x): adds the adapters' part to ys[p] [T, d_out] in place, x [T, d_in]"""
@@ -104,10 +112,7 @@ def open_add(store: AdapterStore, max_rows: int, max_tokens: int) -> OpenAdd:
     if pool.device.type == "cuda":
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
 
-        triton = TritonLora(table, pool, base, store.weights, max_rows, max_tokens)
-        return lambda batch, decodes: (
-            lambda layer, group, ys, x: triton.add(triton.groups[layer][group], ys, x, batch, decodes)
-        )
+        return triton_add(TritonLora(table, pool, base, store.weights, max_rows, max_tokens))
     compiled = compiled_lora(table, pool, base)
     if compiled is not None:
 
@@ -120,6 +125,7 @@ def open_add(store: AdapterStore, max_rows: int, max_tokens: int) -> OpenAdd:
     return lambda batch, _: lambda layer, group, ys, x: add_group(ys, x, batch.token_slot, groups[layer][group])
 
 
-CAPTURED_RANK = MAX_RANK
-"""The bound on ranks in a captured pass, which serves any adapters: scratch has room for it, and nothing is padded to
-it."""
+def triton_add(triton: TritonLora) -> OpenAdd:
+    return lambda batch, decodes: (
+        lambda layer, group, ys, x: triton.add(triton.groups[layer][group], ys, x, batch, decodes)
+    )

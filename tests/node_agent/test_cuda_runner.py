@@ -15,18 +15,21 @@ from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference
 from cluster.messages import Sampling
+from kernels.gpu_triton import TritonOperations
+from node_agent.cores import spare_cores
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
 from node_agent.engine.setup import find_runner
-from node_agent.runner import cuda_runner
+from node_agent.runner import cuda_layers, cuda_runner
 from node_agent.runner.cuda_decode import bucket_sizes
 from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
 from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.runner.cuda_stream import CpuStream
 from node_agent.runner.transformers_runner import TransformersRunner
-from node_agent.types import PassLora, RunnerSettings, StepBatch
+from node_agent.types import PassLora, Plan, RunnerSettings, StepBatch
 from tests.draws import draws
+from tests.node_agent.coldstart.held_link import HeldLink
 
 VOCAB = 97
 SHAPE = {
@@ -169,6 +172,16 @@ def test_another_activation_is_refused(tmp_path: Path) -> None:
         find_runner("cuda")(settings_of(path))
 
 
+def test_triton_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt and a decode step by the kernels, in the interpreter where there is no GPU: the start's own check
+    compares them with the model's layers, of which one has a window."""
+    monkeypatch.setattr(cuda_layers, "layer_operations", lambda _: TritonOperations())
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    path = save_random(Qwen3Config(**{**SHAPE, "num_hidden_layers": 2}, head_dim=16, **windows), tmp_path / "qwen3")
+    opened = find_runner("cuda")(settings_of(path))
+    assert isinstance(opened, CudaRunner) and isinstance(opened.decoder.operations, TritonOperations)
+
+
 # --- the whole engine
 
 
@@ -225,6 +238,30 @@ def test_which_passes_are_captured(engine: LocalEngine, drawn_adapters: list[Pat
     assert (CapturedPass, 3, True) in decodes
     prompts = [entry for entry in Counting.passes if entry[0] is LayeredPass]
     assert len(decodes) >= 4 and len(prompts) <= 2, Counting.passes
+
+
+@pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
+def test_rows_whose_adapter_is_on_its_way(
+    make_engine: MakeEngine, drawn_adapters: list[Path], reference: PeftReference
+) -> None:
+    """A CPU worker computes a prompt and decode steps, beside rows of the base, which are captured when they are
+    alone; then the adapter arrives."""
+    engine = make_engine(runner="cuda", cpu_workers=1, max_rows=4)
+    layers, starts = engine.base.num_layers, engine.engine.cold_start
+    starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
+    starts.joins = lambda lease, rows: starts.can_step(lease)
+    link = HeldLink(engine)
+    path = drawn_adapters[0]
+    cases = [Case(None, None, [1, 44, 45], 12), Case(path, engine.deploy(path), [1, *range(50, 70)], 10)]
+    requests = [engine.submit(case.prompt, case.max_tokens, case.adapter) for case in cases]
+    engine.run(lambda: len(engine.outcomes[requests[1]].tokens) == 4)
+    link.open()
+    engine.run()
+    tally = Tally()
+    for case, request_id in zip(cases, requests, strict=True):
+        assert not check(engine, reference, case, engine.outcomes[request_id].tokens, tally)
+    finished = engine.outcomes[requests[1]].finished
+    assert finished is not None and finished.cold_start.layers_cpu >= 4 * layers
 
 
 SAMPLED = [
