@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from node_agent.engine.request import Request
@@ -61,13 +62,16 @@ def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.
             logit_rows.append(starts[-1] - 1)
     contexts = [row.begin + row.length for row in rows]
     widest = max(-(-context // block_tokens) for context in contexts)
-    table = [(row.request.blocks[:widest] + [0] * widest)[:widest] for row in rows]
+    table = np.zeros((len(rows), widest), dtype=np.int32)
+    for row, blocks in zip(rows, table, strict=True):
+        taken = row.request.blocks[:widest]
+        blocks[: len(taken)] = taken
     return StepBatch(
         token_ids=torch.tensor(token_ids, device=device),
         positions=torch.tensor(positions, device=device),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         context_len=torch.tensor(contexts, dtype=torch.int32, device=device),
-        block_table=torch.tensor(table, dtype=torch.int32, device=device),
+        block_table=torch.from_numpy(table).to(device),
         slot_mapping=torch.tensor(slots, device=device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         sampling=_sampling([row for row in rows if row.wants_logits]),

@@ -61,7 +61,7 @@ class Overlap:
         now = time.perf_counter()
         seconds = now - self._last_end if self._last_end else 0.0
         self._last_end = now if self._step is not None else 0.0
-        return Computed(step.rows, len(step.rows), step.output, seconds), step.dropped
+        return Computed(step.rows, len(step.rows), step.output, seconds), step.dropped or ()
 
     def drop(self, request: Request) -> list[Event]:
         """The request has ended, or gives its place away. Returns the events at which what it holds is free."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from benchmarks.local_engine import LocalEngine, MakeEngine, Outcome
 from cluster.messages import Adapter, Sampling
 from node_agent.runner import cuda_runner
 from node_agent.runner.cuda_runner import CudaRunner
-from node_agent.runner.cuda_stream import CpuStream
+from node_agent.runner.cuda_stream import CpuStream, CudaStream
 from tests.node_agent.late_stream import Capturing, LateStream
 
 WAYS = [
@@ -197,6 +199,43 @@ def test_what_touches_the_device_beside_the_stream_is_seen() -> None:
 def test_what_cannot_be_captured_is_seen(work) -> None:
     with pytest.raises(AssertionError, match="in captured work"), Capturing():
         work(torch.ones(2))
+
+
+def test_what_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for torch.cuda: a capture after two runs on another stream, into memory that graphs share."""
+    said: list[str] = []
+    made = torch.cuda
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Named) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+        def replay(self) -> None:
+            said.append("replay")
+
+    @contextmanager
+    def inside(what: object, **named: object) -> Iterator[None]:
+        said.append(f"in {getattr(what, 'name', '')} {sorted(named.items())}")
+        yield
+
+    for name, stand_in in {
+        "graph_pool_handle": lambda: 7,
+        "current_stream": lambda _: Named("current"),
+        "Stream": lambda _: Named("side"),
+        "CUDAGraph": lambda: Named("graph"),
+        "stream": inside,
+        "graph": inside,
+    }.items():
+        monkeypatch.setattr(made, name, stand_in)
+    replay = CudaStream(torch.device("cuda")).capture(lambda: said.append("work"))
+    captured = "in graph [('capture_error_mode', 'thread_local'), ('pool', 7)]"
+    waits = ["side waits for current", "in side []", "work", "work", "current waits for side"]
+    assert said == [*waits, captured, "work"]
+    replay()
+    assert said[-1] == "replay"
 
 
 def test_captured_work_on_a_cpu_is_the_work() -> None:
