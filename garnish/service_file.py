@@ -12,7 +12,6 @@ from adapters.tenants import Limits
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
-Rows = Annotated[int, Meta(ge=1, le=1024)]
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
@@ -53,7 +52,6 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     adapter_memory: int | None = None
     kv_memory: int | None = None
-    max_rows: Rows | Literal["auto"] = "auto"
     host_memory: int | None = None
     cpu_workers: Count | Literal["auto"] = "auto"
     cold_start: Literal["auto", "wait", "pipeline", "assist"] = "auto"

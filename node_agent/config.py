@@ -46,10 +46,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_memory: int = 1 << 30
     """Bound on adapters kept in host memory between their calls."""
     kv_memory: int | None = None
-    """None: four fifths of what the base and adapters leave on a GPU; on a CPU a quarter of it, at most 1 GiB."""
+    """None: what a quarter of the free memory holds, at most 1 GiB on a CPU."""
     block_tokens: int = 16
-    max_rows: int | None = None
-    """Sequences that one iteration advances at most; None: 256 on a GPU, 32 on a CPU."""
+    max_rows: int = 32
+    """Sequences that one iteration advances at most."""
     max_cold: int = 2
     """Cold prefill passes that may be open at once."""
     chunk_tokens: int = 512

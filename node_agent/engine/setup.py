@@ -26,11 +26,6 @@ from node_agent.engine.reserves import Callers
 from node_agent.ipc import Finished
 from node_agent.types import OpenRunner, RunnerSettings
 
-MAX_ROWS = {"cpu": 32, "cuda": 256}
-"""By device, where the config leaves it open. A GPU needs many rows before it computes longer than it reads weights."""
-KV_SHARE = {"cpu": 0.25, "cuda": 0.8}
-"""By device, of the memory that the base and the adapter pool leave; the rest is for activations, on a GPU also for
-captured graphs, on a CPU also for whatever else the host does."""
 MAX_CPU_KV = 1 << 30
 SMALL_MODEL = 8 << 20
 """Bytes of weights."""
@@ -72,7 +67,7 @@ def build_engine(
     limits = Limits(
         max_context=min(base.max_context, capacity),
         vocab_size=base.vocab_size,
-        max_rows=config.max_rows or MAX_ROWS[device.type],
+        max_rows=config.max_rows,
         max_cold=config.max_cold,
         chunk_tokens=config.chunk_tokens,
         queue_limit=config.queue_limit,
@@ -122,7 +117,7 @@ def _kv_blocks(config: EngineConfig, base: BaseModel, device: torch.device, dtyp
     """Measured after the model was loaded, and less the adapter pool, which is allocated later."""
     size = config.kv_memory
     if size is None:
-        size = int(max(0, free_memory(device) - config.adapter_memory) * KV_SHARE[device.type])
+        size = max(0, free_memory(device) - config.adapter_memory) // 4
         if device.type == "cpu":
             size = min(size, MAX_CPU_KV)
     per_block = base.kv_elements * dtype.itemsize * config.block_tokens

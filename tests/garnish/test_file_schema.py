@@ -32,9 +32,8 @@ SHAPE: dict[str, Any] = {
         "hold",
     ),
     "node": (
-        "device", "runner", "dtype", "adapter_memory", "kv_memory", "max_rows", "host_memory", "cpu_workers",
-        "cold_start", "eviction", "prefetch", "prefetch_waste", "predictor", "tensor_parallel", "disk_cache",
-        "simulate",
+        "device", "runner", "dtype", "adapter_memory", "kv_memory", "host_memory", "cpu_workers", "cold_start",
+        "eviction", "prefetch", "prefetch_waste", "predictor", "tensor_parallel", "disk_cache", "simulate",
     ),
     "infra": ("state",),
     "tenants": {"weight", "slo", "limits"},

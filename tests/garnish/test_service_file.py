@@ -40,7 +40,7 @@ registry: /data/registry
 auth: keys
 gateway: {host: 0.0.0.0, port: "8081", workers: 1, secret_file: ./secret}
 node: {device: cpu, runner: transformers, dtype: bfloat16, adapter_memory: 4GiB, kv_memory: auto, host_memory: 32GiB,
-       cpu_workers: auto, max_rows: 64, cold_start: wait, prefetch: off, prefetch_waste: 0.5, tensor_parallel: 1,
+       cpu_workers: auto, cold_start: wait, prefetch: off, prefetch_waste: 0.5, tensor_parallel: 1,
        simulate: {link: 1GB/s, store: 200MB/s, worker_repeats: 7}}
 tenants: {acme: {weight: 1}, globex: null}
 functions:
@@ -55,7 +55,6 @@ infra: {state: s3://acme-terraform/garnish}
     assert (service.node.adapter_memory, service.node.kv_memory, service.node.host_memory) == (4 << 30, None, 32 << 30)
     assert (service.node.simulate.link, service.node.simulate.store) == (1e9, 2e8)
     assert service.node.simulate.worker_repeats == 7
-    assert service.node.max_rows == 64
     assert (service.node.prefetch, service.node.prefetch_waste) == ("off", 0.5)
     assert service.node_pools["l40s"].scale_to_zero_after == 600
     scaling = service.node_pools["here"].scaling
