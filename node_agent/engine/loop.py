@@ -29,7 +29,7 @@ from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import HotRows, Scheduler
 from node_agent.ipc import Admitted, EngineEvent, Generated, Top
 from node_agent.performance.drift import Drift
-from node_agent.runner.lora_choice import choose_lora
+from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.runner.score_rules import ScoreRules, changes_scores
 from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
@@ -47,11 +47,12 @@ class Engine:
         store: AdapterStore,
         cold_start: ColdStarts,
         eos_ids: frozenset[int],
+        lora: LoraCode,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called, in any thread, when the device comes to where a pass that stands still may go on."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
-        self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
+        self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.running: dict[str, Request] = {}
         self.scheduler = Scheduler(limits, self.running, self.blocks, store)

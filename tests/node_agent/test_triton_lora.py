@@ -44,9 +44,9 @@ class Counted(TritonLora):
         self.passes["decode" if decode else "prefill", "mixed" if mixed else "alone"] += 1
 
 
-def with_triton(engine: LocalEngine, max_tokens: int = 24) -> Counted:
+def with_triton(engine: LocalEngine, max_tokens: int = 24, kernel: str = "mbgmv") -> Counted:
     store = engine.engine.store
-    lora = Counted(store.table, store.pool.data, store.base, store.weights, 8, max_tokens, SMALL, SMALL)
+    lora = Counted(store.table, store.pool.data, store.base, store.weights, 8, max_tokens, SMALL, SMALL, kernel)
     lora.passes.clear()  # also those of the warm-up
     engine.engine.start_lora = lora.start
     return lora
@@ -60,10 +60,13 @@ def odd_adapters(stories_dir: Path, tmp_path: Path) -> list[Path]:
     ]
 
 
-def test_tokens_of_peft(make_engine: MakeEngine, odd_adapters: list[Path], reference: PeftReference) -> None:
+@pytest.mark.parametrize("kernel", ["mbgmv", "bgmv"])
+def test_tokens_of_peft(
+    make_engine: MakeEngine, odd_adapters: list[Path], reference: PeftReference, kernel: str
+) -> None:
     """Arrivals while others decode, a prompt of two chunks, a base row, a cold pass for each adapter."""
     engine = make_engine(chunk_tokens=24, max_rows=8)
-    lora = with_triton(engine)
+    lora = with_triton(engine, kernel=kernel)
     kinds = [Case(path, engine.deploy(path), [], 0) for path in odd_adapters]
     kinds += [Case(None, None, [], 0), kinds[2]]
     cases, requests = [], []
