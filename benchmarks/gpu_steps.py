@@ -79,16 +79,17 @@ def graphs(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
     runner that captures none."""
     engine = box.get()
     runner: Any = engine.engine.runner
-    if not hasattr(runner, "use_graphs"):
+    captured = getattr(runner, "buckets", None)
+    if not captured:
         raise Skipped(f"runner {box.runner} captures no graphs")
     for rows in (1, min(32, max(box.scale.rows)), max(box.scale.rows)):
         effort = Effort((rows,), (), 1, (), box.scale.rounds, ROW_TOKENS * rows)
         with bench(engine.engine, engine.base, effort, written=box.written) as made:
             case, seconds = Case(True, tuple(CaseRow(16, 1, -1) for _ in made.bounds.contexts)), dict[bool, float]()
             for on in (True, False):
-                runner.use_graphs = on
+                runner.buckets = captured if on else []
                 seconds[on] = timed(made, case, box.scale.rounds)
-            runner.use_graphs = True
+            runner.buckets = captured
         yield {"rows": len(case.rows), "on_ms": seconds[True] * 1e3, "off_ms": seconds[False] * 1e3}
         if time.monotonic() > until:
             return
