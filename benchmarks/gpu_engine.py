@@ -63,6 +63,11 @@ class EngineBox:
     def scale(self) -> Scale:
         return SCALES[self.shape]
 
+    @property
+    def dtype(self) -> str:
+        """The papers' engine computes as it did for them."""
+        return "float16" if self.runner == "lightllm" else "bfloat16"
+
     def get(self, kernel: str = "auto") -> LocalEngine:
         """Returns the engine with this LoRA kernel. Raises Skipped when there is none."""
         if self._engine is None or self._kernel != kernel:
@@ -88,15 +93,12 @@ class EngineBox:
         try:
             return LocalEngine(
                 base, self.root / "registry", random_weights(self.runner, self.seed, self.device), runner=self.runner,
-                device=self.device.type, dtype=DTYPE, threads=1, cpu_workers=0, cold_start="wait", lora_kernel=kernel,
-                max_rows=max(scale.rows), chunk_tokens=max(*scale.prompts, max(scale.rows)),
+                device=self.device.type, dtype=self.dtype, threads=1, cpu_workers=0, cold_start="wait",
+                lora_kernel=kernel, max_rows=max(scale.rows), chunk_tokens=max(*scale.prompts, max(scale.rows)),
                 kv_memory=scale.kv_memory, adapter_memory=scale.adapter_memory, host_memory=scale.adapter_memory // 4,
             )  # fmt: skip
         except (ValueError, TypeError) as error:  # a runner that is not there, or loads no drawn weights
             raise Skipped(f"runner {self.runner}, kernel {kernel}: {error}") from error
-
-
-DTYPE = "bfloat16"
 
 
 def adapter_bytes(store: AdapterStore, rank: int, targets: tuple[int, ...]) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.gpu_engine import DTYPE, EngineBox
+from benchmarks.gpu_engine import EngineBox
 from benchmarks.local_engine import LocalEngine
 from benchmarks.random_model import random_loader, write_adapters
 from cluster.messages import Adapter
@@ -40,7 +40,7 @@ def merged(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
     rng, longest = np.random.default_rng(box.seed), engine.engine.limits.max_context - ANSWER
     prompts = [rng.integers(3, engine.base.vocab_size, min(length, longest)).tolist() for length in LENGTHS]
     answers = _answers(engine, prompts, (None, adapter))
-    reference: Any = random_loader(box.seed, "sdpa")(engine.model_dir, box.device, DTYPES[DTYPE])
+    reference: Any = random_loader(box.seed, "sdpa")(engine.model_dir, box.device, DTYPES[box.dtype])
     found = {"base": [_below(reference, *answers[None, i]) for i in range(len(prompts))]}
     merge(reference, path)
     found["adapter"] = [_below(reference, *answers[adapter.digest, i]) for i in range(len(prompts))]

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import coldstart_gpu, gpu_exact, gpu_peer, gpu_steps
 from benchmarks.gpu_check import OPERATIONS, check_operations, draw_cases, scratch_for
-from benchmarks.gpu_engine import DTYPE, EngineBox
+from benchmarks.gpu_engine import EngineBox
 from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
 from benchmarks.gpu_timing import gpu_seconds
 from benchmarks.kernel_cases import Case, relative_error
@@ -202,7 +202,7 @@ def study(
         folder.mkdir()
     suite = Suite(box, coldstart_gpu.ColdStudy(cold_root, shape, device.type, runner, quick=quick, seed=seed), quick)
     settings = {
-        "device": device.type, "shape": shape, "runner": runner, "dtype": DTYPE, "quick": quick, "parts": parts,
+        "device": device.type, "shape": shape, "runner": runner, "dtype": box.dtype, "quick": quick, "parts": parts,
         "peers": installed_peers(),
     }  # fmt: skip
 

@@ -36,6 +36,10 @@ def open_runner(settings: RunnerSettings, load: LoadLightllm | None = None) -> L
         from node_agent.runner.lightllm_runner import LightllmRunner
 
         model = (load or load_lightllm_model)(settings.model_dir, settings.dtype)
+        if settings.device.type != "cuda" and model.data_type is torch.bfloat16:
+            raise ValueError(
+                "runner: in bfloat16 Triton's interpreter computes lightllm's kernels wrongly; set dtype: float16"
+            )
         return LightllmRunner(model, settings.block_tokens, settings.num_blocks(model.data_type))
 
 

@@ -287,6 +287,9 @@ def test_the_engine_does_not_start_with_what_it_does_not_know(model_dir: Path, t
 
 def test_the_models_own_dtype_counts_where_none_is_asked_for(model_dir: Path, tmp_path: Path) -> None:
     assert open_runner(settings_of(model_dir, None)).dtype == torch.float16
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"in bfloat16 Triton's interpreter .* wrongly; set dtype: float16"):
+            open_runner(settings_of(model_dir, torch.bfloat16))
     LlamaConfig(**SHAPE, dtype="float32").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"float32 is neither float16 nor bfloat16 \(node.dtype sets it\)"):
         open_runner(settings_of(tmp_path, None))
