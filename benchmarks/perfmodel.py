@@ -22,7 +22,7 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from cluster.node_table import ASSUMED
 from cluster.performance_fit import DecodeSample, decode_forecast, fit_decode, fit_paper_form, fit_prefill
-from cluster.performance_model import DecodeModel, PerformanceModel
+from cluster.performance_model import DecodeModel, PerformanceModel, rank_terms
 from node_agent.cores import usable_cores
 from node_agent.performance.cases import LONG, Effort
 from node_agent.performance.setup import GRID_CONTEXT, cold_costs, measure_grid, model_key
@@ -50,7 +50,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         key, (to_device, exposed) = model_key(engine.engine, engine.base), cold_costs(engine.engine, engine.base)
     finally:
         engine.close()
-    decode, prefill = fit_decode(sweep.decode, WHATEVER), fit_prefill(sweep.prefill, WHATEVER)
+    decode, prefill = fit_decode(sweep.decode, WHATEVER, rank_terms(key.kernel)), fit_prefill(sweep.prefill, WHATEVER)
     paper = {kernel: fit_paper_form(grid, kernel) for kernel in ("bgmv", "mbgmv")}
     model = PerformanceModel(key, decode.model, prefill.model, to_device, ASSUMED.from_store, exposed)
     qualities = {"decode": decode.quality, "prefill": prefill.quality}

@@ -255,10 +255,10 @@ class SendingRunner(Protocol):
         """Whether a decode step may be started before the one in front of it has ended (StepBatch.fed)."""
 
     def serve(
-        self, store: AdapterStore, *, max_rows: int, chunk_tokens: int, max_context: int
+        self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
     ) -> Callable[[LoraBatch, bool], PassLora]:
         """Called once, before the first adapter is loaded: prepares passes of at most `max_rows` sequences and
-        `chunk_tokens` prompt tokens. Returns the StartLora of its passes."""
+        `chunk_tokens` prompt tokens, with the `kernel` for adapters (lora_choice). Returns their StartLora."""
 
 
 def batch_device(runner: ModelRunner) -> torch.device:

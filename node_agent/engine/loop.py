@@ -21,7 +21,6 @@ from node_agent.engine.intake import problem_of, request_of, rules_of
 from node_agent.engine.joining import Joined, Joining
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
-from node_agent.engine.open_lora import open_lora
 from node_agent.engine.orders import Orders
 from node_agent.engine.overlap import Overlap
 from node_agent.engine.prefetcher import Prefetcher
@@ -31,6 +30,7 @@ from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import HotRows, Scheduler
 from node_agent.ipc import Admitted, EngineEvent, Generated, Top
 from node_agent.performance.drift import Drift
+from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput, batch_device
 
@@ -47,11 +47,12 @@ class Engine:
         store: AdapterStore,
         cold_start: ColdStarts,
         eos_ids: frozenset[int],
+        lora: LoraCode,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called, in any thread, when the device comes to where a pass that stands still may go on."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
-        self.start_lora = open_lora(limits, runner, store)
+        self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.running: dict[str, Request] = {}
         self.scheduler = Scheduler(limits, self.running, self.blocks, store)

@@ -18,6 +18,7 @@ from node_agent.adapter_memory.weights import AdapterWeights
 from node_agent.runner.cuda_blocks import StepFields, fill_lora, lora_batch, lora_spec, size_of, views
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.lora import compiled_lora, table_views
+from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.types import LoraBatch
 
 if TYPE_CHECKING:
@@ -86,9 +87,8 @@ class SentLora:
 class CudaLora:
     """The adapters of a store, as the runner's passes use them."""
 
-    def __init__(self, store: AdapterStore, stream: Stream, max_rows: int, chunk_tokens: int) -> None:
-        self.weights, self._stream = store.weights, stream
-        self.open_add = open_add(store, max_rows, max(max_rows, chunk_tokens))
+    def __init__(self, store: AdapterStore, stream: Stream, open_add: OpenAdd) -> None:
+        self.weights, self._stream, self.open_add = store.weights, stream, open_add
 
     def start(self, batch: LoraBatch, decodes: bool) -> SentLora:
         """A StartLora; the batch's tensors are in host memory."""
@@ -106,13 +106,13 @@ class CudaLora:
         return self.open_add(on_device, decodes)
 
 
-def open_add(store: AdapterStore, max_rows: int, max_tokens: int) -> OpenAdd:
-    """Triton's kernels on a GPU; on a CPU the compiled operator, or plain torch where it can't be had."""
+def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -> OpenAdd:
+    """By Triton's kernels, or for CPU_KERNEL by the compiled operator, or plain torch where it can't be had."""
     table, pool, base = store.table, store.pool.data, store.base
-    if pool.device.type == "cuda":
+    if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
 
-        return triton_add(TritonLora(table, pool, base, store.weights, max_rows, max_tokens))
+        return triton_add(TritonLora(table, pool, base, store.weights, max_rows, max_tokens, kernel=kernel))
     compiled = compiled_lora(table, pool, base)
     if compiled is not None:
 

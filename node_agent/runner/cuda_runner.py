@@ -14,7 +14,7 @@ from node_agent.runner import transformers_runner
 from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_runner
 from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
 from node_agent.runner.cuda_layers import Decoder
-from node_agent.runner.cuda_lora import CudaLora, SentLora
+from node_agent.runner.cuda_lora import CudaLora, SentLora, open_add
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
 from node_agent.runner.cuda_stream import Stream, open_stream
 from node_agent.runner.lora_choice import StartLora
@@ -59,8 +59,10 @@ class CudaRunner:
     def feeds(self) -> bool:
         return bool(self.buckets)
 
-    def serve(self, store: AdapterStore, *, max_rows: int, chunk_tokens: int, max_context: int) -> StartLora:
-        lora = CudaLora(store, self.stream, max_rows, chunk_tokens)
+    def serve(
+        self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
+    ) -> StartLora:
+        lora = CudaLora(store, self.stream, open_add(store, kernel, max_rows, max(max_rows, chunk_tokens)))
         shape = DecodeShape(max_rows, max_context, self.block_tokens, self.num_blocks, self.vocab)
         last = LastStep(max_rows, self.vocab, self.dtype, self.device)
         buckets = [

@@ -17,6 +17,7 @@ from node_agent.runner.cuda_blocks import fill_lora, lora_spec, size_of, views
 from node_agent.runner.cuda_lora import CAPTURED_RANK, CudaLora, EveryGroup, OpenAdd, open_add, triton_add
 from node_agent.runner.cuda_stream import CpuStream
 from node_agent.runner.lora import table_views
+from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.runner.triton_lora import TritonLora
 from node_agent.types import GROUPS, Lease, LoraBatch
 from tests.node_agent.adapter_world import World, loaded_lease
@@ -34,9 +35,9 @@ def open_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     def by_torch(store: AdapterStore) -> OpenAdd:
         monkeypatch.setattr(cuda_lora, "compiled_lora", lambda *_: None)
-        return open_add(store, ROWS, ROWS)
+        return open_add(store, CPU_KERNEL, ROWS, ROWS)
 
-    return {"triton": by_triton, "torch": by_torch, "compiled": lambda store: open_add(store, ROWS, ROWS)}[
+    return {"triton": by_triton, "torch": by_torch, "compiled": lambda store: open_add(store, CPU_KERNEL, ROWS, ROWS)}[
         request.param
     ]
 
@@ -99,7 +100,7 @@ def test_a_part_of_another_lora_sends_itself(world: World, make_store: Callable[
     torch.manual_seed(0)
     store, stream = make_store(), Counting()
     lease = loaded_lease(store, world.adapters[0])
-    lora = CudaLora(store, stream, ROWS, ROWS)
+    lora = CudaLora(store, stream, open_add(store, CPU_KERNEL, ROWS, ROWS))
     part = lora.start(replace(batch_of([lease.slot], [lease]), max_rank=max(lease.ranks)), True)
     groups, added = table_views(store.table, store.pool.data, store.base), 0
     for layer in range(store.base.num_layers):
