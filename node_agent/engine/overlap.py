@@ -32,7 +32,7 @@ class Overlap:
 
     def __init__(self, hot: HotPasses, runner: ModelRunner, running: Mapping[str, Request]) -> None:
         self._hot, self._running = hot, running
-        self._feeds = isinstance(runner, SendingRunner) and runner.feeds
+        self._runner = runner if isinstance(runner, SendingRunner) else None
         self._step: _Step | None = None
         self._last_end = 0.0
         """when the last step ended behind which another one ran; `time.perf_counter`, 0: none did"""
@@ -46,7 +46,7 @@ class Overlap:
 
     def begin(self, rows: list[Row], n_decode: int) -> bool:
         """Enqueues a step of these rows. Returns False, doing nothing, if another could not be enqueued behind it."""
-        if not self._feeds or n_decode < len(rows) or not self._may_follow(rows):
+        if n_decode < len(rows) or not self._may_follow(rows):
             return False
         self._step, self._last_end = _Step(rows, self._hot.enqueue(rows)), 0.0
         return True
@@ -84,8 +84,10 @@ class Overlap:
         return _Step(rows, self._hot.enqueue(rows, fed=at))
 
     def _may_follow(self, rows: list[Row]) -> bool:
-        """Whether nobody else runs who would have to wait, no row's scores depend on a token that only the device
-        knows, and nobody was promised a time between tokens, for which others might have to sit a pass out."""
+        """Whether the runner can, nobody else runs who would have to wait, no row's scores depend on a token that only
+        the device knows, and nobody was promised a time between tokens, for which others might sit a pass out."""
+        if self._runner is None or not self._runner.feeds:
+            return False
         requests = [row.request for row in rows]
         promised = any(request.slo_class == "strict" and request.tpot is not None for request in requests)
         return len(requests) == len(self._running) and not promised and all(r.rules is None for r in requests)

@@ -22,7 +22,7 @@ def download(stream: Stream, spec: Spec, host: torch.Tensor, device: torch.Tenso
 
 
 class CudaOutput:
-    """A StepOutput. `out` lies in host memory, and is overwritten by a later step: read it before that is started."""
+    """A StepOutput. `out` lies in host memory, and is overwritten by the next step but one."""
 
     def __init__(
         self, done: Event, out: OutFields | None, logprobs: list[int], scores: Callable[[], list[ScoredToken]]
