@@ -222,8 +222,8 @@ class Pass(Protocol):
     """Layers advanced so far."""
 
     def advance(self, to_layer: int) -> None:
-        """Enqueues layers up to `to_layer`; a captured pass is enqueued as a whole, with its last layer. Never waits on a
-        device; on a CPU it returns when computed."""
+        """Enqueues layers up to `to_layer`; a captured pass is enqueued as a whole, with its last layer. Never waits on
+        a device; on a CPU it returns when computed."""
 
     def finish(self) -> StepOutput:
         """Final norm, logits of `logit_rows`, sampling. All layers must have been advanced."""
