@@ -142,3 +142,41 @@ class LateStream(CpuStream):
     def _log(self, what: str) -> None:
         if self.late:
             self.log.append(what)
+
+
+class SlowStream(LateStream):
+    """A LateStream for whole runs: captured steps run late, by an operation whenever somebody asks how far the device
+    is. Passes that are not captured wait for it, for on a CPU they compute at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lasting: set[int] = set()
+        """addresses of the buckets' memory"""
+
+    def empty(self, size: int) -> torch.Tensor:
+        found = super().empty(size)
+        if not self.late:
+            self._lasting.add(found.data_ptr())
+        return found
+
+    def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
+        super().upload(device, host, size)
+        self._catch_up(device)
+
+    def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
+        super().download(host, device, size)
+        self._catch_up(device)
+
+    def event(self) -> SlowEvent:
+        return SlowEvent(self, self.ran + len(self._queue))
+
+    def _catch_up(self, device: torch.Tensor) -> None:
+        if device.data_ptr() not in self._lasting:
+            self.run(self.ran + len(self._queue))
+
+
+class SlowEvent(LateEvent):
+    def query(self) -> bool:
+        if not super().query():
+            self._stream.run(self._stream.ran + 1)
+        return super().query()

@@ -30,6 +30,7 @@ from node_agent.runner.transformers_runner import TransformersRunner
 from node_agent.types import PassLora, Plan, RunnerSettings, StepBatch
 from tests.draws import draws
 from tests.node_agent.coldstart.held_link import HeldLink
+from tests.node_agent.late_stream import SlowStream
 
 VOCAB = 97
 SHAPE = {
@@ -196,10 +197,14 @@ class Counting(CudaRunner):
 
 @pytest.fixture
 def engine(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
+    """Its captured steps run late."""
+    stream = SlowStream()
+    monkeypatch.setattr(cuda_runner, "open_stream", lambda _: stream)
     monkeypatch.setattr(cuda_runner, "CudaRunner", Counting)
     Counting.passes = []
     made = make_engine(runner="cuda", chunk_tokens=24, max_rows=8, block_tokens=4, adapter_memory=512 << 10)
     assert isinstance(made.engine.runner, CudaRunner)
+    stream.late = True
     return made
 
 
@@ -220,6 +225,7 @@ def test_tokens_of_peft(seed: int, engine: LocalEngine, drawn_adapters: list[Pat
             engine.step()
     engine.engine.cancel(requests.pop())
     engine.run()
+    assert isinstance(engine.engine.runner.stream, SlowStream) and "wait" in engine.engine.runner.stream.log
     tally = Tally()
     for case, request_id in zip(cases, requests, strict=False):
         assert engine.outcomes[request_id].finished is not None
