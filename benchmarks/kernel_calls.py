@@ -48,7 +48,6 @@ def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:
     operations, width = TritonOperations(), HEADS * HEAD_DIM
     x, residual, weight = (torch.zeros(*shape, dtype=dtype) for shape in ((tokens, width), (tokens, width), (width,)))
     yield "add_rms_norm", lambda: operations.add_rms_norm(x, weight, 1e-5, out=x, residual=residual)
-    yield "add_rms_norm, first", lambda: operations.add_rms_norm(x, weight, 1e-5, out=x, residual=None)
     gate_up = torch.zeros(tokens, 2 * INNER, dtype=dtype)
     yield "silu_mul", lambda: operations.silu_mul(gate_up, out=gate_up.new_empty(tokens, INNER))
     qkv = torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)

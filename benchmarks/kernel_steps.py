@@ -65,11 +65,11 @@ ROWS = (1, 8, 32, 256)
 ADAPTED: dict[str, tuple[str, ...]] = {"none": (), "q,k,v": ("qkv",), "all seven": ("qkv", "o", "gate_up", "down")}
 
 
-class ProductCount(TorchDispatchMode):
+class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the products that torch launches. Raises RuntimeError for what would be a launch besides."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +100,7 @@ def layer_parts(shape: Shape, rows: int) -> Iterator[Part]:
     x, residual, weight = made(rows, shape.width), made(rows, shape.width), made(shape.width)
     qkv = made(rows, sum(shape.qkv))
     slots = rows * CONTEXT
-    cache = PagedCache(*(made(slots, shape.kv_heads, dim) for _ in range(2)), BLOCK_TOKENS)
+    cache = PagedCache(made(slots, shape.kv_heads, dim), made(slots, shape.kv_heads, dim), BLOCK_TOKENS)
     rotary, tokens = Rotary(made(CONTEXT, dim // 2), made(CONTEXT, dim // 2)), made(rows, dtype=torch.int64)
     sequences = Rows(made(rows, dtype=torch.int32), made(rows, CONTEXT // BLOCK_TOKENS, dtype=torch.int32))
     out, scratch = made(rows, shape.qkv[0]), decode_scratch(rows, heads, CONTEXT, device)

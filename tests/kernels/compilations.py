@@ -20,7 +20,7 @@ from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 
 HEADS = Heads(4, 2, 32, 0.2)
-WIDTH, INNER, MOST_TOKENS, STEPS = 128, 192, 300, 40
+WIDTH, INNER, MOST_TOKENS, STEPS = 128, 192, 300, 25
 CASE = draw_case([8, 3, 40], [(0, MOST_TOKENS)], WIDTH, (128, 64, 64), torch.bfloat16)
 
 
