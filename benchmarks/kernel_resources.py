@@ -97,7 +97,8 @@ def main() -> None:
     dtypes, begin = [dtype for dtype, name in TYPE_NAMES.items() if name in options.dtype], time.monotonic()
     for row in cuda_matrix(options.sm) if options.nvrtc else matrix(options.sm, dtypes):
         print(msgspec.json.encode(row).decode(), flush=True)
-    print(f"{'NVRTC' if options.nvrtc else f'Triton {triton.__version__}'}: all compiled in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    compiler = "NVRTC" if options.nvrtc else f"Triton {triton.__version__}"
+    print(f"{compiler}: all compiled in {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

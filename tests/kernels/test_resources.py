@@ -46,3 +46,10 @@ def test_nothing_is_compiled_while_serving(tmp_path: Path) -> None:
     assert set(found["known"]) == SERVING
     assert found["while serving"] == []
     assert found["a stride that was not there"] == ["add_rms_norm"]
+    base = {"1 rows": 10, "256 rows": 9}  # one more where contexts are split
+    groups = {"none": 0, "q,k,v": 1, "all seven": 4}
+    assert found["launches of a layer"] == {
+        f"{rows}, {adapted}": launches + 2 * count
+        for rows, launches in base.items()
+        for adapted, count in groups.items()
+    }
