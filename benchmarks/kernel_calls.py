@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import triton.language as tl
 
 from benchmarks.kernel_cases import draw_case
 from kernels.bgmv import bgmv
 from kernels.decoder import Heads
 from kernels.gpu_ops import MOST_SPLITS, PagedCache, Rotary, Rows
 from kernels.gpu_triton import TritonOperations
+from kernels.handoff_triton import TritonKernels
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 
@@ -29,6 +31,8 @@ def every_call(dtype: torch.dtype) -> Iterator[Call]:
     yield from layer_calls(dtype)
     yield from attention_calls(dtype, "", None)
     yield from attention_calls(dtype, ", window", WINDOW)
+    if hasattr(tl, "atomic_store"):  # else handoff.cu is what serves
+        yield from handoff_calls(dtype)
 
 
 def lora_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -48,7 +52,6 @@ def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:
     operations, width = TritonOperations(), HEADS * HEAD_DIM
     x, residual, weight = (torch.zeros(*shape, dtype=dtype) for shape in ((tokens, width), (tokens, width), (width,)))
     yield "add_rms_norm", lambda: operations.add_rms_norm(x, weight, 1e-5, out=x, residual=residual)
-    yield "add_rms_norm, first", lambda: operations.add_rms_norm(x, weight, 1e-5, out=x, residual=None)
     gate_up = torch.zeros(tokens, 2 * INNER, dtype=dtype)
     yield "silu_mul", lambda: operations.silu_mul(gate_up, out=gate_up.new_empty(tokens, INNER))
     qkv = torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
@@ -79,6 +82,13 @@ def attention_calls(dtype: torch.dtype, name: str, window: int | None, tokens: i
         f"prefill_attention{name}",
         lambda: operations.prefill_attention(q, cache, Rows(context, table, starts), heads, out=out),
     )
+
+
+def handoff_calls(dtype: torch.dtype) -> Iterator[Call]:
+    kernels, x, lines = TritonKernels(), torch.zeros(2, 4096, dtype=dtype), torch.zeros(2, 8, dtype=torch.int64)
+    word = torch.zeros(1, dtype=torch.int32)
+    yield "copy_and_signal", lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, lines, lines, word)
+    yield "wait_for_workers", lambda: kernels.wait(lines, lines, 1 << 40, word, word)
 
 
 def empty_cache(dtype: torch.dtype) -> PagedCache:

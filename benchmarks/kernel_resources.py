@@ -1,6 +1,7 @@
 """Compiles the Triton kernels ahead of time for named GPUs, also where there is none, and reports what they need.
 
-`python -m benchmarks.kernel_resources` is the compile matrix: a line per kernel and GPU, status 1 when one fails.
+`python -m benchmarks.kernel_resources` is the compile matrix: a line per kernel and GPU, status 1 when one fails. With
+--nvrtc it is that of handoff.cu.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import triton
 
 from benchmarks.kernel_calls import every_call
 from benchmarks.kernel_recorder import recorded
+from kernels.handoff_cuda import SOURCE, compile_cubin
 from kernels.view import WEIGHT_DTYPES
 
 CAPABILITIES = (80, 90, 100)
@@ -79,15 +81,24 @@ def matrix(capabilities: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterat
                 yield asdict(compiled)
 
 
+def cuda_matrix(capabilities: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """handoff.cu by NVRTC. Raises CompileError."""
+    for capability in capabilities:
+        registers, spills = _register_use(compile_cubin((capability // 10, capability % 10)))
+        yield {"sm": capability, "kernel": SOURCE, "registers": registers, "spills": spills}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sm", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--dtype", nargs="+", choices=TYPE_NAMES.values(), default=["bf16"])
+    parser.add_argument("--nvrtc", action="store_true", help="compile handoff.cu, in the place of Triton's kernels")
     options = parser.parse_args()
     dtypes, begin = [dtype for dtype, name in TYPE_NAMES.items() if name in options.dtype], time.monotonic()
-    for row in matrix(options.sm, dtypes):
+    for row in cuda_matrix(options.sm) if options.nvrtc else matrix(options.sm, dtypes):
         print(msgspec.json.encode(row).decode(), flush=True)
-    print(f"Triton {triton.__version__}: all compiled in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    compiler = "NVRTC" if options.nvrtc else f"Triton {triton.__version__}"
+    print(f"{compiler}: all compiled in {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,13 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kernel_cases import draw_case
+from benchmarks.kernel_recorder import recorded
 from benchmarks.report import ROOT, arguments, publish, report
+from kernels.decoder import Heads
+from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
+from kernels.gpu_triton import TritonOperations
+from kernels.mbgmv import mbgmv
 
 ITEM = 2
 """Bytes of a weight, an activation and a cache element: bf16."""
@@ -65,11 +71,11 @@ ROWS = (1, 8, 32, 256)
 ADAPTED: dict[str, tuple[str, ...]] = {"none": (), "q,k,v": ("qkv",), "all seven": ("qkv", "o", "gate_up", "down")}
 
 
-class ProductCount(TorchDispatchMode):
+class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the products that torch launches. Raises RuntimeError for what would be a launch besides."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,54 +89,56 @@ class ProductCount(TorchDispatchMode):
 
 def layer_parts(shape: Shape, rows: int) -> Iterator[Part]:
     """The base's operations of one layer, in order."""
-    from kernels.decoder import Heads
-    from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
-    from kernels.gpu_triton import TritonOperations
+    yield norm_part(shape, rows)
+    yield product_part("q,k,v", rows, shape.width, sum(shape.qkv))
+    yield from attention_parts(shape, rows)
+    yield product_part("o", rows, shape.qkv[0], shape.width)
+    yield norm_part(shape, rows)
+    yield product_part("gate,up", rows, shape.width, 2 * shape.inner)
+    gate_up, gated = without_memory(rows, 2 * shape.inner), without_memory(rows, shape.inner)
+    yield "silu_mul", lambda: TritonOperations().silu_mul(gate_up, out=gated), size(gate_up, gated)
+    yield product_part("down", rows, shape.inner, shape.width)
 
-    device, operations = torch.device("meta"), TritonOperations()
 
-    def made(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(sizes, dtype=dtype, device=device)
+def norm_part(shape: Shape, rows: int) -> Part:
+    x, residual, weight = (without_memory(*at, shape.width) for at in ((rows,), (rows,), ()))
+    return (
+        "add_rms_norm",
+        lambda: TritonOperations().add_rms_norm(x, weight, 1e-5, out=x, residual=residual),
+        4 * size(x) + size(weight),
+    )
 
-    def product(name: str, d_in: int, d_out: int) -> Part:
-        x, weight = made(rows, d_in), made(d_out, d_in)
-        return f"product {name}", lambda: torch.mm(x, weight.t()), size(x, weight) + rows * d_out * ITEM
 
-    heads, dim = Heads(shape.heads, shape.kv_heads, shape.head_dim, 0.1), shape.head_dim
-    x, residual, weight = made(rows, shape.width), made(rows, shape.width), made(shape.width)
-    qkv = made(rows, sum(shape.qkv))
-    slots = rows * CONTEXT
-    cache = PagedCache(*(made(slots, shape.kv_heads, dim) for _ in range(2)), BLOCK_TOKENS)
-    rotary, tokens = Rotary(made(CONTEXT, dim // 2), made(CONTEXT, dim // 2)), made(rows, dtype=torch.int64)
-    sequences = Rows(made(rows, dtype=torch.int32), made(rows, CONTEXT // BLOCK_TOKENS, dtype=torch.int32))
-    out, scratch = made(rows, shape.qkv[0]), decode_scratch(rows, heads, CONTEXT, device)
-    gate_up, gated = made(rows, 2 * shape.inner), made(rows, shape.inner)
-    norm = 4 * size(x) + size(weight)
-    yield "add_rms_norm", lambda: operations.add_rms_norm(x, weight, 1e-5, out=x, residual=residual), norm
-    yield product("q,k,v", shape.width, sum(shape.qkv))
+def product_part(name: str, rows: int, d_in: int, d_out: int) -> Part:
+    x, weight = without_memory(rows, d_in), without_memory(d_out, d_in)
+    return f"product {name}", lambda: torch.mm(x, weight.t()), size(x, weight) + rows * d_out * ITEM
+
+
+def attention_parts(shape: Shape, rows: int) -> Iterator[Part]:
+    """Rotary embedding, cache writes and attention of rows with CONTEXT tokens each."""
+    operations, dim = TritonOperations(), shape.head_dim
+    heads = Heads(shape.heads, shape.kv_heads, dim, dim**-0.5)
+    keys, values = (without_memory(rows * CONTEXT, shape.kv_heads, dim) for _ in range(2))
+    cache, qkv = PagedCache(keys, values, BLOCK_TOKENS), without_memory(rows, sum(shape.qkv))
+    rotary = Rotary(without_memory(CONTEXT, dim // 2), without_memory(CONTEXT, dim // 2))
+    at = without_memory(rows, dtype=torch.int64)
+    table = without_memory(rows, CONTEXT // BLOCK_TOKENS, dtype=torch.int32)
+    sequences = Rows(without_memory(rows, dtype=torch.int32), table)
+    out, scratch = without_memory(rows, shape.qkv[0]), decode_scratch(rows, heads, CONTEXT, qkv.device)
     yield (
         "rotate_and_store",
-        lambda: operations.rotate_and_store(qkv, rotary, cache, heads, positions=tokens, slots=tokens),
+        lambda: operations.rotate_and_store(qkv, rotary, cache, heads, positions=at, slots=at),
         2 * size(qkv),
     )
-    parts = 0 if scratch.shape[0] == 1 else 2 * size(scratch)
     yield (
         "decode_attention",
         lambda: operations.decode_attention(qkv, cache, sequences, heads, out=out, scratch=scratch),
-        size(cache.keys, cache.values, sequences.block_table) + 2 * size(out) + parts,
+        size(keys, values, table) + 2 * size(out) + (2 * size(scratch) if scratch.shape[0] > 1 else 0),
     )
-    yield product("o", shape.qkv[0], shape.width)
-    yield "add_rms_norm", lambda: operations.add_rms_norm(x, weight, 1e-5, out=x, residual=residual), norm
-    yield product("gate,up", shape.width, 2 * shape.inner)
-    yield "silu_mul", lambda: operations.silu_mul(gate_up, out=gated), size(gate_up, gated)
-    yield product("down", shape.inner, shape.width)
 
 
 def adapter_parts(shape: Shape, rows: int, groups: tuple[str, ...]) -> Iterator[Part]:
     """An adapter of rank RANK for each row, on some projection groups."""
-    from benchmarks.kernel_cases import draw_case
-    from kernels.mbgmv import mbgmv
-
     for group in groups:
         d_in, widths = shape.groups()[group]
         small = draw_case([1], [(0, 1)], d_in, widths, torch.bfloat16)
@@ -145,6 +153,10 @@ def adapter_parts(shape: Shape, rows: int, groups: tuple[str, ...]) -> Iterator[
         )
 
 
+def without_memory(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
 def size(*tensors: torch.Tensor) -> int:
     """Bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -152,8 +164,6 @@ def size(*tensors: torch.Tensor) -> int:
 
 def count(part: Part) -> dict[str, Any]:
     """Launches and bytes of one operation."""
-    from benchmarks.kernel_recorder import recorded
-
     operation, call, moved = part
     with recorded(CAPABILITY) as launches, ProductCount() as products:
         call()

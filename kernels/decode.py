@@ -17,17 +17,16 @@ from kernels.view import GroupView
 
 
 @triton.jit
-def find_bound(rank, seg_slot, own, p, table_stride, PADDED: tl.constexpr):
-    """How many ranks a segment is computed with: its own, or where PADDED the largest in the batch for projection p."""
-    bound = own
-    if PADDED:
-        segments = tl.num_programs(0)
-        for s0 in range(0, segments, 32):
-            s = s0 + tl.arange(0, 32)
-            slot = tl.load(seg_slot + s, mask=s < segments, other=-1)
-            ranks = tl.load(rank + slot * table_stride + p, mask=slot >= 0, other=0)
-            bound = tl.maximum(bound, tl.max(ranks, 0))
-    return bound
+def largest_rank(rank, seg_slot, p, table_stride):
+    """The largest rank in the batch for projection p."""
+    segments = tl.num_programs(0)
+    largest = 0
+    for s0 in range(0, segments, 32):
+        s = s0 + tl.arange(0, 32)
+        slot = tl.load(seg_slot + s, mask=s < segments, other=-1)
+        ranks = tl.load(rank + slot * table_stride + p, mask=slot >= 0, other=0)
+        largest = tl.maximum(largest, tl.max(ranks, 0))
+    return largest
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -51,7 +50,9 @@ def decode_shrink(
     begin = tl.load(seg_start + segment)
     end = tl.load(seg_start + segment + 1)
     a_first = tl.load(first + (slot * table_stride + p) * 2)
-    bound = find_bound(rank, seg_slot, r, p, table_stride, PADDED)
+    bound = r
+    if PADDED:
+        bound = largest_rank(rank, seg_slot, p, table_stride)
     for j0 in range(part * BR, bound, RANK_PROGRAMS * BR):
         for t0 in range(begin, end, BT):
             acc = shrink_tile(
@@ -82,7 +83,9 @@ def decode_expand(
     b_first = tl.load(first + (slot * table_stride + p) * 2 + 1)
     factor = tl.load(scale + slot * table_stride + p)
     n = column + tl.arange(0, BN)
-    bound = find_bound(rank, seg_slot, r, p, table_stride, PADDED)
+    bound = r
+    if PADDED:
+        bound = largest_rank(rank, seg_slot, p, table_stride)
     for t0 in range(begin, end, BT):
         expand_tile(
             xa, p, projections, tokens, capacity, y, y_stride, t0, end, n, d_out, pool, row_offset, b_first, r, bound,

@@ -35,7 +35,7 @@ class TorchOperations:
     ) -> None:
         check_rotation(qkv, rotary, cache, heads, positions, slots)
         h, kv, dim = heads.heads, heads.kv_heads, heads.head_dim
-        q, k, v = qkv.view(qkv.shape[0], h + 2 * kv, dim).split([h, kv, kv], dim=1)
+        q, k, v = qkv.view(qkv.shape[0], h + 2 * kv, dim).split([h, kv, kv], dim=1)  # type: ignore[no-untyped-call]
         new_q, new_k = (q, k) if heads.norms is None else (
             _norm(part, weight, heads.norm_eps) for part, weight in zip((q, k), heads.norms, strict=True)
         )  # fmt: skip

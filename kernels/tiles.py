@@ -54,15 +54,12 @@ def find_tile(tile, seg_start, segments, BT: tl.constexpr):
 
 
 @triton.jit
-def load_row_starts(pool, row_offset, first, j, rank, width, pool_units, PADDED: tl.constexpr, UNIT: tl.constexpr):
-    """Where rows j of an adapter begin. Rows from `rank` on, which there are where PADDED, are those of whoever lies
-    behind its first row in the pool, whose end goes over into its beginning."""
-    units = tl.load(row_offset + first + j, mask=j < rank, other=0)
-    if PADDED:
-        row_units = tl.cdiv(width, UNIT)
-        behind = (tl.load(row_offset + first) + j * row_units) % (pool_units - row_units + 1)
-        units = tl.where(j < rank, units, behind)
-    return pool + units.to(tl.int64) * UNIT
+def pad_units(units, row_offset, first, j, rank, width, pool_units, UNIT: tl.constexpr):
+    """`units`, where an adapter's rows j begin, with rows from `rank` on those of whoever lies behind its first row in
+    the pool, whose end goes over into its beginning."""
+    row_units = tl.cdiv(width, UNIT)
+    behind = (tl.load(row_offset + first) + j * row_units) % (pool_units - row_units + 1)
+    return tl.where(j < rank, units, behind)
 
 
 @triton.jit
@@ -74,7 +71,10 @@ def shrink_tile(
     on are read where PADDED, and are 0."""
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
-    rows = load_row_starts(pool, row_offset, a_first, j, rank, d_in, pool_units, PADDED, UNIT)
+    units = tl.load(row_offset + a_first + j, mask=j < rank, other=0)
+    if PADDED:
+        units = pad_units(units, row_offset, a_first, j, rank, d_in, pool_units, UNIT)
+    rows = pool + units.to(tl.int64) * UNIT
     xs = x + t.to(tl.int64) * x_stride
     acc = tl.zeros((BT, BR), dtype=tl.float32)
     for at in range(k0, d_in, k_step):
@@ -113,10 +113,12 @@ def expand_tile(
         for split in range(SPLITS):
             rows = xa + ((split * projections + p) * tokens + t).to(tl.int64) * capacity
             part += tl.load(rows[:, None] + j[None, :], mask=(t < end)[:, None] & (j < known)[None, :], other=0.0)
-        rows = load_row_starts(pool, row_offset, b_first, j, known, d_out, pool_units, PADDED, UNIT)
+        units = tl.load(row_offset + b_first + j, mask=j < known, other=0)
         stored = j < known
         if PADDED:
+            units = pad_units(units, row_offset, b_first, j, known, d_out, pool_units, UNIT)
             stored = j < bound
+        rows = pool + units.to(tl.int64) * UNIT
         w = tl.load(rows[:, None] + n[None, :], mask=stored[:, None] & (n < d_out)[None, :], other=0.0)
         if PADDED:
             w = tl.where((j < known)[:, None], w, 0.0)

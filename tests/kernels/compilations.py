@@ -1,5 +1,6 @@
 """Prints which kernels would be compiled while a node serves: every operation is called once, as a runner warms up, and
-then with all that changes from step to step changed at random. In a process whose Triton does not interpret."""
+then with all that changes from step to step changed at random. And how many launches the layer of a decode step has. In
+a process whose Triton does not interpret."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 
 from benchmarks.kernel_cases import draw_case
 from benchmarks.kernel_recorder import recorded
+from benchmarks.kernel_steps import ADAPTED, SHAPES, step_row
 from kernels.bgmv import bgmv
 from kernels.decoder import Heads
 from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
@@ -20,7 +22,7 @@ from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 
 HEADS = Heads(4, 2, 32, 0.2)
-WIDTH, INNER, MOST_TOKENS, STEPS = 128, 192, 300, 40
+WIDTH, INNER, MOST_TOKENS, STEPS = 128, 192, 300, 25
 CASE = draw_case([8, 3, 40], [(0, MOST_TOKENS)], WIDTH, (128, 64, 64), torch.bfloat16)
 
 
@@ -94,6 +96,11 @@ def main() -> None:
             "known": sorted({kernel for kernel, _ in known}),
             "while serving": sorted(new - known),
             "a stride that was not there": sorted({kernel for kernel, _ in other - known}),
+            "launches of a layer": {
+                f"{rows} rows, {adapted}": step_row(SHAPES[0], rows, adapted)["layer_launches"]
+                for rows in (1, 256)
+                for adapted in ADAPTED
+            },
         },
         sys.stdout,
     )

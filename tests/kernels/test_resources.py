@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-KERNELS = {
+SERVING = {
     *("add_rms_norm", "silu_mul", "rotate_and_store", "decode_attention", "combine_splits", "prefill_attention"),
     *("decode_shrink", "decode_expand", "sgmv_shrink", "sgmv_expand"),
 }
+HANDOFF = {"copy_and_signal", "wait_for_workers"}
 
 
 def compiling(tmp_path: Path, *command: str) -> str:
@@ -26,17 +25,17 @@ def compiling(tmp_path: Path, *command: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100])
-def test_compiles(sm: int, tmp_path: Path) -> None:
-    lines = compiling(tmp_path, "-m", "benchmarks.kernel_resources", "--sm", str(sm)).splitlines()
+def test_compile_matrix(tmp_path: Path) -> None:
+    lines = compiling(tmp_path, "-m", "benchmarks.kernel_resources").splitlines()
     kernels = [json.loads(line) for line in lines]
-    assert {kernel["kernel"].rpartition(": ")[2].partition(",")[0] for kernel in kernels} == KERNELS
+    found = {(kernel["sm"], kernel["kernel"].rpartition(": ")[2].partition(",")[0]) for kernel in kernels}
+    assert found == {(sm, kernel) for sm in (80, 90, 100) for kernel in SERVING | HANDOFF}
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 100 << 10, kernel
         assert kernel["spills"] <= 0, kernel
@@ -44,6 +43,13 @@ def test_compiles(sm: int, tmp_path: Path) -> None:
 
 def test_nothing_is_compiled_while_serving(tmp_path: Path) -> None:
     found = json.loads(compiling(tmp_path, "-m", "tests.kernels.compilations", "7"))
-    assert set(found["known"]) == KERNELS
+    assert set(found["known"]) == SERVING
     assert found["while serving"] == []
     assert found["a stride that was not there"] == ["add_rms_norm"]
+    base = {"1 rows": 10, "256 rows": 9}  # one more where contexts are split
+    groups = {"none": 0, "q,k,v": 1, "all seven": 4}
+    assert found["launches of a layer"] == {
+        f"{rows}, {adapted}": launches + 2 * count
+        for rows, launches in base.items()
+        for adapted, count in groups.items()
+    }
