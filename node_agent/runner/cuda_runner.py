@@ -69,7 +69,11 @@ class CudaRunner:
             Bucket(rows, shape, self.decoder, self.current, self.stream, last) for rows in bucket_sizes(max_rows)
         ]
         for bucket in reversed(buckets):  # the largest first: the others' memory fits into its
-            bucket.capture(lora.open_add)
+            try:
+                bucket.capture(lora.open_add)
+            except RuntimeError as error:
+                what = f"node.runner: cuda can't capture decode steps of {bucket.rows} rows"
+                raise RuntimeError(f"{what}: {error}; set node.runner: transformers, or fewer node.max_rows") from error
         problem = check_captured(self, buckets[0], last.logits)
         if problem is None:
             self.buckets = buckets

@@ -15,11 +15,12 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner import cuda_lora
 from node_agent.runner.cuda_blocks import fill_lora, lora_spec, size_of, views
 from node_agent.runner.cuda_lora import CAPTURED_RANK, CudaLora, EveryGroup, OpenAdd, open_add, triton_add
+from node_agent.runner.cuda_runner import CudaRunner, open_runner
 from node_agent.runner.cuda_stream import CpuStream
 from node_agent.runner.lora import table_views
 from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.runner.triton_lora import TritonLora
-from node_agent.types import GROUPS, Lease, LoraBatch
+from node_agent.types import GROUPS, Lease, LoraBatch, RunnerSettings
 from tests.node_agent.adapter_world import World, loaded_lease
 from tests.node_agent.test_triton_lora import SMALL
 
@@ -113,6 +114,23 @@ def test_a_part_of_another_lora_sends_itself(world: World, make_store: Callable[
                 added += 1
             torch.testing.assert_close(torch.cat(ys, 1), torch.cat(wanted, 1), atol=1e-4, rtol=1e-4)
     assert added and stream.uploads == 1
+
+
+def test_steps_that_can_not_be_captured_are_named(
+    world: World, make_store: Callable[..., AdapterStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RunnerSettings(world.model_dir, torch.device("cpu"), torch.float32, 16, lambda _: 8)
+    runner = open_runner(settings)
+    assert isinstance(runner, CudaRunner)
+
+    def fail(_: object, work: Callable[[], None]) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(CpuStream, "capture", fail)
+    with pytest.raises(
+        RuntimeError, match=r"steps of 2 rows: operation not.*; set node.runner: transformers, or fewer"
+    ):
+        runner.serve(make_store(), CPU_KERNEL, max_rows=2, chunk_tokens=8, max_context=64)
 
 
 def test_a_batch_without_adapters_is_padding() -> None:
