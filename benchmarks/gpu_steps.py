@@ -82,7 +82,7 @@ def graphs(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
     captured = getattr(runner, "buckets", None)
     if not captured:
         raise Skipped(f"runner {box.runner} captures no graphs")
-    for rows in (1, min(32, max(box.scale.rows)), max(box.scale.rows)):
+    for rows in sorted({1, min(32, max(box.scale.rows)), max(box.scale.rows)}):
         effort = Effort((rows,), (), 1, (), box.scale.rounds, ROW_TOKENS * rows)
         with bench(engine.engine, engine.base, effort, written=box.written) as made:
             case, seconds = Case(True, tuple(CaseRow(16, 1, -1) for _ in made.bounds.contexts)), dict[bool, float]()

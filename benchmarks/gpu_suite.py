@@ -3,7 +3,7 @@
 Each part's rows are in the JSON as soon as it ends. A part that fails does not end the run, one whose runner, kernels
 or peer are not there says so, and what time does not suffice for is named. Fails without a GPU.
 
-smoke    every LoRA operation against float64; a GPU runs these kernels, not Triton's interpreter
+smoke    every LoRA operation against float64, and what a layer computes between its products against plain torch
 exact    a tiny model with drawn adapters, plans and arrivals against PEFT
 merged   a 7B shape with drawn weights against the same weights with the adapter merged
 graphs   decode steps with captured graphs and without
@@ -31,6 +31,7 @@ import torch
 from benchmarks import coldstart_gpu, gpu_exact, gpu_peer, gpu_steps
 from benchmarks.gpu_check import OPERATIONS, check_operations, draw_cases, scratch_for
 from benchmarks.gpu_engine import EngineBox
+from benchmarks.gpu_layer_check import check_layers
 from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
 from benchmarks.gpu_timing import gpu_seconds
 from benchmarks.kernel_cases import Case, relative_error
@@ -48,6 +49,8 @@ SECONDS = {
 QUICK_S = 60.0
 CHECKS = 400
 """Drawn calls of each operation; what time doesn't suffice for is left out. Most of it goes into compiling."""
+LORA_SHARE = 0.8
+"""Of the smoke part's time; the rest is for what a layer computes besides."""
 PEER_TOLERANCE = 3e-2
 """bf16, and weights that were scaled before"""
 
@@ -138,7 +141,11 @@ class Suite:
         on_gpu = self.box.device.type == "cuda"
         sizes = (4200, 256) if on_gpu else (40, 9)
         cases = draw_cases(CHECKS if on_gpu else 1, self.box.seed, self.box.device.type, *sizes)
-        yield from check_operations(cases, max(1.0, until - time.monotonic()))
+        yield from check_operations(cases, max(1.0, (until - time.monotonic()) * LORA_SHARE))
+        try:
+            yield from check_layers(self.box.device, self.box.seed)
+        except Skipped as why:
+            yield {"operation": "a layer's", "skipped": str(why)}
 
     def _alone(self, part: Part, until: float) -> Iterator[dict[str, Any]]:
         """A part of cold starts: their engine is another one."""

@@ -23,7 +23,7 @@ from infra.instances import gpus_of
 from infra.local.processes import service_directory
 from infra.memory_need import check_fits, need_of
 from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack, sharing_nodes
-from node_agent.config import default_adapter_memory
+from node_agent.config import default_adapter_memory, pass_memory
 
 PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
 REMOTE_MODEL = "/var/lib/garnish-data/model"
@@ -165,6 +165,8 @@ def check_memory(service: ServiceFile) -> None:
         gpus = gpus_of(kind, f"{field}.instance_type")
         adapters = node.adapter_memory if node.adapter_memory is not None else default_adapter_memory(gpus.memory)
         need = need_of(config, dtype=node.dtype, adapter_memory=adapters, kv_memory=node.kv_memory)
+        if node.kv_memory is None:
+            need = msgspec.structs.replace(need, runtime=max(need.runtime, pass_memory(gpus.memory)))
         check_fits(field, kind, gpus, need)
 
 

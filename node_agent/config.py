@@ -21,6 +21,15 @@ def default_adapter_memory(gpu_memory: int | None) -> int:
     return CPU_ADAPTER_MEMORY if gpu_memory is None else gpu_memory // GPU_ADAPTER_PART
 
 
+GPU_PASS_PART = 10
+
+
+def pass_memory(gpu_memory: int) -> int:
+    """Returns the bytes of a GPU's memory that are left to passes, captured graphs and libraries, where the service
+    file does not say what keys and values get."""
+    return gpu_memory // GPU_PASS_PART
+
+
 class LinkConfig(msgspec.Struct, frozen=True):
     """A simulated link: it delays transfers and never changes data. Bytes per second; seconds."""
 

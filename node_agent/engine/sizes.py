@@ -8,15 +8,13 @@ import torch
 from msgspec.structs import replace
 
 from adapters.base_model import BaseModel
-from node_agent.config import EngineConfig, default_adapter_memory
+from node_agent.config import EngineConfig, default_adapter_memory, pass_memory
 from node_agent.device import free_memory, gpu_memory
 
 MAX_CPU_KV = 1 << 30
 """Bytes."""
 CPU_KV_PART = 4
 """Keys and values have one part in so many of a host's free memory: others use it, too."""
-GPU_PASS_PART = 10
-"""One part in so many of a GPU's memory is left to passes, captured graphs and libraries."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,6 @@ def _kv_room(adapters: int, device: torch.device) -> tuple[int, str]:
     free, total = free_memory(device), gpu_memory(device)
     if total is None:
         return min(max(0, free - adapters) // CPU_KV_PART, MAX_CPU_KV), ""
-    passes = total // GPU_PASS_PART
+    passes = pass_memory(total)
     room = max(0, free - adapters - passes)
     return room, f" (of {free} free on the GPU, less {adapters} of adapter_memory and {passes} for passes)"

@@ -159,7 +159,7 @@ def test_what_nodes_in_aws_need(folder: Path, changes: dict[str, Any], problem: 
 def test_memory_is_checked_with_the_numbers(folder: Path) -> None:
     check_memory(load_service_file(aws_file(folder)))
     small = {"t4": {"backend": "aws", "instance_type": "g4dn.xlarge"}}
-    with pytest.raises(Exception, match=r"node_pools\.t4: .* it needs 21\.0 GiB .* a GPU has 15\.0 GiB"):
+    with pytest.raises(Exception, match=r"node_pools\.t4: .* it needs 21\.5 GiB .* a GPU has 15\.0 GiB"):
         check_memory(load_service_file(aws_file(folder, node_pools=small)))
 
 
@@ -223,7 +223,7 @@ def test_pools_that_can_not_be(folder: Path, text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("instance_type", "problem"),
     [
-        ("g4dn.xlarge", r"it needs 21\.0 GiB \(15\.0 base model, 4\.0 adapter_memory, .*\), and a GPU has 15\.0 GiB"),
+        ("g4dn.xlarge", r"it needs 21\.5 GiB \(15\.0 base model, 4\.0 adapter_memory, .*\), and a GPU has 15\.0 GiB"),
         ("g6e.2xlrge", "unknown instance type 'g6e.2xlrge'; did you mean g6e.2xlarge"),
     ],
 )
