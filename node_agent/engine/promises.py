@@ -65,7 +65,7 @@ def within_promise(
         paused = set(may_pause[:count])
         return [r for r in decoding if r not in paused]
 
-    wanted = min(most, used + sum(len(r.tokens) - r.computed for r in prompts if r.slo_class == "strict"))
+    wanted = min(most, used + sum(r.uncomputed for r in prompts if r.slo_class == "strict"))
     fewest = _fewest(len(may_pause), wanted, lambda count: _spare_tokens(model, without(count), seconds))
     taking_part = without(fewest)
     for request in may_pause[:fewest]:

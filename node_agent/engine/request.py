@@ -113,6 +113,11 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def uncomputed(self) -> int:
+        """Tokens that the cache does not have yet."""
+        return len(self.tokens) - self.computed
+
+    @property
     def decoding(self) -> bool:
         """The prompt and all but the last token are in the cache."""
         return self.generated > 0 and self.computed == len(self.tokens) - 1

@@ -39,7 +39,7 @@ def choose_prompts(requests: Iterable[Request], loaded: Loaded, tokens: int, tur
             break
         if request.in_cold_pass or not loaded(request):
             continue
-        length = min(len(request.tokens) - request.computed, tokens)
+        length = min(request.uncomputed, tokens)
         rows.append(Row(request, length))
         tokens -= length
     rows.sort(key=_slot)
