@@ -255,7 +255,7 @@ def test_rows_whose_adapter_is_on_its_way(
     engine = make_engine(runner="cuda", cpu_workers=1, max_rows=4)
     layers, starts = engine.base.num_layers, engine.engine.cold_start
     starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
-    starts.joins = lambda lease, rows: starts.can_step(lease)
+    starts.joining = lambda waiting, others: {lease.digest for lease, _ in waiting if starts.can_step(lease)}
     link = HeldLink(engine)
     path = drawn_adapters[0]
     cases = [Case(None, None, [1, 44, 45], 12), Case(path, engine.deploy(path), [1, *range(50, 70)], 10)]
