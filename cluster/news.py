@@ -122,6 +122,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapter_bytes: int = 0
     largest_adapter: int = 0
     """Bytes that one adapter may have here; calls of a larger one are answered `too_large`. 0: not reported."""
+    host_bytes: int = 0
+    """For adapters in host memory. 0: not reported."""
     adapter_itemsize: int = 0
     """Bytes of an element of an adapter's weights here, whatever its file has. 0: not reported."""
     device: str = ""
@@ -153,6 +155,7 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     performance: PerformanceModel | None = None
     adapter_bytes: int = 0
     largest_adapter: int = 0
+    host_bytes: int = 0
     adapter_itemsize: int = 0
     device: str = ""
     error: str = ""

@@ -253,6 +253,7 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
         adapter_bytes=engine.store.pool.size,
         max_rows=engine.limits.max_rows,
         largest_adapter=engine.store.largest,
+        host_bytes=engine.store.hosts.memory,
         adapter_itemsize=engine.runner.dtype.itemsize,
         cpu_workers=engine.cold_start.decision.count,
         cpu_workers_reason=engine.cold_start.decision.reason,

@@ -73,6 +73,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     largest_adapter: int = 0
     """Bytes; `adapter_itemsize` of them are an element of its weights."""
     adapter_itemsize: int = 0
+    host_bytes: int = 0
+    """For adapters in host memory."""
     cpu_workers: int = 0
     cpu_workers_reason: str = ""
 
@@ -126,6 +128,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     """The error is that the registry's artifact is not what it must be, or is missing."""
     preemptions: int = 0
     """How often it gave its place in the batch to a strict request, to be computed again later."""
+    device: float = 0.0
+    """Seconds of the passes that computed it, its part."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):

@@ -1,7 +1,9 @@
-"""Which adapters each node is to have ready: what operators and tenants asked for first, then what is forecast."""
+"""Which adapters each node is to have ready: provisioned copies first, then what operators and tenants asked for, then
+what is forecast."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,10 +25,12 @@ TENANT_WANTED = 16
 """Adapters on one node that one tenant's own orders and schedules may name."""
 MAX_NODES = 4
 """Of those that have an adapter in memory, on which a forecast keeps it."""
+TENANT_PROVISIONED_SHARE = 0.5
+"""Of what all provisioned copies may take, that one tenant's may."""
 STEPS = 20
 """Chances are told in so many steps: a list that hardly changed is not sent again."""
 
-Cause = Literal["order", "schedule", "forecast"]
+Cause = Literal["provisioned", "order", "schedule", "forecast"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Want:
     chance: float
     causes: dict[str, Cause] = field(default_factory=dict)
     """By function."""
+    provisioned: Tier | None = None
+    """The best tier in which a function's policy keeps it."""
 
     @property
     def pinned(self) -> bool:
@@ -60,7 +66,7 @@ class Want:
 
     def message(self) -> WantedAdapter:
         chance = round(self.chance * STEPS) / STEPS
-        return WantedAdapter(self.adapter, self.tier, chance, self.pinned)
+        return WantedAdapter(self.adapter, self.tier, chance, self.pinned, self.provisioned)
 
 
 @dataclass
@@ -69,12 +75,33 @@ class _Node:
 
     room: float
     """Bytes; infinite where the node does not tell its memory."""
+    host_room: float
+    """The same of host memory, for copies that are provisioned there."""
     tenant_room: float
     """Bytes that one tenant's own orders and schedules may take."""
     wants: dict[str, Want] = field(default_factory=dict)
     """By digest."""
     tenants: dict[str, dict[str, float]] = field(default_factory=dict)
     """By tenant and digest, the bytes that its own orders and schedules have taken."""
+
+    def keep(self, wish: Wish) -> bool:
+        """Returns False where a provisioned copy does not fit."""
+        size, digest, tier = float(wish.adapter.bytes), wish.adapter.digest, wish.tier
+        known = self.wants.get(digest)
+        if known is None and len(self.wants) >= MAX_WANTED:
+            return False
+        if known is None or (known.provisioned, tier) == ("host", "device"):
+            room = self.room if tier == "device" else self.host_room
+            if size > room:
+                return False
+            if tier == "device":
+                self.room -= size
+            else:
+                self.host_room -= size
+        want = known or self.wants.setdefault(digest, Want(wish.adapter, tier, 1.0))
+        want.tier = want.provisioned = "device" if "device" in (want.provisioned, tier) else "host"
+        want.causes.setdefault(wish.key, wish.cause)
+        return True
 
     def take(self, wish: Wish, tier: Tier) -> None:
         """Leaves the wish out where it is beyond a bound."""
@@ -108,8 +135,13 @@ class Plan:
         self._records = {row: nodes.record(row) for row in self._homes.rows}
         self._planned: dict[int, _Node] = {}
         """By row."""
+        self._copies: dict[tuple[str, str], set[int]] = {}
+        """Rows with a provisioned copy, by function and digest."""
 
     def add(self, wish: Wish) -> None:
+        if wish.cause == "provisioned":
+            self._provision(wish)
+            return
         for row in self._rows(wish):
             self._of(row).take(wish, self._tier(wish, row))
 
@@ -119,12 +151,23 @@ class Plan:
         return list(self._records.values())
 
     def wants(self) -> dict[str, Sequence[Want]]:
-        """Returns what each node that serves is to have, pinned ones first, then by chance."""
+        """Returns what each node that serves is to have: provisioned copies as they were added, those on devices first;
+        then other pinned ones, and the rest by chance."""
         found: dict[str, Sequence[Want]] = {}
         for row, record in self._records.items():
             wants = self._planned[row].wants.values() if row in self._planned else ()
-            found[record.id] = sorted(wants, key=lambda want: (not want.pinned, -want.chance))
+            found[record.id] = sorted(wants, key=_urgency)
         return found
+
+    def _provision(self, wish: Wish) -> None:
+        """Each copy on another node: the first of its homes that have room."""
+        copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
+        wanted = len(copies) + wish.copies
+        for row in self._homes.of(digest, len(self._homes)) if wish.copies else ():
+            if row not in copies and self._of(row).keep(wish):
+                copies.add(row)
+            if len(copies) >= wanted:
+                return
 
     def _rows(self, wish: Wish) -> Iterable[int]:
         if wish.node is not None:
@@ -145,6 +188,14 @@ class Plan:
 
     def _of(self, row: int) -> _Node:
         if row not in self._planned:
-            memory = self._records[row].adapter_bytes or float("inf")
-            self._planned[row] = _Node(WANTED_SHARE * memory, TENANT_SHARE * memory)
+            record = self._records[row]
+            memory, host = record.adapter_bytes or math.inf, record.host_bytes or math.inf
+            self._planned[row] = _Node(WANTED_SHARE * memory, WANTED_SHARE * host, TENANT_SHARE * memory)
         return self._planned[row]
+
+
+def _urgency(want: Want) -> tuple[int, float]:
+    """Returns what wants are sorted by."""
+    if want.provisioned is not None:
+        return (0 if want.provisioned == "device" else 1), 0.0
+    return (2 if want.pinned else 3), -want.chance

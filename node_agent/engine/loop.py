@@ -13,7 +13,7 @@ from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.cores import move_threads
 from node_agent.device import EventWatch
-from node_agent.engine.batch import Row, build_lora, build_step
+from node_agent.engine.batch import Row, build_lora, build_step, share_out
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.endings import end_of, finished
 from node_agent.engine.hot import Computed, HotPasses, OutOfMemory
@@ -166,6 +166,7 @@ class Engine:
         if not isinstance(computed, OutOfMemory):
             if self.drift is not None and not joined:
                 self.drift.observe(computed.rows, computed.n_decode, computed.seconds)
+            share_out(computed.seconds, computed.rows)
             self._book(computed.rows, computed.output, failed)
         elif computed.is_hopeless:
             text = "this node has too little memory to compute the request"

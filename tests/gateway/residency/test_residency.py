@@ -27,6 +27,7 @@ from gateway.residency.orders import ResidencyOrders
 from gateway.residency.plan import Wish
 from gateway.residency.reports import make_channel
 from gateway.residency.residency import Parts, Residency
+from gateway.usage.residents import Owners
 
 
 class Functions:
@@ -51,6 +52,8 @@ class World:
         self.parts = Parts(
             history=calls,
             schedules=SimpleNamespace(wishes=wishes),  # type: ignore[arg-type]
+            standing=SimpleNamespace(wishes=[], idle_ttls={}),  # type: ignore[arg-type]
+            owners=Owners(),
             orders=ResidencyOrders(SimpleNamespace(order=self.order), metrics, time.monotonic),  # type: ignore[arg-type]
             metrics=metrics,
         )

@@ -39,7 +39,11 @@ def test_what_is_not_enforced_is_refused(client: httpx.Client) -> None:
     for field, value, param in [
         ("slo_class", "gold", "slo_class"),
         ("provisioned", 1, "provisioned"),
-        ("idle_ttl", 60, "idle_ttl"),
+        ("provisioned", {"device": 17}, "provisioned.device"),
+        ("provisioned", {"disk": 1}, "provisioned"),
+        ("idle_ttl", 0, "idle_ttl"),
+        ("reserved_concurrency", 0, "reserved_concurrency"),
+        ("prefetch", "off", "prefetch"),
         ("odd", 1, "odd"),
         ("timeout", 0, "timeout"),
         ("timeout", "5", "timeout"),
