@@ -239,6 +239,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             services = _make_services(config, metrics, opened)
             services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
             services.peers.on_message, services.functions.on_change = services.heard, services.function_changed
+            services.residency.on_provisioned = services.dispatcher.called.run
             await services.callers.learn_tenants()
             leader = _leader(config, metrics, shared, services)
             async with (

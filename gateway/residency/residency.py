@@ -94,6 +94,8 @@ class Residency:
         """By node, as last ordered."""
         self._since: dict[tuple[str, str], float] = {}
         """Unix time, by node and digest."""
+        self.on_provisioned: Callable[[str, str], None] = lambda *_: None
+        """Told of each tenant and digest of which it keeps copies."""
         channel.on_message = self._heard
 
     def note_call(self, tenant: str, function: str, adapter: Adapter) -> None:
@@ -193,6 +195,8 @@ class Residency:
             plan.add(wish)
             tenant, _, function = wish.key.partition("/")
             self.owners.note(tenant, function, wish.adapter.digest)
+            if wish.cause == "provisioned":
+                self.on_provisioned(tenant, wish.adapter.digest)
             if number % TOGETHER_PLANNED == 0:
                 await asyncio.sleep(0)
                 turn.check()
@@ -226,7 +230,8 @@ class Residency:
                 await asyncio.gather(*map(resolve, unknown))
 
     def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
-        """What is provisioned, then what was ordered and scheduled, then what is forecast, the likeliest first."""
+        """What is provisioned, then what was ordered and scheduled, then what is forecast, the likeliest first; nothing
+        is forecast of adapters with an idle limit, which are to leave."""
         yield from self._parts.standing.wishes
         for held in self._held.now():
             key = function_key(held.tenant, held.function)
@@ -234,6 +239,8 @@ class Residency:
         yield from self._parts.schedules.wishes
         for likely in forecast.likely:
             for adapter, share in self._history.versions(likely.key) or ():
+                if adapter.digest in self._parts.standing.idle_ttls:
+                    continue
                 yield Wish(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
 
     def _note(self, wants: Mapping[str, Sequence[Want]], forecast: Forecast) -> None:

@@ -107,17 +107,16 @@ class StandingPolicies:
 
 
 def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
-    """Returns what of the nodes that serve the base may be provisioned. While there is none, or one is starting and has
-    not said what it serves, that is not known."""
-    living = [record for record in records if record.state != "draining"]
-    nodes = [record for record in living if record.base == base]
-    if not nodes or not all(record.base for record in living):
+    """Returns what may be provisioned of the nodes that serve the base, or are starting: these don't say yet what they
+    serve and have. Nothing is known while there are none."""
+    nodes = [record for record in records if record.state != "draining" and record.base in (base, "")]
+    if not nodes:
         return Memory()
     device, host = ([getattr(node, name) for node in nodes] for name in ("adapter_bytes", "host_bytes"))
     return Memory(
         nodes=len(nodes),
-        device=WANTED_SHARE * sum(device) if all(device) else None,  # a node of an earlier release may not tell
-        host=WANTED_SHARE * sum(host) if all(host) else None,
+        device=WANTED_SHARE * sum(device) if all(device) else None,
+        host=WANTED_SHARE * sum(host) if all(host) else None,  # nor does a node of an earlier release
         tenant_share=TENANT_PROVISIONED_SHARE,
         copies=MAX_WANTED * len(nodes),
     )

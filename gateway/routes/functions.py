@@ -30,7 +30,7 @@ MAX_PAGE = 1000
 
 class Residency(msgspec.Struct, frozen=True):
     """Where a version is: on which node, in which tier. Known of versions that the tenant has called since the gateway
-    started."""
+    started, or has provisioned."""
 
     version: int
     node: str

@@ -1,7 +1,7 @@
 """Takes adapters away that nobody has called for as long as their functions' policies say: from the device first, and
 from host memory after as long again.
 
-What is wanted here (a provisioned copy, a warm window, a forecast) stays. Files on the disk stay, too.
+What is wanted here (a provisioned copy, a warm window) stays. Files on the disk stay, too.
 """
 
 from __future__ import annotations

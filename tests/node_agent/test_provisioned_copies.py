@@ -102,6 +102,18 @@ def test_what_was_forecast_and_is_now_provisioned_begins_anew(world: World, make
     store.retract(called.digest)
 
 
+@pytest.mark.usefixtures("by_layer")
+def test_the_most_important_copies_come_first(world: World, make_prefetcher: MakePrefetcher) -> None:
+    store, prefetcher, stile = make_prefetcher()
+    copies = full_adapters(world)[:3]
+    prefetcher.want(wanted(*(want(each, tier="host", provisioned="host", pinned=True) for each in copies)))
+    poll_until(store, prefetcher, lambda: all(stile.reads(each) for each in copies[:2]))
+    assert stile.reads(copies[2]) == 0, "two at once have the link"
+    stile.let(copies[1], LAYERS)
+    poll_until(store, prefetcher, lambda: stile.reads(copies[2]) > 0)
+    assert here(store, copies[0]) == 0
+
+
 # --- idle limits
 
 

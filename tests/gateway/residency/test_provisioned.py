@@ -136,7 +136,9 @@ def test_what_may_be_provisioned_is_known_of_nodes_that_say_it() -> None:
     assert (memory.nodes, memory.device, memory.host) == (3, 3 * MEMORY / 2, 3 * MEMORY / 2)
     assert memory_of([], "b") == memory_of(told, "another") == books.Memory()
     assert memory_of([*told, msgspec.structs.replace(told[0], state="draining")], "b") == memory
-    assert memory_of([*told, msgspec.structs.replace(told[0], state="warming", base="")], "b") == books.Memory()
+    starting = msgspec.structs.replace(told[0], state="warming", base="", adapter_bytes=0, host_bytes=0)
+    more = memory_of([*told, starting], "b")
+    assert (more.nodes, more.device, more.host) == (4, None, None)
     older = memory_of([*told, msgspec.structs.replace(told[0], host_bytes=0)], "b")
     assert (older.nodes, older.device, older.host) == (4, 4 * MEMORY / 2, None)
 

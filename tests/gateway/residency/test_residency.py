@@ -94,6 +94,18 @@ def test_what_takes_long_to_look_up_holds_up_nothing() -> None:
     asyncio.run(main())
 
 
+def test_nothing_is_forecast_of_adapters_with_an_idle_limit() -> None:
+    async def main() -> None:
+        world = World({"t/f": 0.9, "t/g": 0.9}, [Wish("t/f", adapter(1), "schedule", 1.0)])
+        await world.parts.history.observe()
+        world.parts.history.count([Arrival("t", "f", adapter(0), 1), Arrival("t", "g", adapter(2), 1)])
+        world.parts.standing.idle_ttls = {DIGESTS[0]: 5.0, DIGESTS[1]: 5.0}
+        await world.turn()
+        assert sorted(chain.from_iterable(world.told.values())) == sorted([DIGESTS[1], DIGESTS[2]])
+
+    asyncio.run(main())
+
+
 def test_what_is_said_of_a_function_is_its_own() -> None:
     async def main() -> None:
         wishes = [Wish("t/f", adapter(0), "schedule", 1.0, copies=2), Wish("u/f", adapter(0), "schedule", 1.0)]
