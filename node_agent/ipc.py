@@ -74,7 +74,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Bytes; `adapter_itemsize` of them are an element of its weights."""
     adapter_itemsize: int = 0
     host_bytes: int = 0
-    """For adapters in host memory."""
+    """Host memory for adapters."""
     cpu_workers: int = 0
     cpu_workers_reason: str = ""
 

@@ -3,9 +3,9 @@ what is forecast."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from cluster.messages import Adapter
@@ -17,16 +17,19 @@ from gateway.scheduling.homes import Homes
 
 DEVICE_CHANCE = 0.5
 """Of a call within 30 s, from which an adapter is brought to the device at once."""
-WANTED_SHARE = 0.5
-"""Of a node's adapter memory that all it is asked to have may take: calls that nobody foresaw have the rest."""
+WANTED_SHARE = 0.75
+"""Of each tier of a node's adapter memory that what it is asked to have there may take: calls that nobody foresaw have
+the rest. Tuned, as DEVICE_CHANCE, on one half of the traces of benchmarks/prefetch.py."""
+PROVISIONED_SHARE = 0.5
+"""The same of copies that are provisioned there, which calls' adapters can't push out."""
+TENANT_PROVISIONED_SHARE = 0.5
+"""Of what all provisioned copies may take, that one tenant's may."""
 TENANT_SHARE = 0.125
-"""Of it, that one tenant's own orders and schedules may take."""
+"""Of the device's adapter memory, that one tenant's own orders and schedules may take."""
 TENANT_WANTED = 16
 """Adapters on one node that one tenant's own orders and schedules may name."""
 MAX_NODES = 4
 """Of those that have an adapter in memory, on which a forecast keeps it."""
-TENANT_PROVISIONED_SHARE = 0.5
-"""Of what all provisioned copies may take, that one tenant's may."""
 STEPS = 20
 """Chances are told in so many steps: a list that hardly changed is not sent again."""
 
@@ -70,51 +73,51 @@ class Want:
 
 
 @dataclass
-class _Node:
+class NodeWants:
     """What a node is asked for, and what of it may still be."""
 
-    room: float
-    """Bytes; infinite where the node does not tell its memory."""
-    host_room: float
-    """The same of host memory, for copies that are provisioned there."""
+    room: dict[Tier, float]
+    """Bytes in each tier; infinite where the node does not tell its memory."""
     tenant_room: float
     """Bytes that one tenant's own orders and schedules may take."""
     wants: dict[str, Want] = field(default_factory=dict)
     """By digest."""
     tenants: dict[str, dict[str, float]] = field(default_factory=dict)
     """By tenant and digest, the bytes that its own orders and schedules have taken."""
+    kept_room: dict[Tier, float] = field(default_factory=dict)
+    """As `room`, of provisioned copies alone."""
 
     def keep(self, wish: Wish) -> bool:
-        """Returns False where a provisioned copy does not fit."""
+        """Returns False where a provisioned copy does not fit. Copies for devices must come first."""
         size, digest, tier = float(wish.adapter.bytes), wish.adapter.digest, wish.tier
         known = self.wants.get(digest)
-        if known is None and len(self.wants) >= MAX_WANTED:
-            return False
-        if known is None or (known.provisioned, tier) == ("host", "device"):
-            room = self.room if tier == "device" else self.host_room
-            if size > room:
+        if known is None:
+            if len(self.wants) >= MAX_WANTED or size > min(self.kept_room[tier], self.room[tier]):
                 return False
-            if tier == "device":
-                self.room -= size
-            else:
-                self.host_room -= size
-        want = known or self.wants.setdefault(digest, Want(wish.adapter, tier, 1.0))
-        want.tier = want.provisioned = "device" if "device" in (want.provisioned, tier) else "host"
-        want.causes.setdefault(wish.key, wish.cause)
+            self.kept_room[tier] -= size
+            self.room[tier] -= size
+            known = self.wants[digest] = Want(wish.adapter, tier, 1.0, provisioned=tier)
+        known.causes.setdefault(wish.key, wish.cause)
         return True
 
     def take(self, wish: Wish, tier: Tier) -> None:
-        """Leaves the wish out where it is beyond a bound."""
+        """Leaves the wish out where it is beyond a bound. A forecast for which the device has no room left is for host
+        memory."""
         size, digest = float(wish.adapter.bytes), wish.adapter.digest
         known = self.wants.get(digest)
-        if known is None and (len(self.wants) >= MAX_WANTED or size > self.room):
+        if known is None and wish.cause == "forecast" and size > self.room[tier]:
+            tier = "host"
+        if known is None and (len(self.wants) >= MAX_WANTED or size > self.room[tier]):
             return
         if wish.cause != "forecast" and not self._allow(wish, size):
             return
         if known is None:
-            self.room -= size
+            self.room[tier] -= size
             known = self.wants[digest] = Want(wish.adapter, tier, 0.0)
-        known.tier = "device" if "device" in (known.tier, tier) else "host"
+        elif (known.tier, tier) == ("host", "device") and size <= self.room[tier]:
+            self.room["host"] += 0.0 if known.provisioned else size  # a provisioned copy stays there, too
+            self.room[tier] -= size
+            known.tier = tier
         known.chance = 1.0 - (1.0 - known.chance) * (1.0 - wish.chance)
         known.causes.setdefault(wish.key, wish.cause)
 
@@ -133,7 +136,7 @@ class Plan:
     def __init__(self, nodes: NodeTable, base: str) -> None:
         self._table, self._homes = nodes, Homes(nodes, base)
         self._records = {row: nodes.record(row) for row in self._homes.rows}
-        self._planned: dict[int, _Node] = {}
+        self._planned: dict[int, NodeWants] = {}
         """By row."""
         self._copies: dict[tuple[str, str], set[int]] = {}
         """Rows with a provisioned copy, by function and digest."""
@@ -163,11 +166,11 @@ class Plan:
         """Each copy on another node: the first of its homes that have room."""
         copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
         wanted = len(copies) + wish.copies
-        for row in self._homes.of(digest, len(self._homes)) if wish.copies else ():
-            if row not in copies and self._of(row).keep(wish):
-                copies.add(row)
+        for row in self._homes.of(digest, len(self._homes)):
             if len(copies) >= wanted:
                 return
+            if row not in copies and self._of(row).keep(wish):
+                copies.add(row)
 
     def _rows(self, wish: Wish) -> Iterable[int]:
         if wish.node is not None:
@@ -186,11 +189,14 @@ class Plan:
         near = self._table.tiers(wish.adapter.digest).get(row, ABSENT) <= HOST
         return "device" if near or wish.chance >= DEVICE_CHANCE else "host"
 
-    def _of(self, row: int) -> _Node:
+    def _of(self, row: int) -> NodeWants:
         if row not in self._planned:
             record = self._records[row]
-            memory, host = record.adapter_bytes or math.inf, record.host_bytes or math.inf
-            self._planned[row] = _Node(WANTED_SHARE * memory, WANTED_SHARE * host, TENANT_SHARE * memory)
+            device = record.adapter_bytes or inf
+            host = record.host_bytes or device  # an older node does not tell
+            room: dict[Tier, float] = {"device": WANTED_SHARE * device, "host": WANTED_SHARE * host}
+            kept: dict[Tier, float] = {"device": PROVISIONED_SHARE * device, "host": PROVISIONED_SHARE * host}
+            self._planned[row] = NodeWants(room, TENANT_SHARE * device, kept_room=kept)
         return self._planned[row]
 
 

@@ -18,7 +18,7 @@ from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
 from gateway.residency.messages import Tier
-from gateway.residency.plan import TENANT_PROVISIONED_SHARE, WANTED_SHARE, Wish
+from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
 
 LOOK_SECONDS = 3.0
 """Between two looks at the policies: a change is carried out so late at most."""
@@ -115,8 +115,8 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
     device, host = ([getattr(node, name) for node in nodes] for name in ("adapter_bytes", "host_bytes"))
     return Memory(
         nodes=len(nodes),
-        device=WANTED_SHARE * sum(device) if all(device) else None,
-        host=WANTED_SHARE * sum(host) if all(host) else None,  # nor does a node of an earlier release
+        device=PROVISIONED_SHARE * sum(device) if all(device) else None,
+        host=PROVISIONED_SHARE * sum(host) if all(host) else None,  # nor does a node of an earlier release
         tenant_share=TENANT_PROVISIONED_SHARE,
         copies=MAX_WANTED * len(nodes),
     )

@@ -31,7 +31,7 @@ from cluster.node_table import NodeTable
 from cluster.residency import MAX_WANTED
 from gateway.leader.turn import Turn
 from gateway.residency import residency, standing
-from gateway.residency.plan import WANTED_SHARE, Plan, Want, Wish
+from gateway.residency.plan import PROVISIONED_SHARE, Plan, Want, Wish
 from gateway.residency.standing import StandingPolicies, memory_of
 
 MEMORY = 1_000_000
@@ -82,7 +82,7 @@ def test_copies_are_on_nodes_of_their_own_within_what_may_be_kept(seed: int) -> 
         assert len(each) <= MAX_WANTED
         for tier, memory in (("device", MEMORY), ("host", 2 * MEMORY)):
             sizes = [want.adapter.bytes for want in each if want.provisioned == tier]
-            left[name, tier] = WANTED_SHARE * memory - sum(sizes)
+            left[name, tier] = PROVISIONED_SHARE * memory - sum(sizes)
             assert left[name, tier] >= 0
         shown = [rank[want.adapter.digest, want.provisioned] for want in each if want.provisioned is not None]
         assert shown == sorted(shown), "the most important first"
