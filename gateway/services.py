@@ -66,7 +66,7 @@ from gateway.residency.standing import StandingPolicies, memory_of
 from gateway.residency.warming import Warming
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
-from gateway.usage.residents import Owners, ResidentMeter
+from gateway.usage.residents import Owners, meter_of
 from gateway.workers.attainment import Attainment
 from gateway.workers.called import CalledDigests
 from gateway.workers.last_hour import LastHour
@@ -135,6 +135,7 @@ class Services:
 
     def function_changed(self, tenant: str, function: str) -> None:
         """After any change of the function by this process."""
+        self.callers.forget(tenant)  # its record has what functions reserve
         self.residency.forget(tenant, function)
         self.peers.publish(FunctionChanged(tenant, function))
 
@@ -179,6 +180,7 @@ class Services:
         match message:
             case FunctionChanged(tenant, function):
                 self.functions.forget(tenant, function)
+                self.callers.forget(tenant)
                 self.residency.forget(tenant, function)
             case TenantChanged(tenant):
                 self._forget_tenant(tenant)
@@ -260,23 +262,10 @@ def _leader(config: GatewayConfig, metrics: Metrics, shared: Shared, services: S
     jobs = [
         Job("usage_compaction", UsageCompaction(store, monotonic).run),
         *services.residency.jobs(),
-        _resident_meter(services).job(),
+        meter_of(services).job(),
         *event_jobs(events.store, events.announce),
     ]
     return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic, seconds, alone=alone)
-
-
-def _resident_meter(services: Services) -> ResidentMeter:
-    residency = services.residency
-    return ResidentMeter(
-        services.cluster,
-        services.registry,
-        services.threads,
-        residency.owners,
-        pinned=residency.provisioned,
-        count=services.usage.add,
-        clock=monotonic,
-    )
 
 
 def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:
