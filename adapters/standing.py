@@ -42,6 +42,14 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of one copy of all that `latest` stands for."""
     idle_ttl: float | None = None
     digests: tuple[str, ...] = ()
+    reserved: int = 0
+    """Places."""
+
+    def says(self, policy: Policy) -> bool:
+        """Whether it is what the policy asks for."""
+        copies = policy.provisioned or Provisioned()
+        asked = (copies.device, copies.host, policy.idle_ttl, policy.reserved_concurrency or 0)
+        return asked == (self.device, self.host, self.idle_ttl, self.reserved)
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -82,7 +90,7 @@ def update_function(
         nonlocal stands
         changed = change(record)
         before = Policy() if record is None else record.policy
-        if changed is not record and (_stands(before) or _stands(changed.policy)):
+        if changed is not record and (stands_in(before) or stands_in(changed.policy)):
             stands = True
             _claim(store, tenant, before, changed, memory or Memory())
         return changed
@@ -141,11 +149,12 @@ def live_versions(record: FunctionRecord) -> list[VersionEntry]:
     return [entry for entry in record.versions if str(entry.version) in weights]
 
 
-# --- inside
-
-
-def _stands(policy: Policy) -> bool:
+def stands_in(policy: Policy) -> bool:
+    """Whether anything of the policy holds while no call runs."""
     return policy.provisioned is not None or policy.idle_ttl is not None or policy.reserved_concurrency is not None
+
+
+# --- inside
 
 
 def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRecord, memory: Memory) -> None:
@@ -154,7 +163,7 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
     places = policy.reserved_concurrency or 0
     if places > (before.reserved_concurrency or 0) and read_record(store, tenant_key(tenant), Tenant) is not None:
         update_marked(store, tenant_key(tenant), Tenant, lambda known: _claimed(known, tenant, changed.name, places))
-    if policy.provisioned is None and policy.idle_ttl is None:
+    if not stands_in(policy):
         return
 
     def standing(known: Standing | None) -> Standing:
@@ -165,7 +174,7 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
         own = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
         if len(claimed.functions) > MAX_STANDING or own > MAX_TENANT_STANDING:
             raise Conflict(f"at most {MAX_TENANT_STANDING} functions of a tenant, and {MAX_STANDING} in all, may have "
-                           "provisioned copies or an idle_ttl")  # fmt: skip
+                           "provisioned copies, an idle_ttl or reserved_concurrency")  # fmt: skip
         if _rises(before, policy):
             _check_room(claimed, owner, memory)
         return claimed if claimed != known else known
@@ -182,7 +191,7 @@ def _rises(before: Policy, policy: Policy) -> bool:
 def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | None:
     """Returns what standing.json is to have of the function; None: nothing."""
     policy = record.policy
-    if record.deleted or (policy.provisioned is None and policy.idle_ttl is None):
+    if record.deleted or not stands_in(policy):
         return None
     named = {version for alias in record.aliases.values() for version in alias.weights}
     digests = [entry.digest for entry in record.versions if str(entry.version) in named]
@@ -194,6 +203,7 @@ def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | N
         bytes=sum(entry.bytes for entry in live_versions(record)),
         idle_ttl=policy.idle_ttl,
         digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
+        reserved=policy.reserved_concurrency or 0,
     )
 
 

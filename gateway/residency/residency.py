@@ -183,7 +183,7 @@ class Residency:
         table, now = await self._cluster.table(), self._clock()
         records = [table.record(row) for row in table.serving(self._base).rows.tolist()]
         nodes = frozenset((record.id, record.epoch) for record in records)
-        if nodes != self._planned or now >= self._plan_at:
+        if self._parts.standing.has_looked and (nodes != self._planned or now >= self._plan_at):
             self._planned, self._plan_at = nodes, now + PLAN_SECONDS
             await self._order(turn)
 

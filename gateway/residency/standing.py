@@ -10,7 +10,7 @@ from typing import NamedTuple
 from adapters.errors import CorruptRecord, NoSuchFunction, NotFound, StoreUnavailable
 from adapters.functions import Policy
 from adapters.slo import CLASSES
-from adapters.standing import Entry, Memory, Standing, read_standing, settle
+from adapters.standing import Entry, Memory, Standing, read_standing, settle, stands_in
 from adapters.store import ObjectStore
 from cluster.news import NodeRecord
 from cluster.residency import MAX_WANTED
@@ -36,6 +36,8 @@ class _Found(NamedTuple):
     since: float
     policy: Policy
     wishes: list[Wish]
+    is_settled: bool = True
+    """standing.json says what the policy does."""
 
 
 class StandingPolicies:
@@ -44,6 +46,8 @@ class StandingPolicies:
     def __init__(self, store: ObjectStore, threads: StoreThreads, functions: Functions) -> None:
         self._store, self._threads, self._functions = store, threads, functions
         self._failing = False
+        self.has_looked = False
+        """Before, it is not known what nodes are to keep."""
         self.wishes: list[Wish] = []
         """Provisioned copies, the most important first, as of the last look; while the registry is away, as before."""
         self.idle_ttls: Mapping[str, float] = {}
@@ -60,6 +64,7 @@ class StandingPolicies:
             if not self._failing:
                 log.warning("standing policies can't be read; those that are known go on", extra={"why": str(error)})
             self._failing = True
+        self.has_looked = True
 
     async def _look(self, turn: Turn, standing: Standing) -> None:
         found, idle, stale = list[_Found](), dict[str, float](), list[str]()
@@ -68,8 +73,9 @@ class StandingPolicies:
                 await asyncio.sleep(0)
                 turn.check()
             wanted = await self._wanted(key, entry)
-            if wanted is None:
+            if wanted is None or not wanted.is_settled:
                 stale.append(key)
+            if wanted is None:
                 continue
             found.append(wanted)
             for digest in entry.digests if entry.idle_ttl is not None else ():
@@ -90,7 +96,7 @@ class StandingPolicies:
         except (NotFound, CorruptRecord):  # it may get a `latest` again, or be mended
             return _Found(entry.since, Policy(), [])
         policy = choices[0].version.policy
-        if policy.provisioned is None and policy.idle_ttl is None:
+        if not stands_in(policy):
             return None
         adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole]
         copies = policy.provisioned
@@ -103,7 +109,7 @@ class StandingPolicies:
             for tier, count in tiers
             if count
         ]
-        return _Found(entry.since, policy, wishes)
+        return _Found(entry.since, policy, wishes, entry.says(policy))
 
 
 def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:

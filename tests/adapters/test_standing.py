@@ -69,7 +69,7 @@ def fits(name: str, before: dict[str, Any], after: dict[str, Any], each: int, me
 def expected(policies: dict[str, Any], each: int) -> tuple[dict[str, Any], dict[str, int]]:
     entries = {
         f"acme/{name}": (copies(policy, "device"), copies(policy, "host"), each, policy.get("idle_ttl"))
-        for name, policy in policies.items() if "provisioned" in policy or "idle_ttl" in policy
+        for name, policy in policies.items() if policy
     }  # fmt: skip
     return entries, {name: p["reserved_concurrency"] for name, p in policies.items() if "reserved_concurrency" in p}
 
@@ -126,6 +126,7 @@ def test_a_refusal_says_the_sum(filled: Registry, good: tuple[bytes, Path]) -> N
     with pytest.raises(NotFound):
         filled.function("acme", "new")
     assert books(filled) == ({"acme/f": (2, 0, each, None)}, {"f": 8})
+    assert read_standing(filled.store).functions["acme/f"].reserved == 8
 
 
 def test_a_deleted_function_gives_back_what_it_had(filled: Registry) -> None:

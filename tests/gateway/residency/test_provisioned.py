@@ -208,6 +208,12 @@ def test_what_is_away_damaged_or_gone_changes_no_other_function(
     assert looks.wanted() == [("t/ccc", "host", 1)]
     assert len(read_standing(looks.store).functions) == 5, "a policy may be about to be committed"
     monkeypatch.setattr(standing, "SETTLED_SECONDS", -60.0)
+    settled = msgspec.structs.replace(POLICIES["ccc"], reserved_concurrency=2)
+    looks.functions.policies["ccc"] = settled
+    record = FunctionRecord("ccc", 1.0, policy=settled)
+    looks.store.put(function_key("t", "ccc"), msgspec.json.encode(record))
+    looks.wanted()
+    assert read_standing(looks.store).functions["t/ccc"].reserved == 2, "a crash came between"
     for name in ("bb", "dddd"):
         looks.store.put(function_key("t", name), msgspec.json.encode(FunctionRecord(name, 1.0, deleted=True)))
     looks.wanted()
