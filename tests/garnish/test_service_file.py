@@ -251,8 +251,7 @@ def test_the_files_in_the_documentation(tmp_path: Path) -> None:
 def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
     service = load(
         tmp_path,
-        HEAD
-        + "functions:\n  f: {adapter: a, alias: prod, provisioned: {device: 1, host: 2}, idle_ttl: 15m, timeout: 30s,"
+        HEAD + "functions:\n  f: {adapter: a, alias: prod, provisioned: {device: 1, host: 2}, idle_ttl: 15m,"
         "\n    timeout: 30s, max_age: 2h, reserved_concurrency: 2, max_concurrency: 8, retries: 1, slo_class: strict,"
         "\n    defaults: {temperature: 0}, warm: [{cron: '45 8 * * 1-5', for: 3600, copies: 2}]}\n  g: {adapter: a}",
     )
