@@ -194,7 +194,8 @@ def runner_launches(shape: Shape, rows: int) -> int:
     walk = decoder.begin(at)
     with recorded(CAPABILITY) as launches, ProductCount() as products:
         decoder.advance(walk, decoder.layers, attended)
-    return len(launches) + products.count
+    found: int = len(launches) + products.count
+    return found
 
 
 def step_row(shape: Shape, rows: int, adapted: str) -> dict[str, Any]:
