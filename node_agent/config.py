@@ -6,6 +6,7 @@ import msgspec
 
 RUNNERS = {
     "transformers": "node_agent.runner.transformers_runner",
+    "cuda": "node_agent.runner.cuda_runner",
     "lightllm": "node_agent.runner.lightllm_open",
 }
 """Values of `node.runner`, each with the module whose `open_runner` opens it. The first one is what `auto` means."""
