@@ -289,7 +289,7 @@ class Engine:
                     self._fail_load(request, failure)
 
     def _open_cold_passes(self) -> None:
-        for request in self.running.values():
+        for request in sorted(self.running.values(), key=lambda request: request.slo_class == "best_effort"):
             if self.cold.full:
                 return
             if request.decoding or request.in_cold_pass or request.wants_whole or self._is_loaded(request):

@@ -18,6 +18,8 @@ STRICT_SECONDS = 600.0
 """For so long after a strict request places are kept for the next ones."""
 TENANT_SECONDS = 10.0
 """For so long after a tenant's request a row is kept for its next one."""
+AWAITED_SECONDS = 10.0
+"""For so long after a call that is not best effort passes of best effort stay short for the next one."""
 MOST_AHEAD = 2048.0
 """A tenant may use what is kept until its counter (its virtual time, service / weight) is so far ahead of the floor;
 some ten short calls."""
@@ -34,10 +36,14 @@ class Callers:
         self._tenants: dict[str, float] = {}
         """when each called last but for strict calls, the latest at the end"""
         self._strict_at = float("-inf")
+        self._awaited_at = float("-inf")
+        """When the last call came that is not best effort."""
 
     def note(self, request: Request) -> bool:
         """Records that a request has arrived. Returns True when it is its tenant's first for TENANT_SECONDS, strict
         ones not counted; False for any other, and for every strict one."""
+        if request.slo_class != "best_effort":
+            self._awaited_at = request.arrived
         if request.slo_class == "strict":
             self._strict_at = request.arrived
             return False
@@ -49,6 +55,10 @@ class Callers:
 
     def strict(self, now: float) -> bool:
         return now - self._strict_at < STRICT_SECONDS
+
+    def awaited(self, now: float) -> bool:
+        """Whether a call that is not best effort came lately: the next one is likely to."""
+        return now - self._awaited_at < AWAITED_SECONDS
 
     def lately(self, now: float) -> Iterator[str]:
         """Tenants, but for those whose calls are all strict."""
