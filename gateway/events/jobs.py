@@ -24,16 +24,18 @@ log = logging.getLogger("gateway")
 
 def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
     """`announce` is called when events were queued again."""
-    threads = LeavableThreads(1)
+    # Of their own: what was lost does not wait until what is old is removed.
+    releasing, removing = LeavableThreads(1), LeavableThreads(1)
 
     async def release(turn: Turn) -> None:
-        count = await threads.run(partial(release_lost, store, turn.check))
-        turn.work += count
-        if count:
-            announce()
+        try:
+            await releasing.run(partial(release_lost, store, turn))
+        finally:
+            if turn.work:  # be it that the turn has ended amid them
+                announce()
 
     async def retain(turn: Turn) -> None:
-        await threads.run(partial(remove_old, store, turn))
+        await removing.run(partial(remove_old, store, turn))
 
     return [
         Job("lost_events", release, LOST_PAUSE_S),
