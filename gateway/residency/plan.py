@@ -58,9 +58,13 @@ class Want:
     def pinned(self) -> bool:
         return any(cause != "forecast" for cause in self.causes.values())
 
+    @property
+    def steps(self) -> int:
+        """Returns the chance as it is told, of STEPS."""
+        return round(self.chance * STEPS)
+
     def message(self) -> WantedAdapter:
-        chance = round(self.chance * STEPS) / STEPS
-        return WantedAdapter(self.adapter, self.tier, chance, self.pinned)
+        return WantedAdapter(self.adapter, self.tier, self.steps / STEPS, self.pinned)
 
 
 @dataclass
@@ -119,11 +123,12 @@ class Plan:
         return list(self._records.values())
 
     def wants(self) -> dict[str, Sequence[Want]]:
-        """Returns what each node that serves is to have, pinned ones first, then by chance."""
+        """Returns what each node that serves is to have, pinned ones first, then by chance as it is told: the same list
+        as long as it says the same."""
         found: dict[str, Sequence[Want]] = {}
         for row, record in self._records.items():
             wants = self._planned[row].wants.values() if row in self._planned else ()
-            found[record.id] = sorted(wants, key=lambda want: (not want.pinned, -want.chance))
+            found[record.id] = sorted(wants, key=lambda want: (not want.pinned, -want.steps, want.adapter.digest))
         return found
 
     def _rows(self, wish: Wish) -> Iterable[int]:

@@ -172,8 +172,8 @@ class Residency:
                 await asyncio.gather(*map(resolve, unknown))
 
     def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
-        """What was ordered and scheduled, then what is forecast, the likeliest first."""
-        for held in self._held.now():
+        """What was ordered, the latest first, and scheduled, then what is forecast, the likeliest first."""
+        for held in reversed(self._held.now()):
             key = function_key(held.tenant, held.function)
             yield Wish(key, held.adapter, "order", 1.0, held.tier, node=held.node)
         yield from self._parts.schedules.wishes
