@@ -27,6 +27,7 @@ from garnish.cli import (
     usage,
     versions,
     warm,
+    webhook_secrets,
 )
 from garnish.errors import FrontDoorError
 
@@ -45,6 +46,7 @@ versions.register(app)
 warm.register(app)
 invoke.register(app)
 events.register(app)
+webhook_secrets.register(app)
 batch.register(app)
 nodes.register(app)
 explain.register(app)

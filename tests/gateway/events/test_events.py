@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from event_world import World, all_ended, leftovers, make_worker, new_event, open_events
+from prometheus_client import CollectorRegistry
 
 from adapters.destinations import Destination
 from adapters.errors import NotFound, StoreUnavailable
@@ -20,10 +21,12 @@ from cluster.errors import ServiceError
 from gateway.catalog.threads import StoreThreads
 from gateway.events import jobs, poller, worker
 from gateway.events.event_store import EventStore, Stored
-from gateway.events.events import Events
-from gateway.events.jobs import DEAD_KEPT_S, KEPT_S, event_jobs, remove_old
+from gateway.events.events import Events, make_channel
+from gateway.events.jobs import COUNTED, DEAD_KEPT_S, KEPT_S, count_events, event_jobs, remove_old
+from gateway.events.lost import release_lost
+from gateway.events.metrics import EventMetrics
 from gateway.events.poller import Poller
-from gateway.events.records import EventRecord, markers_of, parse_marker
+from gateway.events.records import ENDED, EventRecord, markers_of, parse_marker
 from gateway.events.store_clock import VALID_S, StoreClock
 from gateway.events.transitions import cancelled, claimed, expired, failed
 from gateway.leader.turn import Turn, TurnEnded
@@ -294,7 +297,7 @@ def test_what_was_lost_waits_neither_for_removals_nor_for_the_next_look(
         return checks <= ends_after
 
     async def work() -> None:
-        release, retain = event_jobs(EventStore(store), lambda: told.append("queued"))
+        release, retain, _ = event_jobs(EventStore(store), lambda: told.append("queued"))
         removal = asyncio.create_task(retain.run(Turn(float("inf"), lambda: 0.0, lambda: True)))
         await asyncio.sleep(0.05)
         turn = Turn(float("inf"), lambda: 0.0, leads)
@@ -373,6 +376,45 @@ def test_old_events_are_removed(world: World) -> None:
         assert not list(world.store().list("tenants/"))
 
     run(work())
+
+
+def test_metrics_tell_what_became_of_events(world: World) -> None:
+    """Also of those that another process has lost, cancelled or queued again."""
+    registry = CollectorRegistry()
+    store = EventStore(world.store(), EventMetrics(registry))
+
+    def told(name: str, **labels: str) -> float:
+        return registry.get_sample_value(f"garnish_{name}", labels) or 0.0
+
+    def error(event_id: str, number: int) -> ServiceError | None:
+        kinds = {"inv_0001": "validation_failed", "inv_0002": "node_failed" if number == 1 else ""}
+        return ServiceError(kind, "no") if (kind := kinds.get(event_id)) else None
+
+    async def work() -> None:
+        events = Events(store, StoreThreads(10.0, 4), make_channel(None))
+        ids = await add_some(events, 3)
+        async with make_worker(world, events, error).running():
+            await all_ended(events, ids)
+            await events.redrive("acme", ids[1])
+            await all_ended(events, ids)
+        [waits] = await add_some(events, 1, first=3)
+        await add_some(events, 2, "other", first=4)
+        await events.cancel("acme", waits)
+        count_events(store, Turn(float("inf"), lambda: 0.0, lambda: True))
+
+    run(work())
+    assert (told("events_accepted_total"), told("events_redriven_total")) == (6, 1)
+    attempts = {name: told("event_attempts_total", outcome=name) for name in ("succeeded", "retried", "failed")}
+    assert attempts == {"succeeded": 2, "retried": 1, "failed": 2}
+    ended = {state: told("events_ended_total", state=state) for state in ENDED}
+    assert ended == {"succeeded": 2, "failed": 2, "cancelled": 1, "expired": 0}
+    there = {index: told("events", index=index) for index in COUNTED}
+    assert there == {"queued": 2, "running": 0, "failed": 1, "expired": 0, "delivering": 0}
+    lost = store.add(claimed(new_event(9, world.store().now(), retries=0), "dead", world.store().now()))
+    assert lost is not None
+    world.pass_time(120)
+    release_lost(store, Turn(float("inf"), lambda: 0.0, lambda: True))
+    assert told("events_ended_total", state="failed") == 3
 
 
 def test_an_event_past_its_deadline_is_not_run(world: World) -> None:
