@@ -12,6 +12,8 @@ KEPT_SHARE = 1 / 8
 """Of a node's rows, rounded down: batches leave them free, for whoever comes next."""
 LONGER_SHARE = 1 / 4
 """By so much of it batches may lengthen the decode step of the others on a node."""
+UNKNOWN_SHARE = 1 / 8
+"""Of a node's rows, at most, that batches have beside others where nothing is known of its steps."""
 CALLED_S = 5.0
 """For so long after others' requests were last seen on a node it is taken to have one: the next is likely to come."""
 
@@ -54,6 +56,7 @@ class SpareRows:
         longer = LONGER_SHARE * (base + per_row * np.maximum(others - flat, 0.0) + each * others)
         left_flat = np.maximum(flat - others, 0.0)
         most = np.minimum(_quotient(longer, each), _quotient(longer + per_row * left_flat, each + per_row))
+        most = np.where(nodes.modelled[rows], most, UNKNOWN_SHARE * nodes.capacity[rows])
         return np.where(called, np.floor(most), np.inf)
 
     def _are_called(self, nodes: NodeTable, rows: np.ndarray, busy: np.ndarray) -> np.ndarray:

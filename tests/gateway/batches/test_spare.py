@@ -48,6 +48,8 @@ def table_of(*nodes: dict[str, Any]) -> NodeTable:
         ([{}], 14),  # an eighth of its rows is left free
         ([beside(0, 10)], 4),
         ([beside(0, 15)], 0),
+        ([beside(1, 0)], 2),  # nothing is known of its steps: an eighth beside others
+        ([beside(1, 2)], 0),
         ([{"running": 10, "queued": 9}], 0),  # others wait
         ([beside(0, 2), {"running": 20}], 12),  # a crowded node takes nothing from another's room
         ([{"kv_blocks_free": 0}], 0),
