@@ -126,3 +126,24 @@ def test_who_starves_for_adapter_memory_keeps_out_best_effort_alone(
     admitted = [bool(engine.outcomes[request].admitted) for request in (starved, own, job)]
     assert admitted == [False, slo_class == "best_effort", False]
     engine.end()
+
+
+def test_best_effort_does_not_evict_what_others_call(make_engine: MakeEngine, drawn_adapters: list[Path]) -> None:
+    """Their next call finds its adapter; once they have not called for a while its room is best effort's."""
+    engine = make_engine(max_rows=4, adapter_slots=2)
+    wanted, *theirs = (engine.deploy(path) for path in drawn_adapters[:3])
+    own = call(engine, 2, adapter=wanted)
+    engine.run()
+    jobs = [batch(engine, 1, STORY, adapter=adapter, length=20)[0] for adapter in theirs]
+    engine.run()
+    own = call(engine, 2, adapter=wanted)
+    engine.run()
+    assert engine.outcomes[own].admitted == "none"
+    ends = [engine.outcomes[job].finished for job in jobs]
+    assert [(end.reason, end.preemptions) for end in ends if end is not None] == [("length", 0)] * 2
+    callers = engine.engine.scheduler.callers
+    callers._adapters = {digest: (at - AWAITED_SECONDS, size) for digest, (at, size) in callers._adapters.items()}
+    for adapter in theirs:
+        batch(engine, 1, STORY, adapter=adapter, length=2)
+    engine.run()
+    assert not engine.engine.store.on_device(wanted.digest)
