@@ -53,6 +53,15 @@ class Scheduler:
         admission.look_at(self.queue)
         return admission
 
+    def cold_tokens(self, limits: Limits, drift: Drift | None, *, best_effort: bool) -> int:
+        """Returns how many prompt tokens an iteration's cold passes may have; `best_effort`: only such are open, which
+        are kept as short as hot ones while others call."""
+        if not best_effort or not self.callers.awaited(time.monotonic()):
+            return limits.chunk_tokens
+        decoding = [request for request in self._running.values() if request.decoding]
+        spare = beside_flood(drift.published if drift else None, decoding, limits.chunk_tokens)
+        return max(1, int(min(spare, limits.chunk_tokens)))
+
     def compose(
         self,
         limits: Limits,
@@ -83,7 +92,7 @@ class Scheduler:
         slower = drift.both.value if drift else 1.0
         decoding, spare = within_promise(model, decoding, prompts, most, most // LEAST_BESIDE_STRICT, slower, used)
         if first is not None and spare == inf:
-            spare = beside_flood(model, decoding, most)
+            spare = beside_flood(model, decoding, most) - used
         left = max(most - used - overtook, most // LEAST_HOT_SHARE)
         rows, n_decode = choose_hot(decoding, prompts, is_loaded, left, spare, self.queue.turn)
         if rows:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference
+from node_agent.engine import promises
 from node_agent.engine.admission import STARVED_AFTER
 from node_agent.engine.promises import LEAST_BESIDE_FLOOD, UNKNOWN_SHARE
 from node_agent.engine.reserves import AWAITED_SECONDS
@@ -147,3 +148,29 @@ def test_best_effort_does_not_evict_what_others_call(make_engine: MakeEngine, dr
         batch(engine, 1, STORY, adapter=adapter, length=2)
     engine.run()
     assert not engine.engine.store.on_device(wanted.digest)
+
+
+def test_cold_passes_of_a_batch_are_short_while_others_call(
+    make_engine: MakeEngine, drawn_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And others' cold passes are not, and go first."""
+    engine, budgets = make_engine(max_rows=8, chunk_tokens=256), list[tuple[int, bool]]()
+    advance = engine.engine.cold.advance
+
+    def watched(tokens: int) -> int:
+        budgets.append((tokens, engine.engine.cold.are_best_effort))
+        return advance(tokens)
+
+    monkeypatch.setattr(engine.engine.cold, "advance", watched)
+    theirs, wanted = (engine.deploy(path) for path in drawn_adapters[:2])
+    alone = batch(engine, 1, adapter=theirs, length=2)[0]
+    engine.run(until=lambda: engine.outcomes[alone].finished is not None)
+    assert {tokens for tokens, _ in budgets} == {256}
+    own = call(engine, 2, adapter=wanted)
+    engine.run(until=lambda: engine.outcomes[own].finished is not None)
+    budgets.clear()
+    monkeypatch.setattr(promises, "UNKNOWN_SHARE", 256)
+    batch(engine, 2, adapter=theirs, length=2)
+    engine.run()  # a layer at a time, where the budget is less than one
+    assert {tokens for tokens, best_effort in budgets if best_effort} == {1}
+    assert {tokens for tokens, best_effort in budgets if not best_effort} <= {256}
