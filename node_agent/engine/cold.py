@@ -86,9 +86,9 @@ class ColdPasses:
         self.replays = 0
 
     @property
-    def are_best_effort(self) -> bool:
-        """Returns whether nobody waits for what the passes compute."""
-        return all(cold.row.request.slo_class == "best_effort" for cold in self.open)
+    def requests(self) -> list[Request]:
+        """Returns those whose passes are open."""
+        return [cold.row.request for cold in self.open]
 
     @property
     def full(self) -> bool:

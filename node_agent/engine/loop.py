@@ -144,8 +144,7 @@ class Engine:
         if self._blocked():
             return 0
         self._open_cold_passes()
-        best_effort = self.cold.are_best_effort
-        return self.cold.advance(self.scheduler.cold_tokens(self.limits, self.drift, best_effort=best_effort))
+        return self.cold.advance(self.scheduler.cold_tokens(self.limits, self.drift, self.cold.requests))
 
     def compute_hot(self, used: int) -> Iterator[None]:
         """The hot passes, after cold ones that have `used` so many of the iteration's prompt tokens. Yields after each:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -53,10 +53,10 @@ class Scheduler:
         admission.look_at(self.queue)
         return admission
 
-    def cold_tokens(self, limits: Limits, drift: Drift | None, *, best_effort: bool) -> int:
-        """Returns how many prompt tokens an iteration's cold passes may have; `best_effort`: only such are open, which
-        are kept as short as hot ones while others call."""
-        if not best_effort or not self.callers.awaited(time.monotonic()):
+    def cold_tokens(self, limits: Limits, drift: Drift | None, cold: Iterable[Request]) -> int:
+        """Returns how many prompt tokens an iteration's cold passes may have, which are those of `cold`. Where only
+        best effort has some, they are kept as short as hot ones while others call."""
+        if any(r.slo_class != "best_effort" for r in cold) or not self.callers.awaited(time.monotonic()):
             return limits.chunk_tokens
         decoding = [request for request in self._running.values() if request.decoding]
         spare = beside_flood(drift.published if drift else None, decoding, limits.chunk_tokens)
