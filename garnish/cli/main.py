@@ -20,6 +20,7 @@ from garnish.cli import (
     invoke,
     logs,
     nodes,
+    policy,
     profile,
     registry,
     serve,
@@ -43,6 +44,7 @@ app = typer.Typer(
 serve.register(app)
 functions.register(app)
 versions.register(app)
+policy.register(app)
 warm.register(app)
 invoke.register(app)
 events.register(app)

@@ -7,7 +7,7 @@ handed to them. Which adapters have room on the device, and lose it, is up to `d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -278,12 +278,9 @@ class AdapterStore:
         by its own calls alone. Raises ValueError unless each is between 0 and 1."""
         self.demand.expect(chances)
 
-    def pin(self, digest: str) -> None:
-        """Once on the device, the adapter stays there until it is unpinned."""
-        self.room.pinned.add(digest)
-
-    def unpin(self, digest: str) -> None:
-        self.room.pinned.discard(digest)
+    def pin(self, device: Iterable[str], host: Iterable[str] = ()) -> None:
+        """Once there, these adapters stay on the device, and those in host memory. Replaces what was pinned before."""
+        self.room.pinned, self.hosts.pinned = frozenset(device), frozenset(host)
 
     def discard(self, digest: str) -> bool:
         """Take an adapter off the device that nobody uses, pinned or not; False when somebody does."""

@@ -13,7 +13,7 @@ from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.coldstart.learning import Outcome
 from node_agent.device import ENDED, Event, EventWatch, record_event, unless_out_of_memory
-from node_agent.engine.batch import Row
+from node_agent.engine.batch import Row, share_out
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
@@ -128,8 +128,10 @@ class ColdPasses:
             before = cold.run.layer
             upto = min(ready, before + left // cold.row.length)
             left -= (upto - before) * cold.row.length
+            begun = time.perf_counter()
             output = unless_out_of_memory(partial(self._compute, cold, upto))
             cold.enqueued = record_event(self.device, sleeps=True)
+            share_out(time.perf_counter() - begun, [cold.row])
             self._take_stock(cold, output)
         return -(-(budget - left) // self.num_layers)
 
