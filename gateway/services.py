@@ -53,6 +53,7 @@ from gateway.config import GatewayConfig, share, usage_directory
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events
 from gateway.events.jobs import event_jobs
+from gateway.events.metrics import EventMetrics
 from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
@@ -293,7 +294,11 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         name_watch=name_watch,
         usage=opened.usage,
         functions=functions,
-        events=Events(EventStore(store), StoreThreads(config.store_seconds, EVENT_THREADS), shared.events),
+        events=Events(
+            EventStore(store, EventMetrics(metrics.registry)),
+            StoreThreads(config.store_seconds, EVENT_THREADS),
+            shared.events,
+        ),
         suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,

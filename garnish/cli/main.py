@@ -28,6 +28,7 @@ from garnish.cli import (
     usage,
     versions,
     warm,
+    webhook_secrets,
 )
 from garnish.errors import FrontDoorError
 
@@ -47,6 +48,7 @@ policy.register(app)
 warm.register(app)
 invoke.register(app)
 events.register(app)
+webhook_secrets.register(app)
 batch.register(app)
 nodes.register(app)
 explain.register(app)

@@ -67,9 +67,13 @@ class Want:
     def pinned(self) -> bool:
         return any(cause != "forecast" for cause in self.causes.values())
 
+    @property
+    def steps(self) -> int:
+        """Returns the chance as it is told, of STEPS."""
+        return round(self.chance * STEPS)
+
     def message(self) -> WantedAdapter:
-        chance = round(self.chance * STEPS) / STEPS
-        return WantedAdapter(self.adapter, self.tier, chance, self.pinned, self.provisioned)
+        return WantedAdapter(self.adapter, self.tier, self.steps / STEPS, self.pinned, self.provisioned)
 
 
 @dataclass
@@ -155,7 +159,7 @@ class Plan:
 
     def wants(self) -> dict[str, Sequence[Want]]:
         """Returns what each node that serves is to have: provisioned copies as they were added, those on devices first;
-        then other pinned ones, and the rest by chance."""
+        then other pinned ones, and the rest by chance as it is told: the same list as long as it says the same."""
         found: dict[str, Sequence[Want]] = {}
         for row, record in self._records.items():
             wants = self._planned[row].wants.values() if row in self._planned else ()
@@ -200,8 +204,8 @@ class Plan:
         return self._planned[row]
 
 
-def _urgency(want: Want) -> tuple[int, float]:
+def _urgency(want: Want) -> tuple[int, int, str]:
     """Returns what wants are sorted by."""
     if want.provisioned is not None:
-        return (0 if want.provisioned == "device" else 1), 0.0
-    return (2 if want.pinned else 3), -want.chance
+        return (0 if want.provisioned == "device" else 1), 0, ""
+    return (2 if want.pinned else 3), -want.steps, want.adapter.digest

@@ -230,10 +230,10 @@ class Residency:
                 await asyncio.gather(*map(resolve, unknown))
 
     def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
-        """What is provisioned, then what was ordered and scheduled, then what is forecast, the likeliest first; nothing
-        is forecast of adapters with an idle limit, which are to leave."""
+        """What is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast, the
+        likeliest first; nothing is forecast of adapters with an idle limit, which are to leave."""
         yield from self._parts.standing.wishes
-        for held in self._held.now():
+        for held in reversed(self._held.now()):
             key = function_key(held.tenant, held.function)
             yield Wish(key, held.adapter, "order", 1.0, held.tier, node=held.node)
         yield from self._parts.schedules.wishes

@@ -97,15 +97,16 @@ class AdapterStore:
             self.loads.end_unwanted(entry)
 
     def acquire(
-        self, adapter: Adapter, order: Sequence[int] | None = None
+        self, adapter: Adapter, order: Sequence[int] | None = None, spared: Container[str] = ()
     ) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
         """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever).
 
-        `order`: as in `set_order`, for a copy that this call begins.
+        `order`: as in `set_order`, for a copy that this call begins; `spared`: digests of adapters that are not evicted
+        for it.
         """
         entry = self.device.get(adapter.digest)
         if entry is None:
-            found = self._place(adapter, order)
+            found = self._place(adapter, order, spared)
             if isinstance(found, NoRoom) and self.loads.reclaim(Priority.REQUEST):
                 return Pending()
             if not isinstance(found, DeviceAdapter):

@@ -92,6 +92,11 @@ class ColdPasses:
         self.replays = 0
 
     @property
+    def requests(self) -> list[Request]:
+        """Returns those whose passes are open."""
+        return [cold.row.request for cold in self.open]
+
+    @property
     def full(self) -> bool:
         return len(self.open) >= self.limit
 
@@ -120,9 +125,10 @@ class ColdPasses:
         self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
 
     def advance(self, tokens: int) -> int:
-        """Advance the passes, those that wait longest first, as far as they can go, and by no more than a warm pass of
-        `tokens` tokens would compute: so long it would hold up the others, too. Returns what was used of `tokens`."""
-        budget = left = tokens * self.num_layers
+        """Advance the passes, best effort's last, else those that wait longest first, as far as they can go, and by no
+        more than a warm pass of `tokens` tokens would compute, but for one layer: so long it would hold up the others,
+        too. Returns what was used of `tokens`."""
+        budget = left = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
         while (found := self._next()) is not None and left >= found[0].row.length:
             cold, ready = found
             cold.resume(time.monotonic())
@@ -139,7 +145,7 @@ class ColdPasses:
     def _next(self) -> tuple[ColdPass, int] | None:
         """The first pass that can go on, and how far; notes which ones can't."""
         first: tuple[ColdPass, int] | None = None
-        for cold in self.open:
+        for cold in sorted(self.open, key=lambda cold: cold.row.request.slo_class == "best_effort"):
             ready = self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer)
             if ready <= cold.run.layer:
                 if cold.enqueued.query():

@@ -21,10 +21,11 @@ from adapters.functions import Policy
 from gateway.leader.turn import Turn, TurnEnded
 from gateway.residency import history, residency
 from gateway.residency.arrivals import Arrival
+from gateway.residency.held import Held
 from gateway.residency.history import CallHistory
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
-from gateway.residency.plan import Wish
+from gateway.residency.plan import TENANT_WANTED, Wish
 from gateway.residency.reports import make_channel
 from gateway.residency.residency import Parts, Residency
 from gateway.usage.residents import Owners
@@ -90,6 +91,24 @@ def test_what_takes_long_to_look_up_holds_up_nothing() -> None:
         assert sorted(world.functions.asked) == ["called", "changed", "slow", "slow"]
         with pytest.raises(TurnEnded):
             await world.turn(deadline=-1.0)
+
+    asyncio.run(main())
+
+
+def test_of_a_tenants_orders_the_latest_are_carried_out() -> None:
+    """It may order more than a node is asked to have for one tenant."""
+
+    async def main() -> None:
+        world = World({}, [])
+        await world.parts.history.observe()
+        count = TENANT_WANTED + 5
+        for number in range(count):
+            world.residency.hold(Held("t", f"f{number}", adapter(number), "n", "device"))
+        await world.turn()
+        assert set(world.told["n"]) == {DIGESTS[number] for number in range(5, count)}
+        world.residency.hold(Held("t", "f0", adapter(0), "n", "device"))
+        await world.turn()
+        assert set(world.told["n"]) == {DIGESTS[number] for number in (0, *range(6, count))}
 
     asyncio.run(main())
 
