@@ -23,6 +23,7 @@ from node_agent.device import DTYPES, free_memory, pick_device
 from node_agent.engine.limits import Limits
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
+from node_agent.gpu.numa import home_node, memory_near
 from node_agent.ipc import Finished
 from node_agent.types import OpenRunner, RunnerSettings
 
@@ -62,7 +63,9 @@ def build_engine(
         num_blocks=partial(_kv_blocks, config, base, device),
     )
     runner = (open_runner or find_runner(config.runner))(settings)
-    store = AdapterStore(config, open_store(config.registry), base, device, runner.dtype, on_change)
+    cores = os.sched_getaffinity(0)
+    with memory_near(home_node(config.gpu, cores), cores):
+        store = AdapterStore(config, open_store(config.registry), base, device, runner.dtype, on_change)
     capacity = (runner.num_blocks - 1) * config.block_tokens
     limits = Limits(
         max_context=min(base.max_context, capacity),
