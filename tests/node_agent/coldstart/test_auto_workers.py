@@ -84,7 +84,9 @@ def test_a_core_that_is_left_gets_a_worker_that_is_fast_enough(
     """Decided again at the next start, by the profile that was kept."""
     costs, asked = CpuLora(1.0 if slow else 1e-6, 0.0, 0.0), list[object]()
     monkeypatch.setattr(setup, "measure_cpu", lambda *of: asked.append(of) or costs)
-    before = os.sched_getaffinity(0)
+    before, starts = os.sched_getaffinity(0), list[object]()
+    start = setup._start_workers
+    monkeypatch.setattr(setup, "_start_workers", lambda *of: starts.append(of) or start(*of))
     for _ in range(2):
         with closing(
             LocalEngine(
@@ -98,3 +100,4 @@ def test_a_core_that_is_left_gets_a_worker_that_is_fast_enough(
             assert ("slower" in decision.reason) == slow
         assert os.sched_getaffinity(0) == before
     assert len(asked) == 1
+    assert len(starts) == (1 if slow else 2), "workers that are known to be slow are not started to see it again"

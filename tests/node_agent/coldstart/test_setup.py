@@ -87,7 +87,7 @@ def test_all_threads_of_the_engine_keep_off_the_workers_cores(
 ) -> None:
     """Those that torch computes with too, which are there before the workers are."""
     cores, before = os.sched_getaffinity(0), torch.get_num_threads()
-    monkeypatch.setattr(setup, "spare_cores", lambda threads: [max(cores)])
+    monkeypatch.setattr(setup, "spare_cores", lambda threads, order=(): [max(cores)])
     try:
         engine = LocalEngine(
             stories_dir, tmp_path / "registry", dtype="float32", threads=2, cpu_workers=1,
