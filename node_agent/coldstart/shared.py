@@ -31,6 +31,8 @@ MAX_SLOTS = 64
 MAX_STEPS = 1024
 MAX_SEGMENTS = 16
 """Adapters of one handoff; fewer join a pass."""
+MOST_VIEWS = 4096
+"""Of the areas that are kept; each takes half a kilobyte."""
 DTYPES = (torch.float32, torch.bfloat16)
 ECHO = len(GROUPS)
 """In a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
@@ -175,6 +177,9 @@ class HandoffMemory:
         self.command_flags = self._by_worker(layout.command_flag, self.address)
         self.done_flags = self._by_worker(layout.done_flag, self.address)
         self._commands = self._by_worker(layout.command, 0)
+        self._views: dict[tuple[int, int, int], torch.Tensor] = {}
+        """of the areas, by their arguments: a pass asks for the same in each layer, and making one takes a
+        microsecond"""
         self._segments = [layout.segments(at) for at in range(layout.commands)]
         itemsize = layout.torch_dtype.itemsize
         self._areas = [(layout.x_area(s) // itemsize, layout.y_area(s) // itemsize) for s in range(layout.slots)]
@@ -237,7 +242,12 @@ class HandoffMemory:
         )
 
     def _matrix(self, at: int, rows: int, width: int) -> torch.Tensor:
-        return self._elements.as_strided((rows, width), (width, 1), at)
+        found = self._views.get((at, rows, width))
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            found = self._views[at, rows, width] = self._elements.as_strided((rows, width), (width, 1), at)
+        return found
 
     def _by_worker(self, offset: Callable[[int, int], int], base: int) -> list[list[int]]:
         layout = self.layout
