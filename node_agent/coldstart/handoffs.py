@@ -101,7 +101,7 @@ class Handoff:
     """One projection group's adapter part, being computed. The slice of a worker that ends or stalls is computed by
     another one; where none can be had, the handoff fails."""
 
-    def __init__(self, pool: HandoffOwner, slot: int, parts: list[Part], outputs: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, pool: HandoffOwner, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
         """`outputs`: views of the slot's y area."""
         self._pool, self._slot, self._parts, self._views = pool, slot, parts, outputs
         self._outputs = outputs
@@ -138,7 +138,7 @@ class Handoff:
         """Nobody reads `outputs` any more. Before all workers have answered, this abandons the handoff."""
         if self._open:
             self._open = False
-            self._outputs = self._views = ()
+            self._outputs = self._views = []
             self._pool.release(self._slot, self._parts, self.answered)
 
     def _await_own(self, end_ns: int) -> bool:
@@ -148,7 +148,7 @@ class Handoff:
 
     def _complete(self, missing: list[Part], end_ns: int) -> bool:
         """Returns whether the missing slices come from anybody before `end_ns`."""
-        self._outputs = tuple(y.clone() for y in self._views)  # a stalled worker writes to the views once it goes on
+        self._outputs = [y.clone() for y in self._views]  # a stalled worker writes to the views once it goes on
         arrived = all(self._complete_part(part, end_ns) for part in missing)
         if not arrived and time.monotonic_ns() >= end_ns:
             self._pool.note_timeout()

@@ -15,7 +15,6 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -229,17 +228,20 @@ class HandoffMemory:
     def repeats(self, value: int) -> None:
         _WORD.pack_into(self._bytes, _REPEATS, value)
 
-    def x(self, slot: int, tokens: int, width: int) -> torch.Tensor:
-        """[tokens, width], the x area's beginning."""
-        return self._matrix(self._areas[slot][0], tokens, width)
+    def x(self, slot: int, end: int, width: int, begin: int = 0) -> torch.Tensor:
+        """[end - begin, width]: tokens `begin` to `end` of the x area."""
+        return self._matrix(self._areas[slot][0] + begin * width, end - begin, width)
 
-    def y(self, slot: int, tokens: int, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """[tokens, width] for each width, one behind the other from the y area's beginning."""
-        begins = accumulate(widths, initial=0)
-        return tuple(
-            self._matrix(self._areas[slot][1] + tokens * begin, tokens, width)
-            for begin, width in zip(begins, widths, strict=False)
-        )
+    def y(
+        self, slot: int, tokens: int, widths: Sequence[int], begin: int = 0, end: int | None = None
+    ) -> list[torch.Tensor]:
+        """[tokens, width] for each width, one behind the other from the y area's beginning; of each the tokens `begin`
+        to `end`, which is all of them by default."""
+        at, rows, found = self._areas[slot][1], (tokens if end is None else end) - begin, []
+        for width in widths:
+            found.append(self._matrix(at + begin * width, rows, width))
+            at += tokens * width
+        return found
 
     def _matrix(self, at: int, rows: int, width: int) -> torch.Tensor:
         found = self._views.get((at, rows, width))

@@ -72,10 +72,10 @@ class Worker:
         if not 0 <= begin <= end <= tokens == segments[-1][1] <= layout.max_tokens or command.dtype != layout.dtype:
             raise IndexError(f"{command} does not fit into {layout.max_tokens} tokens of {DTYPES[layout.dtype]}")
         d_in, widths = memory.group_widths[command.group]
-        x, ys = memory.x(slot, tokens, d_in), memory.y(slot, tokens, widths)
         for _ in range(memory.repeats):
             for host_slot, low, high in within(segments, begin, end):
-                self.product.compute([y[low:high] for y in ys], x[low:high], host_slot, command.layer, command.group)
+                x, ys = memory.x(slot, high, d_in, low), memory.y(slot, tokens, widths, low, high)
+                self.product.compute(ys, x, host_slot, command.layer, command.group)
 
 
 def warm_up(product: Product, layout: Layout) -> None:

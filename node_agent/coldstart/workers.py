@@ -154,7 +154,7 @@ class WorkerPool:
             return None
         command = self.memory.read_command(part.at, part.worker.index)
         width = 1 if command.group == ECHO else self.memory.group_widths[command.group][0]
-        x = self.memory.x(part.at // self.layout.steps, command.tokens, width)[part.begin : part.end]
+        x = self.memory.x(part.at // self.layout.steps, part.end, width, part.begin)
         found = within(self.memory.read_segments(part.at, command.segments), part.begin, part.end)
         segments = [Segment(host_slot, high - low, high - low) for host_slot, low, high in found]
         other = min(others, key=lambda worker: (worker.commands, -worker.index))
@@ -230,7 +230,7 @@ class WorkerPool:
         for part in parts:
             self._flags.post(self.memory.command_flags[part.at][part.worker.index], part.value)
         self._handoffs += 1
-        return Handoff(self, slot, parts, () if code == ECHO else self.memory.y(slot, tokens, self._widths(code)))
+        return Handoff(self, slot, parts, [] if code == ECHO else self.memory.y(slot, tokens, self._widths(code)))
 
     def _choose(self, most: int) -> list[WorkerState]:
         able = self.able
