@@ -78,6 +78,7 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
 	$(BIN)/python -m benchmarks.eviction --json benchmarks/results/eviction.json
+	$(BIN)/python -m benchmarks.prefetch --json benchmarks/results/prefetch.json
 	$(BIN)/python -m benchmarks.forecast --json benchmarks/results/forecast.json
 	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
 	$(BIN)/python -m benchmarks.handoff --json benchmarks/results/handoff.json

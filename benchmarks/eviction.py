@@ -59,20 +59,26 @@ class Pool:
         if digest in self.residents:
             self.residents.move_to_end(digest)
             return False
-        if self.free < self.pages[digest]:
-            self._make_room(self.pages[digest], now)
+        self.make_room(self.pages[digest], now)
         self.residents[digest] = now
         self.free -= self.pages[digest]
         return True
 
-    def _make_room(self, pages: int, now: float) -> None:
-        candidates = [Candidate(d, self.pages[d], self.reload_s(d), at) for d, at in self.residents.items()]
+    def make_room(self, pages: int, now: float, may_go: Callable[[str], bool] = lambda _: True) -> bool:
+        """Returns False, and nobody leaves, where all that may go are too few."""
+        if self.free >= pages:
+            return True
+        leaving = [(d, at) for d, at in self.residents.items() if may_go(d)]
+        if self.free + sum(self.pages[digest] for digest, _ in leaving) < pages:
+            return False
+        candidates = [Candidate(d, self.pages[d], self.reload_s(d), at) for d, at in leaving]
         for victim in self.policy.order(candidates, now):
             self.policy.note_eviction(victim)
             del self.residents[victim]
             self.free += self.pages[victim]
             if self.free >= pages:
-                return
+                break
+        return True
 
 
 class Forecasts:

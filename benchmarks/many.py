@@ -7,7 +7,7 @@ Calls are those of a stretch of the Azure 2019 trace (many_load.py), faster or s
 `--utilisation` of the capacity that was measured with everything resident. So many calls again go before those that
 count. Each row is a service started anew, with nothing in memory; a round's rows have the same calls.
 
-`oracle` is `eviction`, but the study orders a prefetch of each adapter 5 s before its call, and once more 1 s before:
+`oracle` is `eviction`, but the study orders a prefetch of each adapter 2 s before its call, and once more 0.5 s before:
 of what is on the device, the second does nothing. `pinned`: every called adapter is on the device before the first
 call. Shares and percentiles are of a round's calls; figures are medians over rounds. `share_of_oracle`: of the cold
 calls that `oracle` has less than `eviction`, how many `forecast` has less. `prefetch_wasted`: share of the bytes

@@ -23,7 +23,7 @@ from benchmarks.trace import minute_counts
 WITHOUT_TOP = 10
 """Busiest functions of the trace that are left out: they make nine tenths of its calls."""
 PROMPTS = 4
-ORACLE_LEADS_S = (5.0, 1.0)
+ORACLE_LEADS_S = (2.0, 0.5)
 """Before each call, at which the oracle's orders are sent; the second is for adapters that have left again."""
 ORACLE_AT_ONCE = 12
 """Orders under way; a node takes 16."""

@@ -38,6 +38,7 @@ from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
 from benchmarks.many_tables import many_table
 from benchmarks.memory_tables import memory_settings_table, memory_table
 from benchmarks.perfmodel_report import perfmodel_table
+from benchmarks.prefetch_tables import prefetch_table
 from benchmarks.report import RESULTS, ROOT, caption
 from benchmarks.rule import table, wrapped
 from benchmarks.scheduling_tables import fidelity_table, scheduling_table
@@ -160,7 +161,10 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "fairness": one("fairness", fairness_table),
         "chaos": each(("chaos_minute", "chaos"), chaos_table),
     },
-    ROOT / "docs" / "design" / "adapter-memory.md": {"eviction": one("eviction", eviction_table)},
+    ROOT / "docs" / "design" / "adapter-memory.md": {
+        "eviction": one("eviction", eviction_table),
+        "prefetch": each(("prefetch",), prefetch_table),
+    },
     ROOT / "docs" / "design" / "kernels.md": {
         "floors": one("kernels", floor_table),
         "resources": one("kernels", resource_table),

@@ -120,6 +120,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     performance: PerformanceModel | None = None
     """None: not measured."""
     adapter_bytes: int = 0
+    host_bytes: int = 0
+    """Of host memory for adapters. 0: not reported."""
     largest_adapter: int = 0
     """Bytes that one adapter may have here; calls of a larger one are answered `too_large`. 0: not reported."""
     adapter_itemsize: int = 0
@@ -152,6 +154,7 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     max_rows: int = 0
     performance: PerformanceModel | None = None
     adapter_bytes: int = 0
+    host_bytes: int = 0
     largest_adapter: int = 0
     adapter_itemsize: int = 0
     device: str = ""

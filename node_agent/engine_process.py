@@ -252,6 +252,7 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
         block_tokens=engine.runner.block_tokens,
         adapter_bytes=engine.store.pool.size,
         max_rows=engine.limits.max_rows,
+        host_bytes=engine.store.hosts.memory,
         largest_adapter=engine.store.largest,
         adapter_itemsize=engine.runner.dtype.itemsize,
         cpu_workers=engine.cold_start.decision.count,

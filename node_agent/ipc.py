@@ -73,6 +73,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     largest_adapter: int = 0
     """Bytes; `adapter_itemsize` of them are an element of its weights."""
     adapter_itemsize: int = 0
+    host_bytes: int = 0
+    """Host memory for adapters."""
     cpu_workers: int = 0
     cpu_workers_reason: str = ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, log, log1p
+from math import exp, expm1, log, log1p
 
 RECENT_S = 120.0
 LONG_S = 3600.0
@@ -90,3 +90,8 @@ class Demand:
             return own
         rate, at_least = forecast
         return own + FORECAST_WEIGHT * (max(rate, own) - own if at_least else rate - own)
+
+    def chance(self, digest: str, now: float) -> float:
+        """Returns the probability of a call within FORECAST_S that the expected rate of calls makes, 0 to 1. An adapter
+        without remembered calls counts as called once, now."""
+        return -expm1(-FORECAST_S * exp(self.log_rate(digest, now, now)))

@@ -338,6 +338,7 @@ class RequestRegistry:
             measuring=stats.measuring if stats else None,
             adapter_bytes_free=stats.adapter_bytes_free if stats else 0,
             adapter_bytes=ready.adapter_bytes if ready else 0,
+            host_bytes=ready.host_bytes if ready else 0,
             largest_adapter=ready.largest_adapter if ready else 0,
             adapter_itemsize=ready.adapter_itemsize if ready else 0,
             tightest_tpot=stats.tightest_tpot if stats else None,

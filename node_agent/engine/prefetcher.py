@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from cluster.residency import WantedAdapter, WantedResidency
@@ -26,9 +25,8 @@ LOOK_INTERVAL_S = 0.1
 UNUSED_S = 300.0
 """After which a prefetched adapter that is neither wanted nor was called counts as wasted."""
 HYSTERESIS = 2.0
-"""An adapter is evicted for one whose chance is so many times its own, at least."""
-RECENT_S = 30.0
-"""An adapter that was called or brought in within so many seconds, and of which no chance is known, is not evicted."""
+"""An adapter is evicted for one whose chance is so many times its own, at least; that is what the gateway says, or what
+its own calls suggest."""
 FULL_REST_S = 10.0
 """Before the next try for an adapter that found no room in a tier."""
 FAILED_REST_S = 60.0
@@ -68,8 +66,6 @@ class Prefetcher:
         self._underway: dict[str, _Underway] = {}
         self._brought: dict[str, _Brought] = {}
         self._rests: dict[str, float] = {}
-        self._touched: OrderedDict[str, float] = OrderedDict()
-        """When adapters were last called or brought in; within RECENT_S."""
         self._look_at = 0.0
 
     @property
@@ -104,7 +100,6 @@ class Prefetcher:
         if not self._enabled:
             return
         now = time.monotonic()
-        self._touch(digest, now)
         each, brought = self._underway.pop(digest, None), self._brought.pop(digest, None)
         if each is not None:
             size, progress, waits = each.want.adapter.bytes, each.load.progress, each.load.waits
@@ -124,7 +119,7 @@ class Prefetcher:
             self._advance(each, now, may_place)
         if now >= self._look_at:
             self._look_at = now + LOOK_INTERVAL_S
-            self._forget_old(now)
+            self._end_rests(now)
             self._judge(now)
             self._begin(now)
 
@@ -135,7 +130,7 @@ class Prefetcher:
             return False
         if other is not None:
             return not other.pinned and other.chance * HYSTERESIS <= _chance(want)
-        return want.pinned or time.monotonic() - self._touched.get(digest, -RECENT_S) >= RECENT_S
+        return self._store.demand.chance(digest, time.monotonic()) * HYSTERESIS <= _chance(want)
 
     # --- inside
 
@@ -165,10 +160,8 @@ class Prefetcher:
             self.record.note(time.monotonic(), wasted=each.want.adapter.bytes * share)
 
     def _note_brought(self, each: _Underway) -> None:
-        digest, now = each.want.adapter.digest, time.monotonic()
-        self._touch(digest, now)
         if not each.want.pinned:
-            self._brought[digest] = _Brought(each.want.adapter.bytes, now)
+            self._brought[each.want.adapter.digest] = _Brought(each.want.adapter.bytes, time.monotonic())
 
     def _advance(self, each: _Underway, now: float, may_place: bool) -> None:
         adapter, progress = each.want.adapter, each.load.progress
@@ -234,13 +227,7 @@ class Prefetcher:
         host = self._store.hosts.get(want.adapter.digest)
         return want.tier == "host" and host is not None and host.complete
 
-    def _touch(self, digest: str, now: float) -> None:
-        self._touched[digest] = now
-        self._touched.move_to_end(digest)
-
-    def _forget_old(self, now: float) -> None:
-        while self._touched and next(iter(self._touched.values())) <= now - RECENT_S:
-            self._touched.popitem(last=False)
+    def _end_rests(self, now: float) -> None:
         self._rests = {digest: until for digest, until in self._rests.items() if until > now}
 
 

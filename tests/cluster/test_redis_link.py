@@ -42,7 +42,8 @@ def test_answers_belong_to_their_callers_whoever_leaves(
     shared_redis: RedisServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawn callers are cancelled at drawn times; the others get their own answers, and no connection is given up."""
-    monkeypatch.setattr(redis_link, "CALL_SECONDS", PATIENCE)  # a host that stalls is not what is looked at
+    for bound in ("CALL_SECONDS", "CONNECT_SECONDS"):  # a host that stalls is not what is looked at
+        monkeypatch.setattr(redis_link, bound, PATIENCE)
     draw = random.Random(seed)
 
     async def main() -> None:

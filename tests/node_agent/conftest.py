@@ -108,7 +108,6 @@ def adapter(world: World) -> Adapter:
 def make_prefetcher(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePrefetcher]:
     """Stores with a prefetcher each; at the end of the test nothing is held, and memory is as its books say."""
     monkeypatch.setattr(prefetcher, "LOOK_INTERVAL_S", 0.0)
-    monkeypatch.setattr(prefetcher, "RECENT_S", 1e6)  # a host that stalls makes nothing old
     made: list[tuple[AdapterStore, Prefetcher, Stile]] = []
 
     def make(waste: float | None = 0.25, **settings: object) -> tuple[AdapterStore, Prefetcher, Stile]:

@@ -30,7 +30,7 @@ from tests.node_agent.prefetch_world import (
         ((None, None, None), (), False, 0),  # the least recently used
         ((None, None, None), (0,), False, 1),
         ((None, None, None), (0, 1, 2), False, None),
-        ((None, None, None), (0, 1, 2), True, 0),
+        ((None, None, None), (0, 1, 2), True, None),  # their calls make them as good as certain
         ((0.5, 0.4, None), (2,), False, 1),  # 0.5 is more than half of 0.9
         ((0.5, None, 0.4), (1,), False, 2),
         ((0.5, 0.5, 0.5), (), False, None),
@@ -46,13 +46,13 @@ def test_what_may_be_evicted_for_a_prefetch(
     pinned: bool,
     gone: int | None,
 ) -> None:
-    """Three slots are full; `chances` of the adapters there, which of them were called lately, and which one goes."""
+    """Three slots are full; `chances` of the adapters there, which of them were called often, and which one goes."""
     store, prefetcher, stile = make_prefetcher(adapter_memory=2 << 20, eviction="lru")
     stile.open_all()
     there, wished = world.adapters[:3], world.adapters[3]
     bring(store, *there)
-    for index in called:
-        prefetcher.note_call(there[index].digest)
+    for index in called * 100:
+        store.demand.note_call(there[index].digest, time.monotonic())
     known = [want(a, chance) for a, chance in zip(there, chances, strict=True) if chance is not None]
     prefetcher.want(wanted(want(wished, pinned=pinned), *known))
     poll_until(store, prefetcher, lambda: here(store, wished) > 0 and not prefetcher.underway)

@@ -13,7 +13,6 @@ from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import LinkConfig
-from node_agent.engine import prefetcher as module
 from node_agent.engine.prefetch_record import MOST_AT_ONCE
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.types import LayerState, Lease
@@ -83,7 +82,6 @@ def test_drawn_calls_wants_and_faults_leave_nothing_behind(
 ) -> None:
     """No layer is wrong and no page has two owners; at the end all is free."""
     monkeypatch.setattr(fetch, "BACK_OFF", 0.001)
-    monkeypatch.setattr(module, "RECENT_S", 0.01)
     if seed % 2:
         monkeypatch.setattr(ranges, "FIRST_RANGE", 1)
         monkeypatch.setattr(ranges, "LARGEST_RANGE", 1)

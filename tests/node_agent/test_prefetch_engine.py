@@ -107,7 +107,7 @@ def test_tokens_are_those_of_peft_beside_prefetches(
     """Half of the adapters fit on the device. Wants change at drawn steps, also those of adapters that are called, over
     links that make loads last for several steps."""
     monkeypatch.setattr(prefetcher, "LOOK_INTERVAL_S", 0.0)
-    monkeypatch.setattr(prefetcher, "RECENT_S", 0.0)
+    monkeypatch.setattr(prefetcher, "HYSTERESIS", 0.0)  # evicts whatever is idle
     rng = random.Random(seed)
     links = {"store_link": LinkConfig(2e7), "load_link": LinkConfig(4e7)}
     engine = make_engine(adapter_memory=512 << 10, host_memory=1 << 20, chunk_tokens=24, prefetch_waste=1.0, **links)

@@ -25,7 +25,7 @@ def planned(nodes: list, wishes: list[Wish]) -> dict[str, dict[str, Want]]:
 @pytest.mark.parametrize("seed", range(12))
 def test_no_node_is_asked_for_more_than_it_may_be(seed: int) -> None:
     rng = random.Random(seed)
-    nodes = [node(f"n{number}", adapter_bytes=MEMORY * rng.choice([1, 2])) for number in range(3)]
+    nodes = [node(f"n{number}", adapter_bytes=MEMORY * rng.choice([1, 2]), host_bytes=MEMORY) for number in range(3)]
     wishes = [
         Wish(
             f"t{rng.randrange(4)}/f{rng.randrange(90)}",
@@ -40,7 +40,8 @@ def test_no_node_is_asked_for_more_than_it_may_be(seed: int) -> None:
     for each in nodes:
         wants = asked[each.id].values()
         assert 0 < len(wants) <= MAX_WANTED
-        assert sum(want.adapter.bytes for want in wants) <= WANTED_SHARE * each.adapter_bytes
+        for tier, memory in (("device", each.adapter_bytes), ("host", each.host_bytes)):
+            assert sum(want.adapter.bytes for want in wants if want.tier == tier) <= WANTED_SHARE * memory
         order = [(not want.pinned, -want.chance) for want in wants]
         assert order == sorted(order)
         for tenant in ("t0", "t1", "t2", "t3"):
@@ -92,3 +93,20 @@ def test_equal_adapters_of_two_functions_are_one_want_with_their_chances_togethe
     (want,) = planned([node("n")], wishes)["n"].values()
     assert (want.chance, set(want.causes)) == (0.75, {"t/f", "u/g"})
     assert want.message().chance == 0.75
+
+
+def test_a_forecast_finds_host_memory_where_the_device_has_none_left() -> None:
+    """The device takes three quarters of its bytes in likely ones; host memory takes others, up to its own share."""
+    size = MEMORY // 4
+    wishes = [Wish(f"t/f{number}", adapter(number, size), "forecast", 0.9 - number / 50) for number in range(12)]
+    asked = planned([node("n", adapter_bytes=MEMORY, host_bytes=2 * MEMORY)], wishes)["n"]
+    tiers = [asked[digest].tier if digest in asked else None for digest in DIGESTS[:12]]
+    assert tiers == ["device"] * 3 + ["host"] * 6 + [None] * 3
+
+
+def test_what_is_wanted_twice_has_the_better_tier_where_there_is_room() -> None:
+    size = MEMORY // 2
+    wishes = [Wish("t/f", adapter(0, size), "forecast", 0.2), Wish("t/g", adapter(0, size), "forecast", 0.9)]
+    wishes += [Wish("t/h", adapter(1, size), "forecast", 0.2), Wish("t/i", adapter(1, size), "forecast", 0.9)]
+    asked = planned([node("n", adapter_bytes=MEMORY, host_bytes=4 * MEMORY)], wishes)["n"]
+    assert [asked[digest].tier for digest in DIGESTS[:2]] == ["device", "host"]
