@@ -67,6 +67,14 @@ def test_as_many_as_are_set_where_they_have_work(module_engine: LocalEngine) -> 
         assert decide_workers(config, store, base, profile, 3).count == count
 
 
+@pytest.mark.parametrize(("workers", "spares"), [(1, 0), (2, 1), (16, 1)])
+def test_a_spare_one_waits_beside_two_or_more(module_engine: LocalEngine, workers: int, spares: int) -> None:
+    layout = setup.stream_layout(module_engine.config, module_engine.base, workers, 0)
+    layout.check()
+    assert (layout.workers, layout.spares, layout.processes) == (workers, spares, workers + spares)
+    assert layout.max_tokens >= max(module_engine.config.max_rows, module_engine.config.chunk_tokens)
+
+
 @needs_core
 def test_a_slow_link_alone_starts_none_where_the_engine_has_all_cores(make_engine: MakeEngine) -> None:
     cores = len(os.sched_getaffinity(0))

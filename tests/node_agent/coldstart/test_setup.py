@@ -102,6 +102,24 @@ def test_all_threads_of_the_engine_keep_off_the_workers_cores(
         torch.set_num_threads(before)
 
 
+@needs_core
+def test_workers_are_on_the_nearest_cores_behind_the_engines(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[list[int]]()
+
+    def make_pool(*given: object) -> None:
+        found.append(list(given[-1]))  # type: ignore[call-overload]
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr(setup, "home_node", lambda gpu, allowed: 5)
+    monkeypatch.setattr(setup, "nearest_first", lambda allowed, node: sorted(allowed, reverse=node == 5))
+    monkeypatch.setattr(setup, "make_pool", make_pool)
+    with pytest.raises(ValueError, match="seen enough"):
+        make_engine(cpu_workers=1)
+    assert found == [[sorted(os.sched_getaffinity(0))[-2]]]
+
+
 def test_no_worker_has_a_core_of_its_own_where_nodes_share_them(make_engine: MakeEngine) -> None:
     link = LinkConfig(bandwidth=1e8)
     assert make_engine(load_link=link, host_nodes=2).engine.assist is None
