@@ -18,9 +18,10 @@ SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
+OLDEST_TRITON := 3.6.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: install install-dev demo-model up test test-quick test-stall test-long lint bench chaos many wheel foreign-clients clean
+.PHONY: install install-dev demo-model up test test-quick test-stall test-long lint bench chaos many wheel foreign-clients kernels-matrix clean
 
 install: $(STAMP)
 
@@ -115,6 +116,16 @@ many: install-dev demo-model
 foreign-clients: install-dev demo-model
 	$(BIN)/python -m benchmarks.foreign_clients --json benchmarks/results/foreign_clients.json
 
+# GPU kernels compiled for sm_80, sm_90 and sm_100, which needs no GPU: by the installed Triton, by the oldest that is
+# supported, and handoff.cu by NVRTC (.kernels-matrix: 800 MB).
+kernels-matrix: install-dev
+	$(BIN)/python -m benchmarks.kernel_resources
+	$(BIN)/python -m pip install $(PIP_ARGS) --upgrade --no-deps --target .kernels-matrix triton==$(OLDEST_TRITON) \
+		cuda-bindings cuda-pathfinder nvidia-cuda-nvrtc
+	PYTHONPATH=.kernels-matrix $(BIN)/python -m benchmarks.kernel_resources
+	LD_LIBRARY_PATH=$$(echo $(CURDIR)/.kernels-matrix/nvidia/*/lib) PYTHONPATH=.kernels-matrix \
+		$(BIN)/python -m benchmarks.kernel_resources --nvrtc
+
 # For instances that `garnish infra` starts: copy dist/*.whl to S3 and name it in infra.aws.package.
 # setuptools would take files that no longer exist from a former build.
 wheel: install
@@ -123,4 +134,4 @@ wheel: install
 	@rm -rf build; ls dist/*.whl
 
 clean:
-	rm -rf .venv models .garnish build dist .foreign-clients
+	rm -rf .venv models .garnish build dist .foreign-clients .kernels-matrix

@@ -9,16 +9,14 @@ Every part has a share of the time; what a part could not do, or how it failed, 
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -32,12 +30,15 @@ from benchmarks.exact import Case, Tally
 from benchmarks.exactness import run_batch
 from benchmarks.forced import force
 from benchmarks.gpu_cold_rig import WAYS, Bench, all_handed_over, build
+from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
 from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
-from benchmarks.report import ROOT, arguments, publish, report
+from benchmarks.peft_reference import TIE, PeftReference, draw_adapter, make_adapter
+from benchmarks.random_model import HALF_TOLERANCE, write_half_llama
+from benchmarks.report import ROOT, arguments, publish, report, save
 from benchmarks.stream_baselines import plain_torch, synced
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
+from node_agent.config import RUNNERS
 from node_agent.cores import usable_cores
 from node_agent.device import device_seconds
 
@@ -49,15 +50,17 @@ PLANS = ("overlap", "pipeline", "assist_pipeline")
 ROUNDS = 3
 
 
-def exact(root: Path, device: str, adapters: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
-    """Tokens of stories260K in fp32 against PEFT alone: drawn adapters, plans, arrivals, workers that fail."""
-    model = root / "stories260K"
-    script = [sys.executable, str(ROOT / "examples" / "models" / "convert_stories.py"), str(model)]
-    subprocess.run(script, check=True, stdout=subprocess.DEVNULL, timeout=120)
-    rng, tally, seen = random.Random(seed), Tally(), Counter[str]()
+def exact(root: Path, device: str, runner: str, adapters: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
+    """Tokens of stories260K in fp32 against PEFT alone: drawn adapters, plans, arrivals, workers that fail. LightLLM,
+    whose kernels take neither fp32 nor heads so narrow, gets a drawn Llama in fp16."""
+    half = runner == "lightllm"
+    model = write_half_llama(root / "half", 512) if half else _stories(root)
+    rng, tally, seen = random.Random(seed), Tally(tie=2 * HALF_TOLERANCE if half else TIE), Counter[str]()
+    workers = 0 if half else 1 if usable_cores() < 3 else 2  # CPU workers don't compute in fp16
     engine = LocalEngine(
-        model, root / "exact", device=device, dtype="float32", threads=1, block_tokens=4, max_rows=16,
-        adapter_memory=4 << 20, host_memory=64 << 20, kv_memory=64 << 20, cpu_workers=1 if usable_cores() < 3 else 2,
+        model, root / "exact", device=device, runner=runner, dtype="float16" if half else "float32", threads=1,
+        block_tokens=4, max_rows=16, adapter_memory=4 << 20, host_memory=64 << 20, kv_memory=64 << 20,
+        cpu_workers=workers,
     )  # fmt: skip
     try:
         force(engine.engine, random.Random(seed + 1), faults=0.02)
@@ -72,6 +75,13 @@ def exact(root: Path, device: str, adapters: int, seed: int, until: float) -> It
         yield {**vars(tally), **seen, "problems": problems[:20]}
     finally:
         engine.close()
+
+
+def _stories(root: Path) -> Path:
+    model = root / "stories260K"
+    script = [sys.executable, str(ROOT / "examples" / "models" / "convert_stories.py"), str(model)]
+    subprocess.run(script, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    return model
 
 
 def same(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
@@ -109,8 +119,7 @@ def handoff(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
     """Empty round trips on the stream, and a prompt whose every layer is handed over: on the stream, or by the host."""
     rank, pool = next(iter(bench.adapters)), bench.pool
     if pool is None:
-        yield {"left_out": "handoff", "why": "this device has no stream"}
-        return
+        raise Skipped("the engine has no CPU workers on a stream here")
     width = bench.engine.base.hidden_size
     for tokens in (1, 16, 256):
         x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=pool.device)
@@ -203,6 +212,52 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+class ColdStudy:
+    """The parts, and the 7B-shaped engine that all but the first share, built by the first that wants it."""
+
+    def __init__(self, root: Path, shape: str, device: str, runner: str, *, quick: bool, seed: int) -> None:
+        self.root, self.shape, self.device, self.runner, self.quick, self.seed = (
+            root,
+            shape,
+            device,
+            runner,
+            quick,
+            seed,
+        )
+        self._made: Bench | None = None
+
+    def parts(self) -> dict[str, Part]:
+        return {
+            "exact": lambda until: exact(
+                self.root, self.device, self.runner, 2 if self.quick else 12, self.seed, until
+            ),
+            "same": self._with_profile,
+            "handoff": lambda until: handoff(self._bench(), until),
+            "points": lambda until: points(self._bench(), self.quick, until),
+            "loads": lambda until: several(self._bench(), self.quick, until),
+        }
+
+    def close(self) -> None:
+        """Gives the device's memory back. No part can follow that shares the engine."""
+        made, self._made = self._made, None
+        if made is not None:
+            made.engine.close()
+
+    def _bench(self) -> Bench:
+        if self._made is None:
+            if (self.root / self.shape).exists():
+                raise RuntimeError("the engine could not be built, as an earlier part says")
+            ranks = {64: 2, 128: 1} if self.quick else {64: 32, 128: 1}
+            self._made = build(self.root, self.shape, self.device, ranks, self.seed, self.runner)
+        return self._made
+
+    def _with_profile(self, until: float) -> Iterator[dict[str, Any]]:
+        made = self._bench()
+        profile = msgspec.to_builtins(made.engine.engine.cold_start.profile)
+        yield {"profile": profile, "kernels": type(getattr(made.pool, "kernels", None)).__name__}
+        yield from same(made, until)
+
+
 def study(
     root: Path,
     device: str,
@@ -212,68 +267,39 @@ def study(
     seed: int,
     done: Callable[[dict[str, Any]], None],
     shares: dict[str, float] = SHARES,
+    *,
+    runner: str = "auto",
 ) -> dict[str, Any]:
     """`done` gets the report as far as it is, after every part. A part that fails leaves its failure in the rows."""
-    rows: list[dict[str, Any]] = []
-    made: list[Bench] = []
+    settings = {
+        "device": device, "shape": shape, "runner": runner, "seconds": seconds, "quick": quick, "dtype": "bfloat16"
+    }  # fmt: skip
+    cold = ColdStudy(root, shape, device, runner, quick=quick, seed=seed)
 
-    @cache
-    def bench() -> Bench:
-        if (root / shape).exists():
-            raise RuntimeError("the engine could not be built, as an earlier part says")
-        made.append(build(root, shape, device, {64: 2, 128: 1} if quick else {64: 32, 128: 1}, seed))
-        profile = msgspec.to_builtins(made[0].engine.engine.cold_start.profile)
-        rows.append({"profile": profile, "kernels": type(getattr(made[0].pool, "kernels", None)).__name__})
-        return made[0]
+    def document(rows: Rows) -> dict[str, Any]:
+        return report("coldstart_gpu", settings, seed, rows, figures_of(rows))
 
-    parts: dict[str, Callable[[float], Iterator[dict[str, Any]]]] = {
-        "exact": lambda until: exact(root, device, 2 if quick else 12, seed, until),
-        "same": lambda until: same(bench(), until),
-        "handoff": lambda until: handoff(bench(), until),
-        "points": lambda until: points(bench(), quick, until),
-        "loads": lambda until: several(bench(), quick, until),
-    }
-    begun, share = time.monotonic(), 0.0
-    settings = {"device": device, "shape": shape, "seconds": seconds, "quick": quick, "dtype": "bfloat16"}
-    for name, part in parts.items():
-        share += shares.get(name, 1.0)
-        try:
-            rows.extend({"part": name, **row} for row in part(begun + share * seconds))
-        except Exception:  # the border of a part: the others still have something to say
-            rows.append({"part": name, "failed": traceback.format_exc()[-3000:]})
-        document = report("coldstart_gpu", settings, seed, rows, figures_of(rows))
-        done(document)
-    if made:
-        made[0].engine.close()
-    return document
+    try:
+        return document(run_parts(cold.parts(), shares, seconds, lambda rows: done(document(rows))))
+    finally:
+        cold.close()
 
 
-def run(seconds: float, quick: bool, seed: int, file: Path | None) -> dict[str, Any]:
+def run(seconds: float, quick: bool, seed: int, file: Path | None, runner: str = "auto") -> dict[str, Any]:
     """On the GPU. Every part's outcome is in the file as soon as it is there."""
-
-    def save(found: dict[str, Any]) -> None:
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found, indent=1) + "\n")
-
     with tempfile.TemporaryDirectory() as root:
-        return study(Path(root), "cuda", "7b", seconds, quick, seed, save)
-
-
-def failures(document: dict[str, Any]) -> list[str]:
-    """What makes a run bad: parts that failed, and wrong tokens."""
-    found = [f"{row['part']}: {row['failed']}" for row in document["rows"] if "failed" in row]
-    wrong = document["figures"].get("mismatches")
-    return found + ([f"{wrong:.0f} answers differ from PEFT's"] if wrong else [])
+        return study(Path(root), "cuda", "7b", seconds, quick, seed, lambda found: save(found, file), runner=runner)
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts together")
+    parser.add_argument("--runner", choices=("auto", *RUNNERS), default="auto", help="lightllm: the papers' engine")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: benchmarks.coldstart measures cold starts on a CPU, over a simulated link")
-    document = run(60.0 if options.quick else options.seconds, options.quick, options.seed, options.json)
+    seconds = 60.0 if options.quick else options.seconds
+    document = run(seconds, options.quick, options.seed, options.json, options.runner)
     publish(document, options.json)
     if bad := failures(document):
         sys.exit("\n".join(bad))

@@ -14,12 +14,13 @@ from cluster.messages import Adapter
 
 @dataclass
 class Tally:
-    """`ties`: tokens that differ where PEFT's two best logits lie closer than TIE; `mismatches`: all others."""
+    """`ties`: tokens that differ where PEFT's two best logits lie closer than `tie`; `mismatches`: all others."""
 
     cases: int = 0
     tokens: int = 0
     mismatches: int = 0
     ties: int = 0
+    tie: float = TIE
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def check(engine: LocalEngine, reference: PeftReference, case: Case, got: list[i
             return []
         tally.tokens += same + 1
         gap = float(best.values[same, 0] - best.values[same, 1])
-        if gap >= TIE:
+        if gap >= tally.tie:
             tally.mismatches += 1
             return [_wrong_token(logits[same], same, got[same], want[same], gap)]
         tally.ties += 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_cases import Case, draw_case, relative_error
-from kernels.bgmv import bgmv, rank_bucket
+from kernels.bgmv import bgmv
 from kernels.launch import Launch, launch_for
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
@@ -51,8 +51,8 @@ def _draw_width(rng: random.Random, widest: int) -> int:
 
 
 def scratch_for(case: Case, how: Launch) -> torch.Tensor:
-    """f32, as the operations' docstrings want it; for `bgmv` too."""
-    return torch.full((how.splits, *case.xa.shape[1:3], rank_bucket(case.max_rank)), torch.nan, device=case.x.device)
+    """f32, as the operations' docstrings want it."""
+    return torch.full((how.splits, *case.xa.shape[1:]), torch.nan, device=case.x.device)
 
 
 def error_of(name: str, case: Case, how: Launch) -> float:

@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from benchmarks.cold_bench import VARIANTS
 from benchmarks.local_engine import LocalEngine
-from benchmarks.random_model import random_loader, write_adapters, write_base
+from benchmarks.random_model import random_weights, write_adapters, write_base
 from cluster.messages import Adapter, Sampling
 from node_agent.adapter_memory.link import Link
 from node_agent.coldstart.cold_starts import Way
@@ -109,7 +110,7 @@ class Bench:
         return seconds
 
 
-def build(root: Path, shape: str, device: str, ranks: dict[int, int], seed: int) -> Bench:
+def build(root: Path, shape: str, device: str, ranks: dict[int, int], seed: int, runner: str = "auto") -> Bench:
     """A base of this shape and `ranks[rank]` adapters of each rank, all in host memory."""
     base = write_base(root / shape, shape, seed)
     paths = {rank: write_adapters(root / "adapters", shape, rank, count, seed) for rank, count in ranks.items()}
@@ -117,9 +118,9 @@ def build(root: Path, shape: str, device: str, ranks: dict[int, int], seed: int)
     size += size // 4 + (64 << 20)  # pages that are not full
     workers = max(1, min(MOST_WORKERS, usable_cores() - 2))
     engine = LocalEngine(
-        base, root / "registry", random_loader(seed), device=device, dtype="bfloat16", threads=1, cpu_workers=workers,
-        adapter_memory=size, host_memory=size, chunk_tokens=2048, max_rows=32,
-        max_cold=MAX_COLD, kv_memory=(32 << 30) if device == "cuda" else (64 << 20),
+        base, root / "registry", random_weights(runner, seed, torch.device(device)), runner=runner, device=device,
+        dtype="bfloat16", threads=1, cpu_workers=workers, adapter_memory=size, host_memory=size,
+        chunk_tokens=2048, max_rows=32, max_cold=MAX_COLD, kv_memory=(32 << 30) if device == "cuda" else (64 << 20),
     )  # fmt: skip
     adapters = {rank: [engine.deploy(path) for path in group] for rank, group in paths.items()}
     bench = Bench(engine, adapters, np.random.default_rng(seed))

@@ -1,30 +1,56 @@
-"""Everything that needs a GPU, in one command of under eight minutes; one JSON object. Fails without a GPU.
+"""All that needs a GPU, in one command of under eight minutes: a part for each question, in order of worth.
 
-Kernels: first every operation is held against the float64 reference; a wrong result ends the run. Then speed.
-Cold starts: coldstart_gpu.py, which has a command of its own too. With both, each gets less time.
+Each part's rows are in the JSON as soon as it ends. A part that fails does not end the run, one whose runner, kernels
+or peer are not there says so, and what time does not suffice for is named. Fails without a GPU.
+
+smoke    every LoRA operation against float64, and what a layer computes between its products against plain torch
+exact    a tiny model with drawn adapters, plans and arrivals against PEFT
+merged   a 7B shape with drawn weights against the same weights with the adapter merged
+graphs   decode steps with captured graphs and without
+decode   steps of 1 to 256 rows over the bytes that they must read
+prefill  prompts as a share of the peak of large products, and what an adapter adds
+lora     8 and 32 distinct adapters in a decode step, ranks 8 to 128, by kernel; the papers' forms of its cost
+same, handoff, points, loads   cold starts by link rate (coldstart_gpu.py has them alone)
+kernels  LoRA operations by shape over the copy bandwidth, beside a peer's where one imports
+peer     a decode step of the peer's engine on the same shape
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import coldstart_gpu
+from benchmarks import coldstart_gpu, gpu_exact, gpu_peer, gpu_steps
 from benchmarks.gpu_check import OPERATIONS, check_operations, draw_cases, scratch_for
+from benchmarks.gpu_engine import EngineBox
+from benchmarks.gpu_layer_check import check_layers
+from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
 from benchmarks.gpu_timing import gpu_seconds
 from benchmarks.kernel_cases import Case, relative_error
-from benchmarks.kernels import TIME_LIMIT_S, Shape, floor, gpu_rows
+from benchmarks.kernels import Shape, floor, gpu_rows
 from benchmarks.peers import PEERS, installed_peers
-from benchmarks.report import arguments, publish, report
+from benchmarks.report import arguments, publish, report, save
 from kernels.launch import launch_for
+from node_agent.config import RUNNERS
 
-CHECKS, CHECK_SECONDS = 400, 100.0
+SECONDS = {
+    "smoke": 60.0, "exact": 45.0, "merged": 35.0, "graphs": 20.0, "decode": 45.0, "prefill": 20.0, "lora": 70.0,
+    "same": 25.0, "handoff": 15.0, "points": 55.0, "loads": 20.0, "kernels": 35.0, "peer": 15.0,
+}  # fmt: skip
+"""By part; fewer parts share all of it."""
+QUICK_S = 60.0
+CHECKS = 400
 """Drawn calls of each operation; what time doesn't suffice for is left out. Most of it goes into compiling."""
-PARTS = ("kernels", "coldstart")
+LORA_SHARE = 0.8
+"""Of the smoke part's time; the rest is for what a layer computes besides."""
 PEER_TOLERANCE = 3e-2
 """bf16, and weights that were scaled before"""
 
@@ -82,51 +108,140 @@ def _torch_products(shape: Shape) -> Callable[[], object]:
     return lambda: [torch.bmm(torch.bmm(x, a), b) for a, b in pairs]
 
 
-def _copy_bandwidth() -> float:
-    """GB/s read plus written, of one large copy."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / gpu_seconds(lambda: target.copy_(source)) / 1e9
+@dataclass(frozen=True)
+class Suite:
+    """What the parts measure on; made once for all of them."""
+
+    box: EngineBox
+    cold: coldstart_gpu.ColdStudy
+    quick: bool
+
+    def parts(self) -> dict[str, Part]:
+        """All of them, in order of worth."""
+        cold = self.cold.parts()
+        return {
+            "smoke": self._smoke,
+            "exact": cold["exact"],
+            "merged": partial(gpu_exact.merged, self.box),
+            "graphs": partial(gpu_steps.graphs, self.box),
+            "decode": partial(gpu_steps.decode, self.box),
+            "prefill": partial(gpu_steps.prefill, self.box),
+            "lora": partial(gpu_steps.lora, self.box),
+            **{name: partial(self._alone, cold[name]) for name in ("same", "handoff", "points", "loads")},
+            "kernels": self._kernels,
+            "peer": self._peer,
+        }
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        self.cold.close()
+        self.box.close()
+
+    def _smoke(self, until: float) -> Iterator[dict[str, Any]]:
+        on_gpu = self.box.device.type == "cuda"
+        sizes = (4200, 256) if on_gpu else (40, 9)
+        cases = draw_cases(CHECKS if on_gpu else 1, self.box.seed, self.box.device.type, *sizes)
+        yield from check_operations(cases, max(1.0, (until - time.monotonic()) * LORA_SHARE))
+        try:
+            yield from check_layers(self.box.device, self.box.seed)
+        except Skipped as why:
+            yield {"operation": "a layer's", "skipped": str(why)}
+
+    def _alone(self, part: Part, until: float) -> Iterator[dict[str, Any]]:
+        """A part of cold starts: their engine is another one."""
+        self.box.close()
+        yield from part(until)
+
+    def _peer(self, until: float) -> Iterator[dict[str, Any]]:
+        self.close()
+        yield from gpu_peer.decode(self.box.root, self.box.shape, until)
+
+    def _kernels(self, until: float) -> Iterator[dict[str, Any]]:
+        if self.box.device.type != "cuda":
+            raise Skipped("Triton's interpreter says nothing of times")
+        yield {"copy_gb_s": gpu_steps.copy_bandwidth(self.box.device) / 1e9, "peers": installed_peers()}
+        yield from gpu_rows(self.quick, self.box.seed, max(1.0, until - time.monotonic()))
+
+
+def figures_of(rows: Rows) -> dict[str, float]:
+    """Names: `_b` rows of a step, `_t` prompt tokens, `_n` distinct adapters, `_r` their rank."""
+    found = {f"coldstart_{name}": value for name, value in coldstart_gpu.figures_of(rows).items()}
+    for row in rows:
+        if row["part"] == "decode" and "rows" in row:
+            found[f"decode_over_floor_b{row['rows']}"] = row["over_floor"]
+            found[f"decode_ms_b{row['rows']}"], found[f"served_ms_b{row['rows']}"] = row["ms"], row["served_ms"]
+        elif row["part"] == "graphs" and "rows" in row:
+            found[f"graphs_speedup_b{row['rows']}"] = row["off_ms"] / row["on_ms"]
+        elif row["part"] == "prefill" and "tokens" in row:
+            found[f"prefill_share_of_peak_t{row['tokens']}"] = row["share_of_peak"]
+            found[f"prefill_lora_over_base_t{row['tokens']}"] = row["lora_over_base"]
+        elif row["part"] == "lora" and "adapters" in row:
+            where = f"{row['kernel']}_{'qkv' if row['targets'] == 'q,k,v' else 'all'}_n{row['adapters']}_r{row['rank']}"
+            found[f"lora_over_base_{where}"] = row["over_base"]
+            found[f"lora_over_floor_{where}"] = (row["ms"] - row["base_ms"]) / row["floor_ms"]
+        elif row["part"] == "merged" and "adapter_below" in row:
+            found |= {f"merged_{name}": row[name] for name in ("base_below", "adapter_below", "control_below")}
+        elif row["part"] == "peer" and "ms" in row:
+            found[f"peer_ms_b{row['rows']}"] = row["ms"]
+    copy = next((row["copy_gb_s"] for row in rows if row["part"] == "kernels" and "copy_gb_s" in row), None)
+    large = [row["gb_s"] for row in rows if row.get("run") == "mbgmv" and row["weight_bytes"] >= 64 << 20]
+    if copy is not None and large:
+        found |= {"copy_gb_s": copy, "mbgmv_copy_share_from_64MB": min(large) / copy}
+    mismatches = found.pop("coldstart_mismatches", None)
+    return found | ({} if mismatches is None else {"mismatches": mismatches})
+
+
+def study(
+    root: Path,
+    device: torch.device,
+    shape: str,
+    *,
+    runner: str,
+    parts: list[str],
+    quick: bool,
+    seed: int,
+    done: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """`done` gets the report as far as it is, after every part."""
+    box = EngineBox(root / "steps", shape, device, runner, seed)
+    cold_root = root / "cold"
+    for folder in (box.root, cold_root):
+        folder.mkdir()
+    suite = Suite(box, coldstart_gpu.ColdStudy(cold_root, shape, device.type, runner, quick=quick, seed=seed), quick)
+    settings = {
+        "device": device.type, "shape": shape, "runner": runner, "dtype": box.dtype, "quick": quick, "parts": parts,
+        "peers": installed_peers(),
+    }  # fmt: skip
+
+    def document(rows: Rows) -> dict[str, Any]:
+        return report("gpu_suite", settings, seed, rows, figures_of(rows))
+
+    chosen = {name: part for name, part in suite.parts().items() if name in parts}
+    seconds = QUICK_S if quick else sum(SECONDS.values())
+    try:
+        return document(run_parts(chosen, SECONDS, seconds, lambda rows: done(document(rows))))
+    finally:
+        suite.close()
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--parts", default=",".join(PARTS), help="what to run, of " + ", ".join(PARTS))
+    parser.add_argument("--parts", default=",".join(SECONDS), help="what to run, of " + ", ".join(SECONDS))
+    parser.add_argument("--runner", choices=("auto", *RUNNERS), default="auto", help="what computes the base model")
     options = parser.parse_args()
     parts = options.parts.split(",")
-    if not set(parts) <= set(PARTS):
-        parser.error(f"--parts: there are {', '.join(PARTS)}")
+    if not set(parts) <= set(SECONDS):
+        parser.error(f"--parts: there are {', '.join(SECONDS)}")
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: benchmarks.kernels gives the floors")
-    share = 1 / len(parts)
-    rows: list[dict[str, Any]] = []
-    figures: dict[str, float] = {}
-    bad: list[str] = []
-    if "kernels" in parts:
-        rows, figures = _kernels(options.quick, options.seed, share)
-    if "coldstart" in parts:
-        found = coldstart_gpu.run(
-            60.0 if options.quick else share * coldstart_gpu.TOTAL_S, options.quick, options.seed, None
-        )
-        rows += [{"coldstart": row} for row in found["rows"]]
-        figures |= {f"coldstart_{name}": value for name, value in found["figures"].items()}
-        bad = coldstart_gpu.failures(found)
-    settings = {"quick": options.quick, "parts": parts, "peers": installed_peers()}
-    publish(report("gpu_suite", settings, options.seed, rows, figures), options.json)
-    if bad:
+    with tempfile.TemporaryDirectory() as root:
+        document = study(
+            Path(root), torch.device("cuda"), "7b", runner=options.runner, parts=parts, quick=options.quick,
+            seed=options.seed, done=lambda found: save(found, options.json),
+        )  # fmt: skip
+    publish(document, options.json)
+    if bad := failures(document):
         sys.exit("\n".join(bad))
-
-
-def _kernels(quick: bool, seed: int, share: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Rows and figures; `share` of the time that they have alone."""
-    checked = check_operations(draw_cases(CHECKS, seed, "cuda"), 15.0 if quick else share * CHECK_SECONDS)
-    copy = _copy_bandwidth()
-    rows = [{"checked": row} for row in checked] + gpu_rows(quick, seed, share * TIME_LIMIT_S)
-    figures = {"copy_gb_s": copy, "empty_launch_us": gpu_seconds(lambda: torch.empty(1, device="cuda").fill_(1)) * 1e6}
-    large = [row for row in rows if row.get("run") == "mbgmv" and row["weight_bytes"] >= 64 << 20]
-    if large:
-        figures["mbgmv_copy_share_from_64MB"] = min(row["gb_s"] for row in large) / copy
-    return rows, figures
 
 
 if __name__ == "__main__":

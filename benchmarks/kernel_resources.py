@@ -1,35 +1,40 @@
-"""Compiles the Triton kernels ahead of time for a named GPU, also where there is none, and reports what they need."""
+"""Compiles the Triton kernels ahead of time for named GPUs, also where there is none, and reports what they need.
+
+`python -m benchmarks.kernel_resources` is the compile matrix: a line per kernel and GPU, status 1 when one fails. With
+--nvrtc it is that of handoff.cu.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from kernels.decode import decode_expand, decode_shrink
-from kernels.launch import TABLE_VIEWS, Launch, default_launch
-from kernels.sgmv import sgmv_expand, sgmv_shrink
+from benchmarks.kernel_calls import every_call
+from benchmarks.kernel_recorder import recorded
+from kernels.handoff_cuda import SOURCE, compile_cubin
 from kernels.view import WEIGHT_DTYPES
 
-POINTERS = {"xa": "*fp32", "seg_start": "*i32", "seg_slot": "*i32", "rank": "*i32", "scale": "*fp32", "first": "*i32",
-            "row_offset": "*i32"}  # fmt: skip
-ALIGNED = ("x_stride", "s0", "s1", "s2", "d0", "d1", "d2", "d_in", "capacity")
-WEIGHTS = ("x", "pool", "y0", "y1", "y2")
+CAPABILITIES = (80, 90, 100)
 TYPE_NAMES = dict(zip(WEIGHT_DTYPES, ("fp32", "fp16", "bf16"), strict=True))
 
 
 @dataclass(frozen=True)
 class Compiled:
+    sm: int
     kernel: str
+    """the operation, and the kernel where it has another name"""
     dtype: str
     shared_bytes: int
     """shared memory of one program"""
@@ -39,46 +44,19 @@ class Compiled:
     """bytes of local memory per thread"""
 
 
-def compile_kernels(capability: int, dtype: torch.dtype) -> list[Compiled]:
-    """Every kernel with its default tiles for sm_`capability`. Raises what Triton's compiler raises."""
-    return [
-        _compile(f"{name}_{side}", kernel, default_launch(name), pad, capability, dtype)
-        for name, pad, kernels in (
-            ("bgmv", 64, (decode_shrink, decode_expand)),
-            ("mbgmv", 0, (decode_shrink, decode_expand)),
-            ("sgmv", 0, (sgmv_shrink, sgmv_expand)),
-        )
-        for side, kernel in zip(("shrink", "expand"), kernels, strict=True)
-    ]
-
-
-def _compile(
-    label: str, kernel: Callable[..., Any], how: Launch, pad: int, capability: int, dtype: torch.dtype
-) -> Compiled:
-    function: Any = kernel
-    known = {
-        "PAD": pad, "UNIT": 64 // dtype.itemsize, "SPLITS": how.splits, "RANK_PROGRAMS": how.rank_programs, "BS": 32,
-        "BT": how.tokens, "BR": how.ranks, "BK": how.shrink_width, "BN": how.expand_width,
-    }  # fmt: skip
-    weights = f"*{TYPE_NAMES[dtype]}"
-    constants = {name: known[name] for name in function.arg_names if name in known}
-    signature = {
-        name: "constexpr" if name in constants else weights if name in WEIGHTS else POINTERS.get(name, "i32")
-        for name in function.arg_names
-    }
-    places = {name: (at,) for at, name in enumerate(function.arg_names)}
-    # what the just-in-time compiler finds of real arguments: pointers, strides and widths are multiples of 16
-    aligned = [n for n, kind in signature.items() if n in ALIGNED or (kind[0] == "*" and n not in TABLE_VIEWS)]
-    source = ASTSource(
-        function,
-        signature,
-        constexprs={places[name]: value for name, value in constants.items()},
-        attrs={places[name]: [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": how.warps, "num_stages": how.stages}
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spills = _register_use(done.asm.get("cubin"))
-    return Compiled(label, TYPE_NAMES[dtype], done.metadata.shared, registers, spills)
+def compile_kernels(capability: int, dtype: torch.dtype) -> Iterator[Compiled]:
+    """Every kernel as its operation launches it, for sm_`capability`. Raises what Triton's compiler raises."""
+    done: set[str] = set()
+    for operation, call in every_call(dtype):
+        with recorded(capability) as launches:
+            call()
+        for launch in launches:
+            if launch.key + launch.kernel not in done:
+                done.add(launch.key + launch.kernel)
+                compiled = launch.compile()
+                registers, spills = _register_use(compiled.asm.get("cubin"))
+                name = operation if operation.startswith(launch.kernel) else f"{operation}: {launch.kernel}"
+                yield Compiled(capability, name, TYPE_NAMES[dtype], compiled.metadata.shared, registers, spills)
 
 
 def _register_use(cubin: bytes | None) -> tuple[int, int]:
@@ -94,3 +72,34 @@ def _register_use(cubin: bytes | None) -> tuple[int, int]:
         )
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
     return (int(found[1]), int(found[2]) + int(found[3])) if found else (-1, -1)
+
+
+def matrix(capabilities: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:
+    for capability in capabilities:
+        for dtype in dtypes:
+            for compiled in compile_kernels(capability, dtype):
+                yield asdict(compiled)
+
+
+def cuda_matrix(capabilities: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """handoff.cu by NVRTC. Raises CompileError."""
+    for capability in capabilities:
+        registers, spills = _register_use(compile_cubin((capability // 10, capability % 10)))
+        yield {"sm": capability, "kernel": SOURCE, "registers": registers, "spills": spills}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sm", type=int, nargs="+", default=CAPABILITIES)
+    parser.add_argument("--dtype", nargs="+", choices=TYPE_NAMES.values(), default=["bf16"])
+    parser.add_argument("--nvrtc", action="store_true", help="compile handoff.cu, in the place of Triton's kernels")
+    options = parser.parse_args()
+    dtypes, begin = [dtype for dtype, name in TYPE_NAMES.items() if name in options.dtype], time.monotonic()
+    for row in cuda_matrix(options.sm) if options.nvrtc else matrix(options.sm, dtypes):
+        print(msgspec.json.encode(row).decode(), flush=True)
+    compiler = "NVRTC" if options.nvrtc else f"Triton {triton.__version__}"
+    print(f"{compiler}: all compiled in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The tables of docs/design/kernels.md, from the report of benchmarks.kernels."""
+"""The tables of docs/design/kernels.md, from the reports of benchmarks.kernels and benchmarks.kernel_steps."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ def floor_table(document: dict[str, Any]) -> str:
                 f"| {row['shape']} | {_mib(row['weight_bytes'])} | {_mib(row['bytes'])} | {row['launches']} "
                 f"| {row['shrink_programs']}, {row['expand_programs']} |"
             )
+    return "\n".join(lines)
+
+
+def steps_table(document: dict[str, Any]) -> str:
+    lines = [
+        caption(document, f"bf16, contexts of {document['settings']['context']} tokens."),
+        "",
+        "| model, rows | adapted | launches of a layer, of a step | bytes of a step | weights, contexts, adapters |",
+        "|---|---|---|---|---|",
+    ]
+    for row in (row["step"] for row in document["rows"] if "step" in row):
+        lines.append(
+            f"| {row['model']}, {row['rows']} | {row['adapted']} | {row['layer_launches']}, {row['launches']} "
+            f"| {row['bytes'] / 1e9:.2f} GB | {row['floor_bytes'] / 1e9:.2f} GB |"
+        )
     return "\n".join(lines)
 
 

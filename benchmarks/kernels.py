@@ -1,16 +1,12 @@
 """The LoRA operations, shape by shape: what each must read, and how long it takes where it can run.
 
 A GPU, when there is one: each Triton kernel with the cache flushed before every call, beside torch's own products, as
-shares of the copy bandwidth measured in the same run. Without one: bytes and launches per shape, what the compiler says
-of every kernel for sm_80 and sm_90, and the CPU's compiled operator beside torch and a plain read of the same bytes.
+shares of the copy bandwidth measured in the same run. Without one: bytes and launches per shape, and the CPU's compiled
+operator beside torch and a plain read of the same bytes. What the compiler says is in `kernel_steps`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +17,7 @@ import torch
 
 from benchmarks.gpu_timing import FLUSH_BYTES
 from benchmarks.kernel_cases import Case, draw_case, draw_slots
-from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from benchmarks.report import arguments, contention_probe, publish, report
 from kernels.compiled import CompiledGroup, Segments, load_operators
 from kernels.grouped import add_pieces
 from kernels.launch import column_blocks, default_launch
@@ -88,23 +84,6 @@ def floor(shape: Shape, itemsize: int) -> dict[str, Any]:
         "shrink_programs": tiles * len(shape.d_outs) * how.rank_programs * how.splits,
         "expand_programs": tiles * column_blocks(shape.d_outs, how.expand_width),
     }
-
-
-def resources() -> list[dict[str, Any]]:
-    """The compiler's report, from a process whose Triton does not interpret."""
-    program = (
-        "import json, sys, torch; from dataclasses import asdict;"
-        "from benchmarks.kernel_resources import compile_kernels as c;"
-        "json.dump([dict(asdict(k), sm=sm) for sm in (80, 90) for d in (torch.bfloat16, torch.float32)"
-        " for k in c(sm, d)], sys.stdout)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-        text=True, timeout=300, check=True,
-    )  # fmt: skip
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
 
 
 def cpu_rows(quick: bool, seed: int) -> list[dict[str, Any]]:
@@ -204,7 +183,6 @@ def study(quick: bool, seed: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = [floor(shape, 2) for shape in shapes(quick)]
     rows += [{"cpu": row} for row in cpu_rows(quick, seed)]
     rows += [{"segment": row} for row in segment_rows(quick, seed)]
-    rows += [{"resources": row} for row in resources()]
     if gpu:
         rows += [{"gpu": row} for row in gpu_rows(quick, seed)]
     figures = {"probe_before_ms": probe, "probe_after_ms": contention_probe()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from adapters.open_store import open_store
 from adapters.registry import Registry
 from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.config import EngineConfig
-from node_agent.engine.setup import build_engine
+from node_agent.engine.setup import build_engine, find_runner
 from node_agent.ipc import Admitted, Answer, Finished, Generated, PromptScored, Question, Top
-from node_agent.runner.transformers_runner import LoadModel, load_model, open_runner
+from node_agent.types import OpenRunner
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -41,17 +40,18 @@ class LocalEngine:
         self,
         model_dir: Path,
         registry: Path | str,
-        load: LoadModel = load_model,
+        load: Callable[..., Any] | None = None,
         on_change: Callable[[], None] = lambda: None,
         **settings: Any,
     ) -> None:
-        """`registry`: a directory, or an s3:// URL; `on_change`: told by loads of every layer that has come on."""
+        """`registry`: a directory, or an s3:// URL; `load`: loads the base model in the runner's place; `on_change` is
+        called by loads, after every layer."""
         self.model_dir = model_dir
         self.idle = 0.0005
         """seconds that a step sleeps which finds nothing to do"""
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
         self.config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
-        self.engine, self.base = build_engine(self.config, on_change, partial(open_runner, load=load))
+        self.engine, self.base = build_engine(self.config, on_change, _opener(self.config.runner, load))
         self.outcomes: dict[str, Outcome] = {}
         self.answers: dict[str, Answer] = {}
         self._count = 0
@@ -164,6 +164,14 @@ class LocalEngine:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _opener(runner: str, load: Callable[..., Any] | None) -> OpenRunner | None:
+    """None: the runner loads the base model itself."""
+    if load is None:
+        return None
+    open_runner: Any = find_runner(runner)
+    return lambda settings: open_runner(settings, load=load)
 
 
 MakeEngine = Callable[..., LocalEngine]

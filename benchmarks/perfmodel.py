@@ -22,11 +22,14 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from cluster.node_table import ASSUMED
 from cluster.performance_fit import DecodeSample, decode_forecast, fit_decode, fit_paper_form, fit_prefill
-from cluster.performance_model import DecodeModel, PerformanceModel
+from cluster.performance_model import DecodeModel, PerformanceModel, rank_terms
+from node_agent.config import RUNNERS
 from node_agent.cores import usable_cores
+from node_agent.device import DTYPES
 from node_agent.performance.cases import LONG, Effort
 from node_agent.performance.setup import GRID_CONTEXT, cold_costs, measure_grid, model_key
 from node_agent.performance.sweep import all_cases, bench
+from node_agent.runner.lora_choice import TRITON_KERNELS
 
 QUICK = Effort((1, 2, 4, 8), (8, 16, 32, 64), 1, (16, 48, 96), 3, 1024)
 WHATEVER = float("inf")
@@ -39,8 +42,10 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     torch.set_num_threads(threads)
     effort = QUICK if options.quick else replace(LONG, rounds=options.rounds)
     model_dir = Path(options.model).absolute()
-    memory = {"adapter_memory": options.adapter_memory << 20, "host_memory": 64 << 20}
-    engine = LocalEngine(model_dir, root / "registry", dtype=options.dtype, threads=threads, **memory)
+    engine = LocalEngine(
+        model_dir, root / "registry", dtype=options.dtype, threads=threads, runner=options.runner,
+        lora_kernel=options.lora_kernel, adapter_memory=options.adapter_memory << 20, host_memory=64 << 20,
+    )  # fmt: skip
     before = contention_probe()
     try:
         with bench(engine.engine, engine.base, effort) as made:
@@ -50,7 +55,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         key, (to_device, exposed) = model_key(engine.engine, engine.base), cold_costs(engine.engine, engine.base)
     finally:
         engine.close()
-    decode, prefill = fit_decode(sweep.decode, WHATEVER), fit_prefill(sweep.prefill, WHATEVER)
+    decode, prefill = fit_decode(sweep.decode, WHATEVER, rank_terms(key.kernel)), fit_prefill(sweep.prefill, WHATEVER)
     paper = {kernel: fit_paper_form(grid, kernel) for kernel in ("bgmv", "mbgmv")}
     model = PerformanceModel(key, decode.model, prefill.model, to_device, ASSUMED.from_store, exposed)
     qualities = {"decode": decode.quality, "prefill": prefill.quality}
@@ -79,7 +84,8 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     settings = {
         "model": model_dir.name, "dtype": options.dtype, "threads": threads, "rounds": effort.rounds,
         "ranks": list(effort.ranks), "batches": list(effort.rows), "prompts": list(effort.tokens),
-        "cache_tokens": effort.cache, "grid_context": GRID_CONTEXT, "quick": options.quick,
+        "cache_tokens": effort.cache, "grid_context": GRID_CONTEXT, "quick": options.quick, "kernel": key.kernel,
+        "runner": options.runner,
     }  # fmt: skip
     return report("perfmodel", settings, options.seed, rows, figures)
 
@@ -129,7 +135,9 @@ def _evaluation_us(model: DecodeModel) -> float:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
+    parser.add_argument("--runner", default="auto", choices=["auto", *RUNNERS])
+    parser.add_argument("--lora-kernel", default="auto", choices=["auto", *TRITON_KERNELS], help="the papers' two")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--adapter-memory", type=int, default=1400, metavar="MIB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,26 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 TARGETS = ("q_proj", "k_proj", "v_proj")
 
+HALF_SHAPE = {
+    "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rope_theta": 5000.0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+HALF_TOLERANCE = 4e-3
+"""Of logits up to 1.8 of a model that `write_half_llama` wrote: twice what Hugging Face and PEFT in fp16 differ there
+from themselves in fp32 (2e-3); an adapter changes some logit by 0.9 or more."""
+
+
+def write_half_llama(directory: Path, vocab_size: int, seed: int = 3) -> Path:
+    """A tiny Llama in fp16, with heads as wide as LightLLM's kernels want them and logits that lie well apart."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**HALF_SHAPE, vocab_size=vocab_size))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.06)
+    model.half().save_pretrained(directory)
+    return directory
+
 
 def write_base(directory: Path, shape: str, seed: int) -> Path:
     """What identifies the base: its config.json, and the seed in the place of weights."""
@@ -34,8 +55,8 @@ def write_base(directory: Path, shape: str, seed: int) -> Path:
     return directory
 
 
-def random_loader(seed: int) -> LoadModel:
-    """In the place of `load_model`: the weights are drawn on the device."""
+def random_loader(seed: int, attention: str = ATTENTION) -> LoadModel:
+    """In the place of `load_model`: the weights are drawn on the device, the same ones for the same seed."""
 
     def load(directory: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
         register_attention()
@@ -43,10 +64,26 @@ def random_loader(seed: int) -> LoadModel:
         torch.manual_seed(seed)
         with device:
             model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype or torch.bfloat16, attn_implementation=ATTENTION
+                config, dtype=dtype or torch.bfloat16, attn_implementation=attention
             )
         found: PreTrainedModel = model.eval().requires_grad_(False).to(device)
         return found
+
+    return load
+
+
+def random_weights(runner: str, seed: int, device: torch.device) -> Callable[..., Any]:
+    """Returns what the runner's `open_runner` takes as `load`: the weights of `random_loader`."""
+    if runner != "lightllm":
+        return random_loader(seed)
+
+    def load(directory: Path, dtype: torch.dtype | None) -> Any:
+        from node_agent.runner import lightllm_layers  # it can be imported where its runner is being opened
+
+        config = LlamaConfig.from_pretrained(directory)
+        dtype = lightllm_layers.checked_dtype(directory, config, dtype)
+        weights = random_loader(seed)(directory, device, dtype).state_dict()
+        return lightllm_layers.LightllmModel(lightllm_layers.lightllm_config(config), weights, dtype)
 
     return load
 

@@ -70,10 +70,14 @@ def report(
     }
 
 
-def publish(document: dict[str, Any], file: Path | None) -> None:
+def save(document: dict[str, Any], file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def publish(document: dict[str, Any], file: Path | None) -> None:
+    save(document, file)
     print(json.dumps(document["figures"], indent=1))
 
 

@@ -34,7 +34,7 @@ from benchmarks.gateway_tables import (
     random_keys_table,
     scale_table,
 )
-from benchmarks.kernel_tables import cpu_table, floor_table, resource_table
+from benchmarks.kernel_tables import cpu_table, floor_table, resource_table, steps_table
 from benchmarks.many_tables import many_table
 from benchmarks.memory_tables import memory_settings_table, memory_table
 from benchmarks.perfmodel_report import perfmodel_table
@@ -167,7 +167,8 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
     },
     ROOT / "docs" / "design" / "kernels.md": {
         "floors": one("kernels", floor_table),
-        "resources": one("kernels", resource_table),
+        "steps": one("kernel_steps", steps_table),
+        "resources": one("kernel_steps", resource_table),
         "cpu": one("kernels", cpu_table),
     },
     ROOT / "docs" / "design" / "scheduling.md": {

@@ -36,7 +36,7 @@ DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
 AGAIN = "Measure again while the host does nothing else."
 LARGEST_ERROR = 0.5
 """A held-out error counts as no more, so that one disturbed pass chooses neither rank term nor flat rows."""
-FLAT_ROWS = (2, 4, 8, 16, 32, 64)
+FLAT_ROWS = (2, 4, 8, 16, 32, 64, 128)
 """Tried, as far as more rows than that were measured."""
 LEAST_GAIN = 0.05
 """Share of the held-out error that flat rows must save, or chance chooses them."""
@@ -105,7 +105,7 @@ class DecodeFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: DecodeModel
     quality: Quality
     heldout_by_term: dict[RankTerm, float]
-    """mean held-out error with each rank term; the least decided"""
+    """mean held-out error with each rank term that was tried; the least decided"""
 
 
 class PrefillFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,8 +129,11 @@ def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
     return model.seconds(sample.rows, sample.contexts, ranks)
 
 
-def fit_decode(samples: Sequence[DecodeSample], most_error: float = MOST_ERROR) -> DecodeFit:
-    """Raises BadSample, or BadFit when no rank term describes the steps."""
+def fit_decode(
+    samples: Sequence[DecodeSample], most_error: float = MOST_ERROR, terms: Sequence[RankTerm] = RANK_TERMS
+) -> DecodeFit:
+    """`terms`: what ranks may cost with the kernel that was measured (`rank_terms`). Raises BadSample, or BadFit when
+    none of them describes the steps."""
     rows, seconds = _checked(samples, DECODE_FIELDS)
 
     def columns(term: RankTerm, flat: int) -> np.ndarray:
@@ -138,10 +141,10 @@ def fit_decode(samples: Sequence[DecodeSample], most_error: float = MOST_ERROR) 
         return np.column_stack([np.ones(len(rows)), beyond, rows[:, 1], rows[:, 2 + RANK_TERMS.index(term)]])
 
     def by_term(flat: int) -> dict[RankTerm, np.ndarray]:
-        return {term: _heldout(columns(term, flat), seconds) for term in RANK_TERMS}
+        return {term: _heldout(columns(term, flat), seconds) for term in terms}
 
     heldout, flat = by_term(0), 0
-    term = min(RANK_TERMS, key=lambda each: _mean_error(heldout[each]))
+    term = min(terms, key=lambda each: _mean_error(heldout[each]))
     least = (1 - LEAST_GAIN) * _mean_error(heldout[term])
     for tried in FLAT_ROWS:
         if tried < rows[:, 0].max() and (error := _mean_error(_heldout(columns(term, tried), seconds))) < least:
@@ -149,7 +152,7 @@ def fit_decode(samples: Sequence[DecodeSample], most_error: float = MOST_ERROR) 
     if flat:
         heldout = by_term(flat)
     means = {term: _mean_error(errors) for term, errors in heldout.items()}
-    term = min(RANK_TERMS, key=means.__getitem__)
+    term = min(terms, key=means.__getitem__)
     costs, quality = _fit("decode", columns(term, flat), seconds, heldout[term], most_error)
     base, per_row, per_context, per_rank = costs
     return DecodeFit(DecodeModel(base, per_row, per_context, per_rank, term, flat), quality, means)

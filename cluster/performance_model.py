@@ -5,8 +5,8 @@ prefill(Q) = base + per_token T + per_token2 (sum of squares) + per_token_rank (
 load(n)    = latency + n / bandwidth, shared by the transfers in flight
 
 R(S) is |S| times the largest rank of the batch (BGMV, Toppings 5), or the sum of the ranks of its requests or of its
-distinct adapters (MBGMV): whichever predicts held-out steps better. A few rows take no longer than one, while reading
-the base's weights takes longer than computing with them. All times are in seconds.
+distinct adapters (MBGMV): of those of the node's kernel, whichever predicts held-out steps better. A few rows take no
+longer than one, while reading the base's weights takes longer than computing with them. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ MODEL_VERSION = 1
 
 RankTerm = Literal["max_rank", "request_ranks", "adapter_ranks"]
 RANK_TERMS: tuple[RankTerm, ...] = ("max_rank", "request_ranks", "adapter_ranks")
+_KERNEL_TERMS: dict[str, tuple[RankTerm, ...]] = {"bgmv": ("max_rank",), "mbgmv": ("request_ranks", "adapter_ranks")}
+
+
+def rank_terms(kernel: str) -> tuple[RankTerm, ...]:
+    """Returns what the ranks of a step may cost with a kernel: BGMV pads all rows to the largest, MBGMV walks each at
+    its own (Toppings, section 5). Of other kernels nothing is known beforehand."""
+    return _KERNEL_TERMS.get(kernel, RANK_TERMS)
 
 
 class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

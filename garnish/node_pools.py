@@ -23,14 +23,11 @@ from infra.instances import gpus_of
 from infra.local.processes import service_directory
 from infra.memory_need import check_fits, need_of
 from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack, sharing_nodes
-from node_agent.config import EngineConfig
+from node_agent.config import default_adapter_memory, pass_memory
 
 PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
 REMOTE_MODEL = "/var/lib/garnish-data/model"
 """Where an instance's user data puts the base model: a folder of the model's name in here."""
-ADAPTER_MEMORY = next(
-    int(field.default) for field in msgspec.structs.fields(EngineConfig) if field.name == "adapter_memory"
-)
 
 
 def stack_of(service: ServiceFile, state: Path) -> Stack:
@@ -162,16 +159,15 @@ def check_memory(service: ServiceFile) -> None:
     if not pools:
         return
     node, config = service.node, base_config(service)
-    need = need_of(
-        config,
-        dtype=node.dtype,
-        adapter_memory=node.adapter_memory if node.adapter_memory is not None else ADAPTER_MEMORY,
-        kv_memory=node.kv_memory,
-    )
     for name, pool in pools.items():
         field = f"node_pools.{name}"
         kind = pool.instance_type or ""
-        check_fits(field, kind, gpus_of(kind, f"{field}.instance_type"), need)
+        gpus = gpus_of(kind, f"{field}.instance_type")
+        adapters = node.adapter_memory if node.adapter_memory is not None else default_adapter_memory(gpus.memory)
+        need = need_of(config, dtype=node.dtype, adapter_memory=adapters, kv_memory=node.kv_memory)
+        if node.kv_memory is None:
+            need = msgspec.structs.replace(need, runtime=max(need.runtime, pass_memory(gpus.memory)))
+        check_fits(field, kind, gpus, need)
 
 
 def _registry_bucket(service: ServiceFile) -> RegistryBucket | None:

@@ -50,6 +50,10 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: Literal["all"] | Devices = "all"
     runner: Text = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    lora_kernel: Literal["auto", "mbgmv", "bgmv"] = "auto"
+    max_rows: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    max_cold: Annotated[int, Meta(ge=1, le=64)] | None = None
+    chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] | None = None
     adapter_memory: int | None = None
     kv_memory: int | None = None
     host_memory: int | None = None

@@ -166,8 +166,8 @@ def run_directory(state: Path, node_id: str) -> Path:
 
 def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, host_nodes: int) -> EngineConfig:
     node = service.node
-    sizes = {"adapter_memory": node.adapter_memory, "host_memory": node.host_memory, "kv_memory": node.kv_memory}
-    memory: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    by_device = ("adapter_memory", "host_memory", "kv_memory", "max_rows", "max_cold", "chunk_tokens")
+    sizes: dict[str, Any] = {name: value for name in by_device if (value := getattr(node, name)) is not None}
     link, store = node.simulate.link, node.simulate.store
     return EngineConfig(
         model_dir=str(base.directory),
@@ -176,6 +176,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         device=node.device,
         devices=None if node.devices == "all" else tuple(node.devices),
         runner=node.runner,
+        lora_kernel=node.lora_kernel,
         dtype=node.dtype,
         host_nodes=host_nodes,
         cold_start=node.cold_start,
@@ -188,7 +189,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         store_link=LinkConfig(bandwidth=store) if store is not None else None,
         worker_repeats=node.simulate.worker_repeats,
         disk_cache=_disk_cache(service, state, node_id),
-        **memory,
+        **sizes,
     )
 
 

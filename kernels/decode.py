@@ -11,16 +11,29 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import TABLE_VIEWS, Launch, launch_pair
+from kernels.launch import UNALIGNED, Launch, launch_pair
 from kernels.tiles import choose_output, expand_tile, shrink_tile, store_xa
 from kernels.view import GroupView
 
 
-@triton.jit(do_not_specialize_on_alignment=TABLE_VIEWS)
+@triton.jit
+def largest_rank(rank, seg_slot, p, table_stride):
+    """The largest rank in the batch for projection p."""
+    segments = tl.num_programs(0)
+    largest = 0
+    for s0 in range(0, segments, 32):
+        s = s0 + tl.arange(0, 32)
+        slot = tl.load(seg_slot + s, mask=s < segments, other=-1)
+        ranks = tl.load(rank + slot * table_stride + p, mask=slot >= 0, other=0)
+        largest = tl.maximum(largest, tl.max(ranks, 0))
+    return largest
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def decode_shrink(
     x, x_stride, xa, seg_start, seg_slot, pool, rank, first, row_offset, table_stride,
-    projections, tokens, capacity, d_in,
-    PAD: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
+    projections, tokens, capacity, d_in, pool_units,
+    PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """xa[split, p, t, j] for one segment, projection, part of its ranks and part of its input columns."""
@@ -38,21 +51,22 @@ def decode_shrink(
     end = tl.load(seg_start + segment + 1)
     a_first = tl.load(first + (slot * table_stride + p) * 2)
     bound = r
-    if PAD > 0:
-        bound = PAD
+    if PADDED:
+        bound = largest_rank(rank, seg_slot, p, table_stride)
     for j0 in range(part * BR, bound, RANK_PROGRAMS * BR):
         for t0 in range(begin, end, BT):
             acc = shrink_tile(
-                x, x_stride, t0, end, pool, row_offset, a_first, j0, r, split * BK, SPLITS * BK, d_in, UNIT, BT, BR, BK
-            )
+                x, x_stride, t0, end, pool, row_offset, a_first, j0, r, bound, pool_units, split * BK, SPLITS * BK,
+                d_in, PADDED, UNIT, BT, BR, BK,
+            )  # fmt: skip
             store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, r, BT, BR)
 
 
-@triton.jit(do_not_specialize_on_alignment=TABLE_VIEWS)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def decode_expand(
     xa, y0, y1, y2, s0, s1, s2, d0, d1, d2, seg_start, seg_slot, pool, rank, scale, first, row_offset, table_stride,
-    projections, tokens, capacity,
-    PAD: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr,
+    projections, tokens, capacity, pool_units,
+    PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Adds one segment's part to BN columns of one output."""
@@ -70,12 +84,12 @@ def decode_expand(
     factor = tl.load(scale + slot * table_stride + p)
     n = column + tl.arange(0, BN)
     bound = r
-    if PAD > 0:
-        bound = PAD
+    if PADDED:
+        bound = largest_rank(rank, seg_slot, p, table_stride)
     for t0 in range(begin, end, BT):
         expand_tile(
             xa, p, projections, tokens, capacity, y, y_stride, t0, end, n, d_out, pool, row_offset, b_first, r, bound,
-            factor, UNIT, SPLITS, BT, BR,
+            pool_units, factor, PADDED, UNIT, SPLITS, BT, BR,
         )  # fmt: skip
 
 
@@ -87,9 +101,9 @@ def launch_decode(
     view: GroupView,
     xa: torch.Tensor,
     max_rank: int,
-    pad: int,
+    padded: bool,
     how: Launch,
 ) -> None:
-    """Two launches. Grids depend on shapes alone. `pad` 0: each adapter's own rank."""
-    pair, segments = (decode_shrink, decode_expand), seg_slot.shape[0]
-    launch_pair(pair, segments, ys, x, seg_start, seg_slot, view, xa, max_rank, how, PAD=pad)
+    """Two launches. Grids depend on shapes alone. `padded`: to the batch's largest rank; else each adapter's own."""
+    pair, segments, units = (decode_shrink, decode_expand), seg_slot.shape[0], view.pool.shape[0] // view.unit
+    launch_pair(pair, segments, ys, x, seg_start, seg_slot, view, xa, max_rank, how, pool_units=units, PADDED=padded)

@@ -15,8 +15,9 @@ from kernels.view import MAX_PROJECTIONS, GroupView, check_call
 TABLE = files(__package__) / "launch_table.json"
 DEFAULT = "default"
 OPERATIONS = ("bgmv", "mbgmv", "sgmv")
-TABLE_VIEWS = ("rank", "scale", "first")
-"""Arguments that begin anywhere in the AdapterTable: a kernel compiled for their alignment would serve some layers."""
+UNALIGNED = ("rank", "scale", "first", "seg_start", "seg_slot")
+"""Arguments that begin anywhere in the AdapterTable or in a step's upload: a kernel compiled for their alignment would
+serve some layers, or some batches."""
 
 Tile = Annotated[int, msgspec.Meta(ge=16, le=512)]
 Few = Annotated[int, msgspec.Meta(ge=1, le=32)]

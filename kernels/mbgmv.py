@@ -35,4 +35,4 @@ def mbgmv(
     Two launches, no allocation, no host synchronisation; ranks are read on the device. The same batch gives the same
     bits. Raises KernelArgumentError before anything is launched.
     """
-    launch_decode(ys, x, seg_start, seg_slot, view, xa, max_rank, 0, how or launch_for("mbgmv", x.device))
+    launch_decode(ys, x, seg_start, seg_slot, view, xa, max_rank, False, how or launch_for("mbgmv", x.device))

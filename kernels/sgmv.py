@@ -8,37 +8,20 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import TABLE_VIEWS, Launch, launch_for, launch_pair
-from kernels.tiles import choose_output, expand_tile, shrink_tile, store_xa
+from kernels.launch import UNALIGNED, Launch, launch_for, launch_pair
+from kernels.tiles import choose_output, expand_tile, find_tile, shrink_tile, store_xa
 from kernels.view import GroupView
 
-LEAST_SEGMENTS = 32
-"""Batches of so many segments share one compiled kernel; each doubling above has its own."""
 
-
-@triton.jit
-def find_tile(tile, seg_start, segments, BS: tl.constexpr, BT: tl.constexpr):
-    """(segment, first token) of the tile-th tile when every segment is cut into tiles of its own; segment == segments
-    when there are fewer tiles than that."""
-    s = tl.arange(0, BS)
-    begins = tl.load(seg_start + s, mask=s < segments, other=0)
-    ends = tl.load(seg_start + s + 1, mask=s < segments, other=0)
-    tiles = (ends - begins + BT - 1) // BT
-    before = tl.cumsum(tiles, 0) - tiles
-    segment = tl.sum(((before + tiles <= tile) & (s < segments)).to(tl.int32), 0)
-    inside = tile - tl.sum(tl.where(s == segment, before, 0), 0)
-    return segment, tl.sum(tl.where(s == segment, begins, 0), 0) + inside * BT
-
-
-@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=TABLE_VIEWS)
+@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=UNALIGNED)
 def sgmv_shrink(
     x, x_stride, xa, seg_start, seg_slot, pool, rank, first, row_offset, table_stride,
     projections, tokens, capacity, d_in, segments,
     UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
-    BS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """xa[split, p, t, j] for one tile of tokens, projection, part of the ranks and part of the input columns."""
-    segment, t0 = find_tile(tl.program_id(0), seg_start, segments, BS, BT)
+    segment, t0 = find_tile(tl.program_id(0), seg_start, segments, BT)
     if segment >= segments:
         return
     p = tl.program_id(1) // RANK_PROGRAMS
@@ -52,20 +35,21 @@ def sgmv_shrink(
     a_first = tl.load(first + (slot * table_stride + p) * 2)
     for j0 in range(part * BR, r, RANK_PROGRAMS * BR):
         acc = shrink_tile(
-            x, x_stride, t0, end, pool, row_offset, a_first, j0, r, split * BK, SPLITS * BK, d_in, UNIT, BT, BR, BK
-        )
+            x, x_stride, t0, end, pool, row_offset, a_first, j0, r, r, 0, split * BK, SPLITS * BK, d_in,
+            False, UNIT, BT, BR, BK,
+        )  # fmt: skip
         store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, r, BT, BR)
 
 
-@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=TABLE_VIEWS)
+@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=UNALIGNED)
 def sgmv_expand(
     xa, y0, y1, y2, s0, s1, s2, d0, d1, d2, seg_start, seg_slot, pool, rank, scale, first, row_offset,
     table_stride, projections, tokens, capacity, segments,
     UNIT: tl.constexpr, SPLITS: tl.constexpr,
-    BS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile's part to BN columns of one output."""
-    segment, t0 = find_tile(tl.program_id(0), seg_start, segments, BS, BT)
+    segment, t0 = find_tile(tl.program_id(0), seg_start, segments, BT)
     if segment >= segments:
         return
     slot = tl.load(seg_slot + segment)
@@ -80,8 +64,8 @@ def sgmv_expand(
     factor = tl.load(scale + slot * table_stride + p)
     n = column + tl.arange(0, BN)
     expand_tile(
-        xa, p, projections, tokens, capacity, y, y_stride, t0, end, n, d_out, pool, row_offset, b_first, r, r, factor,
-        UNIT, SPLITS, BT, BR,
+        xa, p, projections, tokens, capacity, y, y_stride, t0, end, n, d_out, pool, row_offset, b_first, r, r, 0,
+        factor, False, UNIT, SPLITS, BT, BR,
     )  # fmt: skip
 
 
@@ -113,5 +97,5 @@ def sgmv(
     how = how or launch_for("sgmv", x.device)
     segments = seg_slot.shape[0]
     tiles = -(-x.shape[0] // how.tokens) + segments
-    pair, block = (sgmv_shrink, sgmv_expand), max(LEAST_SEGMENTS, triton.next_power_of_2(max(1, segments)))
-    launch_pair(pair, tiles, ys, x, seg_start, seg_slot, view, xa, max_rank, how, segments=segments, BS=block)
+    pair = (sgmv_shrink, sgmv_expand)
+    launch_pair(pair, tiles, ys, x, seg_start, seg_slot, view, xa, max_rank, how, segments=segments)

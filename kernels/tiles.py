@@ -1,4 +1,4 @@
-"""The two tiles that every Triton kernel here is made of. Weights are read through the AdapterTable's row offsets.
+"""The tiles that the Triton kernels here are made of. Weights are read through the AdapterTable's row offsets.
 
 Masks are always on: no width, rank or segment is a whole number of tiles, and what lies beside them may be NaN.
 """
@@ -33,20 +33,55 @@ def narrow(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def find_tile(tile, seg_start, segments, BT: tl.constexpr):
+    """(segment, first token) of the tile-th tile when every segment is cut into tiles of its own; segment == segments
+    when there are fewer tiles than that. Segments are looked at 32 at a time, so none of their numbers has a kernel of
+    its own."""
+    segment = segments
+    first = 0
+    before = 0
+    for s0 in range(0, segments, 32):
+        s = s0 + tl.arange(0, 32)
+        begins = tl.load(seg_start + s, mask=s < segments, other=0)
+        ends = tl.load(seg_start + s + 1, mask=s < segments, other=0)
+        tiles = (ends - begins + BT - 1) // BT
+        upto = before + tl.cumsum(tiles, 0)
+        mine = (upto - tiles <= tile) & (tile < upto)
+        segment += tl.sum(tl.where(mine, s - segments, 0), 0)
+        first += tl.sum(tl.where(mine, begins + (tile - upto + tiles) * BT, 0), 0)
+        before += tl.sum(tiles, 0)
+    return segment, first
+
+
+@triton.jit
+def pad_units(units, row_offset, first, j, rank, width, pool_units, UNIT: tl.constexpr):
+    """`units`, where an adapter's rows j begin, with rows from `rank` on those of whoever lies behind its first row in
+    the pool, whose end goes over into its beginning."""
+    row_units = tl.cdiv(width, UNIT)
+    behind = (tl.load(row_offset + first) + j * row_units) % (pool_units - row_units + 1)
+    return tl.where(j < rank, units, behind)
+
+
+@triton.jit
 def shrink_tile(
-    x, x_stride, t0, end, pool, row_offset, a_first, j0, rank, k0, k_step, d_in,
-    UNIT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    x, x_stride, t0, end, pool, row_offset, a_first, j0, rank, bound, pool_units, k0, k_step, d_in,
+    PADDED: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """f32[BT, BR]: x[t0:end] @ A[j0:rank]^T over the columns k0, k0 + k_step, ... (blocks of BK)."""
+    """f32[BT, BR]: x[t0:end] @ A[j0:bound]^T over the columns k0, k0 + k_step, ... (blocks of BK). A's rows from `rank`
+    on are read where PADDED, and are 0."""
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
     units = tl.load(row_offset + a_first + j, mask=j < rank, other=0)
+    if PADDED:
+        units = pad_units(units, row_offset, a_first, j, rank, d_in, pool_units, UNIT)
     rows = pool + units.to(tl.int64) * UNIT
     xs = x + t.to(tl.int64) * x_stride
     acc = tl.zeros((BT, BR), dtype=tl.float32)
     for at in range(k0, d_in, k_step):
         k = at + tl.arange(0, BK)
-        w = tl.load(rows[None, :] + k[:, None], mask=(k < d_in)[:, None] & (j < rank)[None, :], other=0.0)
+        w = tl.load(rows[None, :] + k[:, None], mask=(k < d_in)[:, None] & (j < bound)[None, :], other=0.0)
+        if PADDED:
+            w = tl.where((j < rank)[None, :], w, 0.0)
         xt = tl.load(xs[:, None] + k[None, :], mask=(t < end)[:, None] & (k < d_in)[None, :], other=0.0)
         acc = dot(xt, w, acc)
     return acc
@@ -63,10 +98,12 @@ def store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, rank
 
 @triton.jit
 def expand_tile(
-    xa, p, projections, tokens, capacity, y, y_stride, t0, end, n, d_out, pool, row_offset, b_first, rank, bound, scale,
-    UNIT: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+    xa, p, projections, tokens, capacity, y, y_stride, t0, end, n, d_out, pool, row_offset, b_first, rank, bound,
+    pool_units, scale,
+    PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """y[t0:end, n] += scale * (sum of xa over its splits, in order) @ B[:rank, n], walking ranks up to `bound`."""
+    """y[t0:end, n] += scale * (sum of xa over its splits, in order) @ B[:bound, n]; B's rows from `rank` on are read
+    where PADDED, and are 0."""
     t = t0 + tl.arange(0, BT)
     known = tl.minimum(rank, capacity)
     acc = tl.zeros((BT, n.shape[0]), dtype=tl.float32)
@@ -77,8 +114,14 @@ def expand_tile(
             rows = xa + ((split * projections + p) * tokens + t).to(tl.int64) * capacity
             part += tl.load(rows[:, None] + j[None, :], mask=(t < end)[:, None] & (j < known)[None, :], other=0.0)
         units = tl.load(row_offset + b_first + j, mask=j < known, other=0)
+        stored = j < known
+        if PADDED:
+            units = pad_units(units, row_offset, b_first, j, known, d_out, pool_units, UNIT)
+            stored = j < bound
         rows = pool + units.to(tl.int64) * UNIT
-        w = tl.load(rows[:, None] + n[None, :], mask=(j < known)[:, None] & (n < d_out)[None, :], other=0.0)
+        w = tl.load(rows[:, None] + n[None, :], mask=stored[:, None] & (n < d_out)[None, :], other=0.0)
+        if PADDED:
+            w = tl.where((j < known)[:, None], w, 0.0)
         acc = dot(narrow(part, w.dtype), w, acc)
     at = y + t.to(tl.int64)[:, None] * y_stride + n[None, :]
     mask = (t < end)[:, None] & (n < d_out)[None, :]

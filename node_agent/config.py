@@ -4,8 +4,30 @@ from __future__ import annotations
 
 import msgspec
 
-RUNNERS = {"transformers": "node_agent.runner.transformers_runner"}
+RUNNERS = {
+    "transformers": "node_agent.runner.transformers_runner",
+    "cuda": "node_agent.runner.cuda_runner",
+    "lightllm": "node_agent.runner.lightllm_open",
+}
 """Values of `node.runner`, each with the module whose `open_runner` opens it. The first one is what `auto` means."""
+
+CPU_ADAPTER_MEMORY = 256 << 20
+GPU_ADAPTER_PART = 10
+"""Adapters have one part in so many of a GPU's memory, where the service file does not say."""
+
+
+def default_adapter_memory(gpu_memory: int | None) -> int:
+    """Returns the bytes for adapters where the service file does not say: a part of a GPU's memory; None: on a CPU."""
+    return CPU_ADAPTER_MEMORY if gpu_memory is None else gpu_memory // GPU_ADAPTER_PART
+
+
+GPU_PASS_PART = 10
+
+
+def pass_memory(gpu_memory: int) -> int:
+    """Returns the bytes of a GPU's memory that are left to passes, captured graphs and libraries, where the service
+    file does not say what keys and values get."""
+    return gpu_memory // GPU_PASS_PART
 
 
 class LinkConfig(msgspec.Struct, frozen=True):
@@ -23,7 +45,8 @@ class DiskCacheConfig(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process needs. Memory sizes are in bytes."""
+    """What the engine process needs. Memory sizes are in bytes. 0 for a size, where it says so: by the device
+    (node_agent/engine/sizes.py)."""
 
     model_dir: str
     base_id: str
@@ -39,18 +62,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """auto, or one of RUNNERS"""
     dtype: str = "auto"
     """auto (the model's own), float32, float16 or bfloat16"""
-    adapter_memory: int = 256 << 20
+    lora_kernel: str = "auto"
+    """auto, mbgmv or bgmv: which Triton kernel adds the adapters to decode rows"""
+    adapter_memory: int = 0
+    """0: by the device"""
     host_memory: int = 1 << 30
     """Bound on adapters kept in host memory between their calls."""
     kv_memory: int | None = None
-    """None: what a quarter of the free memory holds, at most 1 GiB on a CPU."""
+    """None: on a GPU what the base model and adapters leave, less a part for passes; on a CPU a quarter of the free
+    memory, at most 1 GiB."""
     block_tokens: int = 16
-    max_rows: int = 32
-    """Sequences that one iteration advances at most."""
-    max_cold: int = 2
-    """Cold prefill passes that may be open at once."""
-    chunk_tokens: int = 512
-    """Prompt tokens that one iteration computes at most; a longer prompt is computed in chunks."""
+    max_rows: int = 0
+    """Sequences that one iteration advances at most; 0: by the device."""
+    max_cold: int = 0
+    """Cold prefill passes that may be open at once; 0: by the device."""
+    chunk_tokens: int = 0
+    """Prompt tokens that one iteration computes at most; a longer prompt is computed in chunks. 0: by the device."""
     queue_limit: int = 256
     adapter_slots: int = 256
     """Adapters that may be on the device at once, whatever their size."""

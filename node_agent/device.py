@@ -157,6 +157,11 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def gpu_memory(device: torch.device) -> int | None:
+    """Returns all bytes of a GPU's memory, in use or not; None for a CPU, whose memory is not the node's alone."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that may still be allocated on the device."""
     if device.type == "cuda":

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from node_agent.device import Event
 from node_agent.runner.products import Products
+from node_agent.runner.score_rules import ScoreEdits
+
+if TYPE_CHECKING:
+    from node_agent.adapter_memory.store import AdapterStore
 
 GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
 """Projection groups that share their input, as indices into adapters.base_model.PROJECTIONS."""
@@ -25,6 +29,9 @@ class Rules(Protocol):
 
     def apply(self, scores: torch.Tensor) -> None:
         """Changes one row f32[V] in place."""
+
+    def edits(self) -> ScoreEdits:
+        """Returns what `apply` does now."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,9 @@ class StepBatch:
     context_lens: list[int]
     scoring: PromptScoring | None = None
     """None: no row asks for log probabilities of its prompt"""
+    fed: list[int] | None = None
+    """Of a decode step whose runner `feeds`: per row, the row of the step before whose chosen token is its token; None:
+    `token_ids` has them all."""
 
 
 @dataclass(frozen=True)
@@ -158,19 +168,38 @@ class LayerState:
     NO, HOST, ENQUEUED, DEVICE, FAILED = range(5)
 
 
+class StepOutput(Protocol):
+    """Sampled tokens; to be read once `done` has ended, and before the next pass but one is started."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """i64[Q] in host memory"""
+
+    @property
+    def logprobs(self) -> Sequence[tuple[float, list[tuple[int, float]]] | None]:
+        """Per row that asked: the chosen token's and the k largest (id, log probability)."""
+
+    @property
+    def non_finite(self) -> frozenset[int]:
+        """Rows of Q whose logits were not finite: their requests end with an error."""
+
+    @property
+    def done(self) -> Event: ...
+
+    @property
+    def prompt_scores(self) -> list[ScoredToken]:
+        """Of the rows of `StepBatch.scoring`."""
+
+
 @dataclass(frozen=True)
-class StepOutput:
-    """Sampled tokens; valid once `done` has ended."""
+class HostOutput:
+    """A StepOutput whose values are in host memory already."""
 
     token_ids: torch.Tensor
-    """i64[Q] in host memory"""
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
-    """per row that asked: the chosen token's and the k largest (id, log probability)"""
     non_finite: frozenset[int]
-    """rows of Q whose logits were not finite: their requests end with an error"""
     done: Event
     prompt_scores: list[ScoredToken] = field(default_factory=list)
-    """of the rows of `StepBatch.scoring`"""
 
 
 class PassLora(Protocol):
@@ -193,7 +222,8 @@ class Pass(Protocol):
     """Layers advanced so far."""
 
     def advance(self, to_layer: int) -> None:
-        """Enqueues layers up to `to_layer`. Never waits on a device; on a CPU it returns when computed."""
+        """Enqueues layers up to `to_layer`; a captured pass is enqueued as a whole, with its last layer. Never waits on
+        a device; on a CPU it returns when computed."""
 
     def finish(self) -> StepOutput:
         """Final norm, logits of `logit_rows`, sampling. All layers must have been advanced."""
@@ -215,6 +245,26 @@ class ModelRunner(Protocol):
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> Pass:
         """`lora` is None when no token uses an adapter."""
+
+
+@runtime_checkable
+class SendingRunner(Protocol):
+    """A ModelRunner that takes batches in host memory, and sends them to its device itself."""
+
+    @property
+    def feeds(self) -> bool:
+        """Whether a decode step may be started before the one in front of it has ended (StepBatch.fed)."""
+
+    def serve(
+        self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
+    ) -> Callable[[LoraBatch, bool], PassLora]:
+        """Called once, before the first adapter is loaded: prepares passes of at most `max_rows` sequences and
+        `chunk_tokens` prompt tokens, with the `kernel` for adapters (lora_choice). Returns their StartLora."""
+
+
+def batch_device(runner: ModelRunner) -> torch.device:
+    """Returns where the tensors of the runner's batches are made."""
+    return torch.device("cpu") if isinstance(runner, SendingRunner) else runner.device
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ NOT_SHIPPED = re.compile(r"infra/(container|systemd)/|infra/modules/\w+/tests/|g
 """Read from a clone alone, or made anew by the program itself."""
 OPTIONAL = {
     "triton": "comes with torch's CUDA build",
-    "lightllm": "a runner that can't be chosen yet",
+    "lightllm": "a runner for the papers' set-ups, with an extra of its own",
     "cuda": "of a GPU's host",
     "matplotlib": "plots of `garnish simulate`, which says what to install",
 }

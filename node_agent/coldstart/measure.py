@@ -28,7 +28,7 @@ from node_agent.device import device_seconds
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
-from node_agent.types import GROUPS, ModelRunner
+from node_agent.types import GROUPS, ModelRunner, batch_device
 
 GROUP = "qkv"
 """whose slices are measured"""
@@ -84,7 +84,8 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
     times = []
     try:
         for _ in range(rounds + 1):
-            run = runner.start(build_step([Row(request, tokens)], 0, runner.block_tokens, runner.device), None)
+            batch = build_step([Row(request, tokens)], 0, runner.block_tokens, batch_device(runner))
+            run = runner.start(batch, None)
             times.append(device_seconds(runner.device, partial(run.advance, runner.num_layers)))
             run.abort().synchronize()
     finally:

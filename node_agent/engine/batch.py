@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from node_agent.engine.request import Request
 from node_agent.runner.sampler import uniform
 from node_agent.types import Lease, LoraBatch, PromptScoring, SamplingBatch, StepBatch
+
+UNKNOWN = 0
+"""Stands for a token that the device fills in."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,13 @@ class Row:
 
     request: Request
     length: int
+    ahead: int = 0
+    """1: from one position further on, whose token a step that is under way will choose"""
+
+    @property
+    def begin(self) -> int:
+        """The first token's position."""
+        return self.request.computed + self.ahead
 
     @property
     def wants_logits(self) -> bool:
@@ -42,25 +53,28 @@ def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.
     slots: list[int] = []
     starts, logit_rows = [0], []
     for row in rows:
-        request, begin, end = row.request, row.request.computed, row.request.computed + row.length
-        token_ids += request.tokens[begin:end]
+        request, begin, end = row.request, row.begin, row.begin + row.length
+        token_ids += [UNKNOWN] if row.ahead else request.tokens[begin:end]
         positions += range(begin, end)
         slots += [request.blocks[p // block_tokens] * block_tokens + p % block_tokens for p in range(begin, end)]
         starts.append(starts[-1] + row.length)
         if row.wants_logits:
             logit_rows.append(starts[-1] - 1)
-    contexts = [row.request.computed + row.length for row in rows]
+    contexts = [row.begin + row.length for row in rows]
     widest = max(-(-context // block_tokens) for context in contexts)
-    table = [(row.request.blocks[:widest] + [0] * widest)[:widest] for row in rows]
+    table = np.zeros((len(rows), widest), dtype=np.int32)
+    for row, blocks in zip(rows, table, strict=True):
+        taken = row.request.blocks[:widest]
+        blocks[: len(taken)] = taken
     return StepBatch(
         token_ids=torch.tensor(token_ids, device=device),
         positions=torch.tensor(positions, device=device),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         context_len=torch.tensor(contexts, dtype=torch.int32, device=device),
-        block_table=torch.tensor(table, dtype=torch.int32, device=device),
+        block_table=torch.from_numpy(table).to(device),
         slot_mapping=torch.tensor(slots, device=device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        sampling=_sampling([row.request for row in rows if row.wants_logits]),
+        sampling=_sampling([row for row in rows if row.wants_logits]),
         n_decode=n_decode,
         n_tokens=len(token_ids),
         n_rows=len(rows),
@@ -87,14 +101,18 @@ def _scoring(rows: list[Row], starts: list[int], device: torch.device) -> Prompt
     return PromptScoring(torch.tensor(before, device=device), torch.tensor(targets, device=device), top)
 
 
-def _sampling(requests: list[Request]) -> SamplingBatch:
+def _sampling(rows: list[Row]) -> SamplingBatch:
+    requests = [row.request for row in rows]
     ways = [request.sampling for request in requests]
     return SamplingBatch(
         temperature=[way.temperature for way in ways],
         top_p=[way.top_p for way in ways],
         top_k=[way.top_k for way in ways],
         min_p=[way.min_p for way in ways],
-        uniform=[uniform(r.sampling.seed, r.sampling.choice, len(r.tokens)) for r in requests],
+        uniform=[
+            uniform(way.seed, way.choice, len(row.request.tokens) + row.ahead)
+            for way, row in zip(ways, rows, strict=True)
+        ],
         logprobs=[-1 if way.logprobs is None else way.logprobs for way in ways],
         rules={i: request.rules for i, request in enumerate(requests) if request.rules is not None},
     )

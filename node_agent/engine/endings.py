@@ -9,6 +9,15 @@ from node_agent.engine.request import Request
 from node_agent.ipc import Finished
 
 
+def expired(request: Request) -> tuple[str, str, str]:
+    """Returns how a request ends whose deadline has passed: the reason, an error's type and its text."""
+    if request.generated:
+        return "timeout", "", ""
+    if request.admitted:
+        return "error", "timeout", "no token was ready before the deadline"
+    return "error", "unavailable", "the deadline passed while the request was queued"
+
+
 def finished(request: Request, reason: str, error_type: str, error: str, *, damaged: bool = False) -> Finished:
     now = time.monotonic()
     held = request.held if request.admitted else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from node_agent.device import unless_out_of_memory
 from node_agent.engine.batch import Row
@@ -24,6 +24,7 @@ class Computed:
     n_decode: int
     output: StepOutput
     seconds: float
+    """That it took alone, with all its adapters on the device; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,20 @@ class HotPasses:
             self._size.shrink(sum(row.length for row in rows))
             return OutOfMemory(rows)
         self._size.grow()
-        return Computed(rows, n_decode, output, time.perf_counter() - begun)
+        return Computed(rows, n_decode, output, 0.0 if joined else time.perf_counter() - begun)
+
+    def enqueue(self, rows: list[Row], fed: list[int] | None = None) -> StepOutput:
+        """Enqueues a step of decode rows; `fed` as in StepBatch. What it computes is there after `await_output`."""
+        batch, lora = self._tensors(rows, len(rows), None)
+        run = self._runner.start(replace(batch, fed=fed), lora)
+        with self._pulse.computing("layers", len(rows), self._runner.num_layers):
+            run.advance(self._runner.num_layers)
+            return run.finish()
+
+    def await_output(self, output: StepOutput, tokens: int) -> None:
+        """Returns when a pass of so many tokens has ended."""
+        with self._pulse.computing("end", tokens):
+            output.done.synchronize()
 
     def forward(
         self,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+
+import torch
 
 from cluster.messages import GenerateRequest
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.request import Request
+from node_agent.runner.score_rules import ScoreRules, changes_scores
 
 
 def request_of(message: GenerateRequest) -> Request:
@@ -27,6 +31,17 @@ def request_of(message: GenerateRequest) -> Request:
         ttft=message.ttft,
         tpot=message.tpot,
     )
+
+
+def rules_of(request: Request, eos_ids: Collection[int], device: torch.device) -> ScoreRules | None:
+    """Returns what its parameters make of its scores, told of the tokens that it has. None if they change none."""
+    if not changes_scores(request.sampling):
+        return None
+    prompt, generated = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
+    rules = ScoreRules(request.sampling, prompt, request.max_tokens, eos_ids, device)
+    for token in generated:
+        rules.append_token(token)
+    return rules
 
 
 def problem_of(request: Request, limits: Limits, blocks: BlockPool) -> tuple[str, str] | None:

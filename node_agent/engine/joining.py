@@ -20,7 +20,7 @@ from node_agent.engine.batch import Row, build_lora
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.request import Request
 from node_agent.runner.lora_choice import StartLora
-from node_agent.types import Lease, ModelRunner, PassLora
+from node_agent.types import Lease, ModelRunner, PassLora, batch_device
 
 log = logging.getLogger("garnish.engine")
 
@@ -102,7 +102,7 @@ class Joined:
 
     def lora(self, rows: list[Row], decodes: bool) -> PassLora | None:
         """Returns the LoRA of a pass of these rows; None where none of them has an adapter. `decodes`: all rows do."""
-        batch = build_lora(rows, self._runner.device, without=self._workers)
+        batch = build_lora(rows, batch_device(self._runner), without=self._workers)
         on_device = None if batch.empty else self._start_lora(batch, decodes)
         at = 0
         for lease, same in groupby(rows, lambda row: row.request.lease):
@@ -114,7 +114,7 @@ class Joined:
         return MixedLora(on_device, [part for _, _, part in self._parts], self._send) if self._parts else on_device
 
     def _loading_lora(self, rows: list[Row], lease: Lease) -> ColdLora:
-        on_device = self._start_lora(build_lora(rows, self._runner.device), True)
+        on_device = self._start_lora(build_lora(rows, batch_device(self._runner)), True)
         return self._cold.cold_start.lora(lease, on_device, self._workers[lease.digest])
 
     def close(self, computed: bool) -> Collection[Row]:

@@ -15,13 +15,14 @@ from node_agent.cores import move_threads
 from node_agent.device import EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
-from node_agent.engine.endings import end_of, finished
+from node_agent.engine.endings import end_of, expired, finished
 from node_agent.engine.hot import Computed, HotPasses, OutOfMemory
-from node_agent.engine.intake import problem_of, request_of
+from node_agent.engine.intake import problem_of, request_of, rules_of
 from node_agent.engine.joining import Joined, Joining
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
+from node_agent.engine.overlap import Overlap
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prompt_events import score_events, split_scores
 from node_agent.engine.pulse import Pulse
@@ -29,10 +30,9 @@ from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import HotRows, Scheduler
 from node_agent.ipc import Admitted, EngineEvent, Generated, Top
 from node_agent.performance.drift import Drift
-from node_agent.runner.lora_choice import choose_lora
+from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
-from node_agent.runner.score_rules import ScoreRules, changes_scores
-from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
+from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput, batch_device
 
 log = logging.getLogger("garnish.engine")
 
@@ -47,11 +47,12 @@ class Engine:
         store: AdapterStore,
         cold_start: ColdStarts,
         eos_ids: frozenset[int],
+        lora: LoraCode,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called, in any thread, when the device comes to where a pass that stands still may go on."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
-        self.start_lora = choose_lora(store, limits.max_rows, limits.chunk_tokens)
+        self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
         self.running: dict[str, Request] = {}
         self.scheduler = Scheduler(limits, self.running, self.blocks, store)
@@ -63,6 +64,7 @@ class Engine:
         )
         self.joining = Joining(self.cold, runner, lambda batch, decodes: self.start_lora(batch, decodes))
         self.hot = HotPasses(runner, self._tensors, self.pulse)
+        self.overlap = Overlap(self.hot, runner, self.running)
         self.prefetcher = Prefetcher(store, limits.prefetch_waste)
         self.orders = Orders(store, self.prefetcher)
         self.drift: Drift | None = None
@@ -147,10 +149,16 @@ class Engine:
     def compute_hot(self, used: int) -> Iterator[None]:
         """The hot passes, after cold ones that have `used` so many of the iteration's prompt tokens. Yields after each:
         its events can be sent before the next one."""
-        if not self._blocked():
+        if self.overlap.under_way:
+            self._book_computed(*self.overlap.compute())
+            yield
+        elif not self._blocked():
             joining = self.joining.choose(self.running.values(), self._is_loaded)
             for rows in self.scheduler.compose(self.limits, used, self._is_loaded, self.drift, joining):
-                self._compute_hot(rows)
+                if not joining and self.overlap.begin(rows.rows, rows.n_decode):
+                    self._book_computed(*self.overlap.compute())
+                else:
+                    self._compute_hot(rows)
                 yield
 
     def _compute_hot(self, chosen: HotRows) -> None:
@@ -163,13 +171,16 @@ class Engine:
             computed = self.hot.compute(rows, chosen.n_decode - len(joined.left_out), joined)
         finally:
             failed = joined.close(isinstance(computed, Computed))
-        if not isinstance(computed, OutOfMemory):
-            if self.drift is not None and not joined:
-                self.drift.observe(computed.rows, computed.n_decode, computed.seconds)
-            self._book(computed.rows, computed.output, failed)
-        elif computed.is_hopeless:
+        if isinstance(computed, Computed):
+            self._book_computed(computed, failed)
+        elif computed is not None and computed.is_hopeless:
             text = "this node has too little memory to compute the request"
             self._finish(computed.rows[0].request, "error", "unavailable", text)
+
+    def _book_computed(self, computed: Computed, failed: Collection[Row]) -> None:
+        if self.drift is not None:
+            self.drift.observe(computed.rows, computed.n_decode, computed.seconds)
+        self._book(computed.rows, computed.output, failed)
 
     def _blocked(self) -> bool:
         """Returns whether the engine computes nothing now: in the baseline that stands still while a running request's
@@ -207,12 +218,7 @@ class Engine:
     def _expire(self) -> None:
         now = time.monotonic()
         for request in [r for r in [*self.queue, *self.running.values()] if now >= r.deadline]:
-            if request.generated:
-                self._finish(request, "timeout")
-            elif request.admitted:
-                self._finish(request, "error", "timeout", "no token was ready before the deadline")
-            else:
-                self._finish(request, "error", "unavailable", "the deadline passed while the request was queued")
+            self._finish(request, *expired(request))
 
     def _admit(self) -> None:
         if not self.queue:
@@ -234,21 +240,18 @@ class Engine:
             if not request.admitted and request.found == "none":
                 request.found = self.store.source(request.lease)
         self.running[request.id] = request
-        if request.rules is None and changes_scores(request.sampling):
-            prompt, generated = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
-            request.rules = ScoreRules(request.sampling, prompt, request.max_tokens, self.eos_ids, self.runner.device)
-            for token in generated:
-                request.rules.append_token(token)
+        request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
         if not request.admitted:
             request.admitted = now
             self._events.append(Admitted(request.id, request.found))
 
     def _preempt(self, request: Request) -> None:
         """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""
+        after = self.overlap.drop(request)
         if request.lease is not None:
-            self.store.release(request.lease, [], served=bool(request.first_token))
+            self.store.release(request.lease, after, served=bool(request.first_token))
             request.lease = None
-        self.blocks.release(request.blocks)
+        self.blocks.release(request.blocks, after)
         request.blocks, request.computed, request.wants_whole, request.pauses = [], 0, False, 0
         request.preemptions += 1
         del self.running[request.id]
@@ -316,10 +319,11 @@ class Engine:
     def _tensors(
         self, rows: list[Row], n_decode: int, joined: Joined | None = None
     ) -> tuple[StepBatch, PassLora | None]:
-        batch = build_step(rows, n_decode, self.runner.block_tokens, self.runner.device)
+        device = batch_device(self.runner)
+        batch = build_step(rows, n_decode, self.runner.block_tokens, device)
         if joined:
             return batch, joined.lora(rows, n_decode == batch.n_tokens)
-        lora = build_lora(rows, self.runner.device)
+        lora = build_lora(rows, device)
         return batch, None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
 
     def _book(self, rows: list[Row], output: StepOutput, failed: Collection[Row] = ()) -> None:
@@ -327,7 +331,7 @@ class Engine:
         `failed`. A request that ended before, or ends by its prompt scores, gets no new token."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
-        wanted = [row for row in rows if row.wants_logits]
+        wanted = [row for row in rows if row in failed or row.wants_logits]
         for request, places, scores in split_scores(rows, output.prompt_scores):
             if self.running.get(request.id) is not request:
                 continue
@@ -380,7 +384,7 @@ class Engine:
     ) -> None:
         """Free all that the request holds, then say how it ended."""
         self._is_loaded(request)  # what came since the last look belongs to what is said
-        after = self.cold.drop(request)
+        after = [*self.cold.drop(request), *self.overlap.drop(request)]
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))
             request.lease = None

@@ -19,15 +19,17 @@ from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.setup import set_up_cold_starts
 from node_agent.config import RUNNERS, EngineConfig
 from node_agent.cores import core_share
-from node_agent.device import DTYPES, free_memory, pick_device
+from node_agent.device import DTYPES, pick_device
 from node_agent.engine.limits import Limits
 from node_agent.engine.loop import Engine
+from node_agent.engine.open_lora import open_lora
 from node_agent.engine.reserves import Callers
+from node_agent.engine.sizes import kv_blocks, with_sizes
 from node_agent.gpu.numa import home_node, memory_near
 from node_agent.ipc import Finished
+from node_agent.runner.lora_choice import kernel_of
 from node_agent.types import OpenRunner, RunnerSettings
 
-MAX_CPU_KV = 1 << 30
 SMALL_MODEL = 8 << 20
 """Bytes of weights."""
 PREPARED_PRODUCTS = 16384
@@ -48,6 +50,7 @@ def build_engine(
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PREPARED_PRODUCTS))  # read at the first product
     device = pick_device(config.device)
+    config, kernel = with_sizes(config, device), kernel_of(config.lora_kernel, device)
     if device.type == "cuda" and (config.load_link or config.store_link):
         raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
     threads = config.threads or default_threads(Path(config.model_dir), config.cpu_workers or 0, config.host_nodes)
@@ -60,7 +63,7 @@ def build_engine(
         device=device,
         dtype=DTYPES.get(config.dtype),
         block_tokens=config.block_tokens,
-        num_blocks=partial(_kv_blocks, config, base, device),
+        num_blocks=partial(kv_blocks, config, base, device),
     )
     runner = (open_runner or find_runner(config.runner))(settings)
     cores = os.sched_getaffinity(0)
@@ -76,8 +79,9 @@ def build_engine(
         queue_limit=config.queue_limit,
         prefetch_waste=config.prefetch_waste if config.prefetch == "auto" else None,
     )
+    lora = open_lora(limits, runner, store, kernel)
     starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))
-    engine = Engine(limits, runner, store, starts, eos_ids, on_change)
+    engine = Engine(limits, runner, store, starts, eos_ids, lora, on_change)
     warm_up(engine)
     set_up_cold_starts(engine, config, base, threads)
     return engine, base
@@ -114,17 +118,3 @@ def warm_up(engine: Engine) -> None:
     if not isinstance(last, Finished) or last.reason != "length":
         raise WarmUpFailed(f"the dummy request ended with {last}")
     engine.scheduler.callers = Callers()  # no place is kept for the dummy's tenant
-
-
-def _kv_blocks(config: EngineConfig, base: BaseModel, device: torch.device, dtype: torch.dtype) -> int:
-    """Measured after the model was loaded, and less the adapter pool, which is allocated later."""
-    size = config.kv_memory
-    if size is None:
-        size = max(0, free_memory(device) - config.adapter_memory) // 4
-        if device.type == "cpu":
-            size = min(size, MAX_CPU_KV)
-    per_block = base.kv_elements * dtype.itemsize * config.block_tokens
-    blocks = size // per_block
-    if blocks < 2:
-        raise ValueError(f"kv_memory: {size} bytes hold {blocks} blocks of {per_block} bytes; at least 2 are needed")
-    return int(blocks)

@@ -42,8 +42,12 @@ class Effort:
     """tokens in the cache, over all rows"""
 
 
-IDLE = Effort((1, 2, 4, 8, 16), (8, 32, 64), 1, (16, 48, 128, 256), 5, 2048)
-LONG = Effort((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), RANKS, 2, (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512), 6, 16384)
+IDLE = Effort((1, 2, 4, 8, 16, 64), (8, 32, 64), 1, (16, 48, 128, 256), 5, 2048)
+LONG = Effort(
+    (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256), RANKS, 2, (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 2048),
+    6, 16384,
+)  # fmt: skip
+"""More rows than `max_rows`, and longer prompts than `chunk_tokens`, are left out: a CPU ends at 32 and 512."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,11 @@ class Bounds:
 
 
 def row_contexts(effort: Effort, max_rows: int, max_context: int, cache_tokens: int, block_tokens: int) -> list[int]:
-    """Each row's part of the cache, in tokens, the longest first: whole blocks. Half of the cache is for a few rows."""
-    count = min(max(effort.rows), max_rows)
+    """Each row's part of the cache, in tokens, the longest first: whole blocks. Half of the cache is for a few rows;
+    there are no more others than get a block each."""
     tokens = min(effort.cache, cache_tokens)
+    most = LONG_ROWS + tokens // 2 // block_tokens
+    count = max((rows for rows in effort.rows if rows <= min(max_rows, most)), default=1)
     few = min(LONG_ROWS, -(-count // 2))
     shares = [tokens // 2 // few] * few
     if count > few:

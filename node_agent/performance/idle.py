@@ -127,7 +127,7 @@ class IdleMeasurement:
             self._fail(str(error))
             return
         with_thread = ThreadPoolExecutor(1, "performance fit")
-        self._fits = with_thread.submit(fit, sweep, MOST_ERROR_IDLE)
+        self._fits = with_thread.submit(fit, sweep, self.engine.lora_kernel, MOST_ERROR_IDLE)
         with_thread.shutdown(wait=False)
 
     def _take_fits(self, fits: Future[tuple[DecodeFit, PrefillFit]]) -> bool:

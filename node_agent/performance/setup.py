@@ -29,7 +29,7 @@ from cluster.performance_fit import (
     fit_paper_form,
     fit_prefill,
 )
-from cluster.performance_model import ModelKey, Transfer
+from cluster.performance_model import ModelKey, Transfer, rank_terms
 from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.coldstart.cold_starts import Way
 from node_agent.coldstart.measure import measure_link
@@ -65,7 +65,7 @@ def model_key(engine: Engine, base: BaseModel) -> ModelKey:
         hardware=hardware_name(device) if products is None else f"{hardware_name(device)}, {products.name}",
         base=base.fingerprint,
         dtype=str(engine.runner.dtype).removeprefix("torch."),
-        kernel="cpu" if device.type == "cpu" else "mbgmv",
+        kernel=engine.lora_kernel,
         garnish=version("garnish"),
     )
 
@@ -103,7 +103,7 @@ def measure_performance(
         sweep = made.measure(all_cases(LONG, made.bounds), LONG.rounds, progress)
         grid = measure_grid(made, LONG.rounds, progress)
     progress("measuring reads from the store", 0.0)
-    profile = profile_of(engine, base, *fit(sweep), cold_costs(engine, base))
+    profile = profile_of(engine, base, *fit(sweep, engine.lora_kernel), cold_costs(engine, base))
     return replace(
         profile,
         from_store=measure_store(config, base),
@@ -126,9 +126,10 @@ def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
         return ()
 
 
-def fit(sweep: Sweep, most_error: float = MOST_ERROR) -> tuple[DecodeFit, PrefillFit]:
-    """`most_error`: held out, of a fit with a poor R^2. Takes some tenths of a second. Raises BadFit or BadSample."""
-    return fit_decode(sweep.decode, most_error), fit_prefill(sweep.prefill, most_error)
+def fit(sweep: Sweep, kernel: str, most_error: float = MOST_ERROR) -> tuple[DecodeFit, PrefillFit]:
+    """`kernel`: of decode rows, as measured; `most_error`: held out, of a fit with a poor R^2. Takes some tenths of a
+    second. Raises BadFit or BadSample."""
+    return fit_decode(sweep.decode, most_error, rank_terms(kernel)), fit_prefill(sweep.prefill, most_error)
 
 
 def profile_of(

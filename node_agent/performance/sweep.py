@@ -149,15 +149,17 @@ def bench(
     *,
     gives_way: Callable[[], bool] | None = None,
     written: set[int] | None = None,
+    targets: Sequence[int] = TARGETS,
 ) -> Iterator[Bench]:
     """Rows whose part of the KV cache is written, and adapters of the effort's ranks, as many as there is room for; all
     is given back at the end. The engine serves nothing meanwhile. Raises SweepTooSlow when writing and measuring take
-    `budget` seconds, and GaveWay. `written`: blocks of the cache that former benches have written, and now this one."""
+    `budget` seconds, and GaveWay. `written`: blocks of the cache that former benches have written, and now this one;
+    `targets`: the projections that the adapters adapt."""
     limits, blocks = engine.limits, engine.blocks
     free = blocks.free * blocks.block_tokens
     contexts = row_contexts(effort, limits.max_rows, limits.max_context, free, blocks.block_tokens)
     requests = []
-    with lent_adapters(engine.store, base, effort.ranks, len(contexts), gives_way) as leases:
+    with lent_adapters(engine.store, base, effort.ranks, len(contexts), gives_way, targets=targets) as leases:
         bounds = Bounds(limits.chunk_tokens, tuple(contexts), tuple(max(lease.ranks) for lease in leases))
         deadline = time.monotonic() + budget
         try:
@@ -182,10 +184,12 @@ def lent_adapters(
     ranks: Sequence[int],
     each: int,
     gives_way: Callable[[], bool] | None = None,
+    *,
+    targets: Sequence[int] = TARGETS,
 ) -> Iterator[list[Lease]]:
     """Up to `each` made-up adapters of every rank, in turn, as long as there is room for another. They push out idle
     ones, but with `gives_way`: what calls have brought stays where it is then. Raises GaveWay."""
-    layouts = {rank: made_up_layout(store, base, rank) for rank in ranks}
+    layouts = {rank: made_up_layout(store, base, rank, targets) for rank in ranks}
     leases: list[Lease] = []
     try:
         for number in range(each):
@@ -202,9 +206,9 @@ def lent_adapters(
             store.discard(lease.digest)
 
 
-def made_up_layout(store: AdapterStore, base: BaseModel, rank: int) -> AdapterLayout:
-    """Returns the layout of an adapter that adapts TARGETS in every layer, with `rank`."""
-    return lay_out_uniform(base, rank, TARGETS, store.pool.data.element_size(), store.pool.page_units)
+def made_up_layout(store: AdapterStore, base: BaseModel, rank: int, targets: Sequence[int] = TARGETS) -> AdapterLayout:
+    """Returns the layout of an adapter that adapts `targets` in every layer, with `rank`."""
+    return lay_out_uniform(base, rank, targets, store.pool.data.element_size(), store.pool.page_units)
 
 
 def all_cases(effort: Effort, bounds: Bounds, seed: int = 0) -> list[Case]:

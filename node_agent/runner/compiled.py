@@ -104,7 +104,7 @@ def compile_layers(
         qkv, o, gate_up, down = (layer.get_submodule(family.projections[group[0]]) for group in GROUPS.values())
         if getattr(config, family.activation_key) == "silu":
             layer.set_submodule(mlp_path, CompiledMlp(gate_up, down, operators))
-        found = _heads(layer, layer.get_submodule(attention_path), config, layer_keys)
+        found = layer_heads(layer, layer.get_submodule(attention_path), config, *layer_keys.shape[1:])
         if found.covered:
             heads = found
             attention = CompiledAttention(qkv, o, heads, operators, layer_keys, layer_values, block_tokens)
@@ -113,8 +113,9 @@ def compile_layers(
     return heads
 
 
-def _heads(layer: Any, attention: Any, config: Any, keys: torch.Tensor) -> Heads:
-    family, (_, kv_heads, head_dim) = FAMILIES[config.model_type], keys.shape
+def layer_heads(layer: Any, attention: Any, config: Any, kv_heads: int, head_dim: int) -> Heads:
+    """What attention of a layer is like. All parts but norms of heads are read from the config and the module."""
+    family = FAMILIES[config.model_type]
     window = getattr({"config": config, "layer": attention}.get(family.window), "sliding_window", None)
     norms, eps = None, 0.0
     if family.head_norms:

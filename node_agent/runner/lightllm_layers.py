@@ -125,18 +125,26 @@ class LightllmModel(LlamaTpPartModel):  # type: ignore[misc]  # LightLLM has no 
         self.req_manager = None
 
 
-def load_lightllm_model(model_dir: Path, dtype: torch.dtype) -> LightllmModel:
-    """The base model on the first GPU. Raises ValueError for what LightLLM would compute wrongly or not at all."""
-    config = AutoConfig.from_pretrained(model_dir)
-    problems = _problems(config, dtype)
-    if problems:
-        raise ValueError(f"{model_dir}: runner lightllm can't serve it: {'; '.join(problems)}")
+def load_lightllm_model(model_dir: Path, dtype: torch.dtype | None) -> LightllmModel:
+    """The base model on the first GPU, in its own dtype if that is None. Raises ValueError for what LightLLM would
+    compute wrongly or not at all."""
     weights: dict[str, torch.Tensor] = {}
+    config = AutoConfig.from_pretrained(model_dir)
+    dtype = checked_dtype(model_dir, config, dtype)
     for file in sorted(model_dir.glob("*.safetensors")):
         weights.update(load_file(file))
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    return LightllmModel(_lightllm_config(config), weights, dtype)
+    return LightllmModel(lightllm_config(config), weights, dtype)
+
+
+def checked_dtype(model_dir: Path, config: Any, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype to compute in. Raises ValueError that names what LightLLM does not know of the base model."""
+    dtype = dtype or config.dtype or torch.float32
+    problems = _problems(config, dtype)
+    if problems:
+        raise ValueError(f"{model_dir}: runner lightllm can't serve it: {'; '.join(problems)}")
+    return dtype
 
 
 def _problems(config: Any, dtype: torch.dtype) -> Sequence[str]:
@@ -144,7 +152,7 @@ def _problems(config: Any, dtype: torch.dtype) -> Sequence[str]:
         return [f"model_type {config.model_type!r} is not llama"]
     found = []
     if dtype not in DTYPES:
-        found.append(f"dtype {dtype} is neither float16 nor bfloat16")
+        found.append(f"dtype {dtype} is neither float16 nor bfloat16 (node.dtype sets it)")
     head_dim = config.hidden_size // config.num_attention_heads
     if config.head_dim != head_dim or head_dim not in HEAD_DIMS:
         found.append(f"head_dim {config.head_dim} must be hidden_size / heads = {head_dim}, and one of {HEAD_DIMS}")
@@ -158,7 +166,7 @@ def _problems(config: Any, dtype: torch.dtype) -> Sequence[str]:
     return found
 
 
-def _lightllm_config(config: Any) -> dict[str, Any]:
+def lightllm_config(config: Any) -> dict[str, Any]:
     """The keys that LightLLM's classes read, under both of its names where it has two."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     same = {name: getattr(config, name) for name in (*names, "rms_norm_eps", "max_position_embeddings")}

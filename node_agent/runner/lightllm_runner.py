@@ -1,7 +1,6 @@
-"""A ModelRunner over LightLLM's layers and Triton attention, for NVIDIA GPUs.
+"""A ModelRunner over LightLLM's layers and Triton attention, for NVIDIA GPUs: the engine of the papers.
 
-Not yet a value of `node.runner`: nothing chooses it and no GPU has run it; its kernels are tested in Triton's
-interpreter (docs/design/seams.md).
+No GPU has run it; it is tested in Triton's interpreter (docs/design/seams.md).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import torch
 
 from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.lightllm_layers import KvMemory, LightllmModel, PassState, TokenTable
+from node_agent.runner.lightllm_open import on_device
 from node_agent.runner.sampler import step_output
 from node_agent.types import PassLora, StepBatch, StepOutput
 
@@ -46,16 +46,18 @@ class LightllmPass:
         self.state: PassState | None = pass_state(runner, batch, lora)
         model = runner.model
         tokens = batch.token_ids[: batch.n_tokens]
-        self.hidden: torch.Tensor | None = model.pre_infer.token_forward(tokens, self.state, model.pre_post_weight)
+        with on_device(runner.device):
+            self.hidden: torch.Tensor | None = model.pre_infer.token_forward(tokens, self.state, model.pre_post_weight)
 
     @torch.inference_mode()
     def advance(self, to_layer: int) -> None:
         if self.hidden is None:
             raise RuntimeError("a pass that has ended was advanced")
         model = self.runner.model
-        for index in range(self.layer, to_layer):
-            weights = model.trans_layers_weight[index]
-            self.hidden = model.layers_infer[index].token_forward(self.hidden, self.state, weights)
+        with on_device(self.runner.device):
+            for index in range(self.layer, to_layer):
+                weights = model.trans_layers_weight[index]
+                self.hidden = model.layers_infer[index].token_forward(self.hidden, self.state, weights)
         self.layer = max(self.layer, to_layer)
 
     def finish(self) -> StepOutput:
@@ -76,7 +78,10 @@ class LightllmPass:
         every = PassState()  # as in a decode pass: a row of hidden states per row of logits
         every.is_prefill, every.batch_size = False, rows.shape[0]
         hidden = self.hidden.index_select(0, rows)
-        found: torch.Tensor = model.post_infer.token_forward(hidden, every, model.pre_post_weight, return_logics=True)
+        with on_device(self.runner.device):
+            found: torch.Tensor = model.post_infer.token_forward(
+                hidden, every, model.pre_post_weight, return_logics=True
+            )
         return found
 
     def abort(self) -> Event:

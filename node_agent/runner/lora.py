@@ -48,13 +48,13 @@ class CompiledLora:
             for layer in table_views(table, pool, base)
         ]
 
-    def segments(self, batch: LoraBatch, without: Sequence[int]) -> Segments:
+    def segments(self, batch: LoraBatch, without: Sequence[int] = ()) -> Segments:
         """Those of a pass, but for the segments of these indices."""
         slots = batch.seg_slot
         if without:
             slots = slots.clone()
             slots[without] = -1
-        tokens = batch.bounds[-1][1]
+        tokens = batch.token_slot.shape[0]
         return Segments(batch.seg_start, slots, tokens, batch.max_rank, self.widest, torch.get_num_threads())
 
 

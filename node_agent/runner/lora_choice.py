@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner.lora import SegmentedLora, compiled_lora
@@ -11,13 +15,43 @@ from node_agent.types import LoraBatch, PassLora
 StartLora = Callable[[LoraBatch, bool], PassLora]
 """(batch, whether every row has one token) -> the pass's LoRA"""
 
+TRITON_KERNELS = ("mbgmv", "bgmv")
+"""Of decode rows. The first one is what `auto` means on a GPU."""
+CPU_KERNEL = "cpu"
 
-def choose_lora(store: AdapterStore, max_rows: int, chunk_tokens: int) -> StartLora:
-    """Returns the code that adds LoRA to passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens."""
+
+@dataclass(frozen=True)
+class LoraCode:
+    kernel: str
+    """of decode rows, as performance models name it: mbgmv, bgmv or cpu"""
+    start: StartLora
+
+
+def kernel_of(name: str, device: torch.device) -> str:
+    """Returns the kernel of decode rows that `node.lora_kernel` means on a device. Raises ValueError for an unknown
+    one, and for a Triton kernel on a CPU, where only Triton's interpreter runs it."""
+    if name == "auto":
+        return TRITON_KERNELS[0] if device.type == "cuda" else CPU_KERNEL
+    if name not in TRITON_KERNELS:
+        raise ValueError(f"lora_kernel: {name!r} is unknown; use auto, {', '.join(TRITON_KERNELS)}")
+    if device.type != "cuda" and not interprets_triton():
+        raise ValueError(f"lora_kernel: {name} runs on a GPU, and this node computes on {device.type}; use auto")
+    return name
+
+
+def interprets_triton() -> bool:
+    """Whether Triton's kernels run in its interpreter, on a CPU: for tests, a thousand times slower than on a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def choose_lora(store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int) -> LoraCode:
+    """Returns the code that adds LoRA to passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens.
+    `kernel`: what `kernel_of` returned."""
     table, pool, base = store.table, store.pool.data, store.base
-    if pool.device.type == "cuda":
+    if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
 
-        return TritonLora(table, pool, base, store.weights, max_rows, max(max_rows, chunk_tokens)).start
+        tokens = max(max_rows, chunk_tokens)
+        return LoraCode(kernel, TritonLora(table, pool, base, store.weights, max_rows, tokens, kernel=kernel).start)
     compiled = compiled_lora(table, pool, base)
-    return lambda batch, _: SegmentedLora(batch, store.weights, compiled)
+    return LoraCode(kernel, lambda batch, _: SegmentedLora(batch, store.weights, compiled))

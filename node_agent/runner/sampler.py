@@ -6,7 +6,7 @@ import torch
 
 from node_agent.device import record_event
 from node_agent.runner.prompt_scores import Head, score_prompts
-from node_agent.types import Rules, SamplingBatch, StepBatch, StepOutput
+from node_agent.types import HostOutput, Rules, SamplingBatch, StepBatch, StepOutput
 
 _MASK = (1 << 64) - 1
 
@@ -53,11 +53,11 @@ def step_output(head: Head, batch: StepBatch) -> StepOutput:
     scores = score_prompts(head, batch.scoring)
     logits = head(batch.logit_rows)
     if not logits.shape[0]:
-        return StepOutput(torch.empty(0, dtype=torch.int64), [], frozenset(), record_event(logits.device), scores)
+        return HostOutput(torch.empty(0, dtype=torch.int64), [], frozenset(), record_event(logits.device), scores)
     tokens, logprobs = sample(logits, batch.sampling)
     # amax hands on NaN and +inf, and costs one read of the logits
     non_finite = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
-    return StepOutput(tokens.cpu(), logprobs, non_finite, record_event(logits.device), scores)
+    return HostOutput(tokens.cpu(), logprobs, non_finite, record_event(logits.device), scores)
 
 
 def _changed(row: torch.Tensor, rules: Rules) -> torch.Tensor:

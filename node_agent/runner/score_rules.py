@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,39 @@ def changes_scores(sampling: Sampling) -> bool:
         or sampling.bad_words
         or sampling.min_tokens
     )
+
+
+@dataclass(frozen=True)
+class ScoreEdits:
+    """What rules make of scores that lie in one tensor, as indices into it."""
+
+    never: torch.Tensor
+    """i64[n]: may not be chosen"""
+    biased: torch.Tensor
+    """i64[m], each once"""
+    bias: torch.Tensor
+    """f32[m]"""
+    penalised: torch.Tensor
+    """i64[p], each once"""
+    repetition: torch.Tensor
+    """f32[p]: divides what is above 0, multiplies the rest"""
+    frequency: torch.Tensor
+    """f32[p]: is subtracted, and so is `presence`"""
+    presence: torch.Tensor
+    """f32[p]"""
+
+
+def apply_edits(scores: torch.Tensor, edits: ScoreEdits) -> None:
+    """Changes scores f32[n] in place."""
+    if len(edits.never):
+        scores.index_fill_(0, edits.never, NEVER)
+    if len(edits.biased):
+        scores.index_add_(0, edits.biased, edits.bias)
+    if len(edits.penalised):
+        changed = scores.index_select(0, edits.penalised)
+        changed = torch.where(changed > 0, changed / edits.repetition, changed * edits.repetition)
+        changed = changed - edits.frequency - edits.presence
+        scores.index_copy_(0, edits.penalised, changed.clamp_(max=LARGEST))
 
 
 class ScoreRules:
@@ -52,12 +86,14 @@ class ScoreRules:
 
     def apply(self, scores: torch.Tensor) -> None:
         """Changes the row's scores f32[V] in place."""
-        self._forbidden.apply(scores, self._generated)
+        apply_edits(scores, self.edits())
+
+    def edits(self) -> ScoreEdits:
+        """Returns what the next token's scores are changed by, before they are."""
+        never = self._forbidden.tokens(self._generated)
         if len(self._generated) < self._min_tokens:
-            scores[self._ends] = NEVER
-        if len(self._bias_ids):
-            scores[self._bias_ids] += self._bias
-        self._penalties.apply(scores)
+            never = torch.cat((never, self._ends))
+        return ScoreEdits(never, self._bias_ids, self._bias, *self._penalties.edits())
 
 
 class _Forbidden:
@@ -68,12 +104,12 @@ class _Forbidden:
         self._alone = torch.tensor(alone, dtype=torch.int64, device=device)
         self._longer = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
 
-    def apply(self, scores: torch.Tensor, generated: list[int]) -> None:
-        if len(self._alone):
-            scores[self._alone] = NEVER
+    def tokens(self, generated: list[int]) -> torch.Tensor:
+        """i64[n]: what must not come next."""
         last = [token for prefix, token in self._longer if generated[-len(prefix) :] == prefix]
-        if last:
-            scores[last] = NEVER
+        if not last:
+            return self._alone
+        return torch.cat((self._alone, torch.tensor(last, dtype=torch.int64, device=self._alone.device)))
 
 
 class _Penalties:
@@ -103,13 +139,9 @@ class _Penalties:
             self._ids[place] = token
         self._counts[place] += 1
 
-    def apply(self, scores: torch.Tensor) -> None:
+    def edits(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The last four of ScoreEdits."""
         count = len(self._places)
-        if not count:
-            return
-        ids, counts = self._ids[:count], self._counts[:count]
-        changed = scores[ids]
-        if self._repetition != 1.0:
-            changed = torch.where(changed > 0, changed / self._repetition, changed * self._repetition)
-        changed = changed - self._frequency * counts - self._presence * (counts > 0)
-        scores[ids] = changed.clamp_(max=LARGEST)
+        counts = self._counts[:count]
+        repetition = torch.full_like(counts, self._repetition)
+        return self._ids[:count], repetition, self._frequency * counts, self._presence * (counts > 0)

@@ -62,7 +62,8 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Trans
 class TransformersRunner:
     """A ModelRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
 
-    def __init__(self, model: PreTrainedModel, block_tokens: int, num_blocks: int) -> None:
+    def __init__(self, model: PreTrainedModel, block_tokens: int, num_blocks: int, compiled: bool = True) -> None:
+        """`compiled`: parts are exchanged by compiled ones where they can be. Otherwise only the projections are."""
         self.model: Any = model
         device = model.device
         self.device, self.dtype = device, model.dtype
@@ -80,7 +81,7 @@ class TransformersRunner:
         shape = (slots, projection_widths(config)[1][1] // head_dim(config), head_dim(config))
         self.keys = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
         self.values = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
-        operators = decoder_operators(device, self.dtype)
+        operators = decoder_operators(device, self.dtype) if compiled else None
         self.heads = None
         """set where decode attention is compiled"""
         if operators is not None:

@@ -8,6 +8,7 @@ import torch
 
 from adapters.base_model import BaseModel
 from adapters.peft_config import MAX_RANK
+from kernels.bgmv import bgmv
 from kernels.launch import Launch, launch_for
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
@@ -19,6 +20,9 @@ from node_agent.types import GROUPS, Lease, LoraBatch
 
 Weights = Callable[[Lease], AdapterWeights]
 
+DECODE_KERNELS: dict[str, Callable[..., None]] = {"mbgmv": mbgmv, "bgmv": bgmv}
+"""Values of `node.lora_kernel` but `auto`. The scratch has room for MAX_RANK, to which a padded batch comes at most."""
+
 
 class TritonLora:
     """Runs the LoRA kernels for every projection group of a table, with scratch allocated once for the largest pass.
@@ -26,7 +30,8 @@ class TritonLora:
     A decode pass has at most `max_rows` tokens, any other at most `max_tokens`; a larger one raises
     KernelArgumentError. All passes share the scratch, because their kernels run one after another on one stream.
     `weights` returns a leased adapter's weights, from which the host reads which groups the adapter adapts. `decode`
-    and `prefill` override the kernels' launch settings, for tests; None: those that were tuned for the device.
+    and `prefill` override the kernels' launch settings, for tests; None: those that were tuned for the device. `kernel`
+    is the one of decode passes, of DECODE_KERNELS.
     """
 
     def __init__(
@@ -39,10 +44,12 @@ class TritonLora:
         max_tokens: int,
         decode: Launch | None = None,
         prefill: Launch | None = None,
+        kernel: str = "mbgmv",
     ) -> None:
         self.weights = weights
+        self.decode_kernel = DECODE_KERNELS[kernel]
         self.groups = table_views(table, pool, base)
-        self.decode = decode or launch_for("mbgmv", pool.device)
+        self.decode = decode or launch_for(kernel, pool.device)
         self.prefill = prefill or launch_for("sgmv", pool.device)
         self.decode_scratch = _scratch(self.decode, max_rows, pool.device)
         self.prefill_scratch = _scratch(self.prefill, max_tokens, pool.device)
@@ -55,7 +62,7 @@ class TritonLora:
     def add(self, view: GroupView, ys: Sequence[torch.Tensor], x: torch.Tensor, batch: LoraBatch, decode: bool) -> None:
         """Two launches. ys P tensors [T, d_out] in place, x [T, d_in]. Raises KernelArgumentError before them."""
         if decode:
-            operation, scratch, how = mbgmv, self.decode_scratch, self.decode
+            operation, scratch, how = self.decode_kernel, self.decode_scratch, self.decode
         else:
             operation, scratch, how = sgmv, self.prefill_scratch, self.prefill
         operation(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank, how)

@@ -31,7 +31,7 @@ def test_every_part_runs_and_one_that_fails_is_named(tmp_path: Path, monkeypatch
         assert figures[f"ttft_over_cached_{name}_r64_t64_gbsfull_n1"] > 0
         assert figures[f"ttft_over_cached_{name}_r64_t16_gbs4_n2"] > 0
     assert "planner_regret" in figures
-    (first, *_) = [row for row in document["rows"] if row.get("part") == "same"]
+    (first, *_) = [row for row in document["rows"] if row["part"] == "same" and "rank" in row]
     assert first["warm_plain_logprob"] < 0.1 and first["cold_warm_logprob"] < 0.1
     assert first["layers_cpu"] and not first["replays"]
 
@@ -47,5 +47,5 @@ def test_figures() -> None:
     assert figures["planner_regret"] == pytest.approx(0.1)
     assert figures["planner_regret_median"] == pytest.approx(0.05)
     assert figures["syncfree_over_sync_64"] == pytest.approx(1.2)
-    wrong = {"rows": [], "figures": {"mismatches": 2}}
-    assert failures(wrong) == ["2 answers differ from PEFT's"]
+    wrong = {"rows": [{"part": "merged", "wrong": "far off"}], "figures": {"mismatches": 2}}
+    assert failures(wrong) == ["merged: far off", "2 answers differ from PEFT's"]

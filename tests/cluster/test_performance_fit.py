@@ -24,7 +24,7 @@ from cluster.performance_fit import (
     fit_prefill,
     fit_transfer,
 )
-from cluster.performance_model import RANK_TERMS, DecodeModel, PrefillModel, RankTerm
+from cluster.performance_model import RANK_TERMS, DecodeModel, PrefillModel, RankTerm, rank_terms
 
 RANKS = (8, 16, 32, 64, 128)
 
@@ -113,6 +113,19 @@ def test_the_term_that_made_the_times_is_chosen(term: RankTerm) -> None:
     assert min(fit.heldout_by_term, key=fit.heldout_by_term.__getitem__) == term
     assert fit.model.per_rank == pytest.approx(1e-5, rel=0.1)
     assert fit.model.base == pytest.approx(0.03, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "terms", "other"),
+    [("bgmv", {"max_rank"}, "request_ranks"), ("mbgmv", {"request_ranks", "adapter_ranks"}, "max_rank")],
+)
+def test_only_what_the_kernel_pays_for_is_tried(kernel: str, terms: set[str], other: RankTerm) -> None:
+    """Also where another term fits better: here one that the kernel can't pay for made the times."""
+    samples = measured(DecodeModel(0.03, 5e-4, 1e-7, 1e-5, other), 3, 0.02)
+    assert fit_decode(samples, terms=rank_terms("cpu")).model.rank_term == other
+    fit = fit_decode(samples, float("inf"), rank_terms(kernel))
+    assert set(fit.heldout_by_term) == terms
+    assert fit.model.rank_term in terms
 
 
 @pytest.mark.parametrize("flat", [0, 2, 4, 8, 16])

@@ -16,7 +16,6 @@ from garnish.cli.main import app
 from garnish.config import load_service_file
 from garnish.errors import FrontDoorError
 from garnish.node_pools import (
-    ADAPTER_MEMORY,
     check_memory,
     gateway_url_of,
     host_nodes_of,
@@ -27,7 +26,6 @@ from garnish.node_pools import (
 from garnish.provision import check_credentials
 from infra.errors import InfraError
 from infra.render import render
-from node_agent.config import EngineConfig
 
 AWS = {
     "region": "eu-central-1", "vpc_id": "vpc-1", "subnet_ids": ["subnet-1"], "gateway_security_group_id": "sg-1",
@@ -161,9 +159,15 @@ def test_what_nodes_in_aws_need(folder: Path, changes: dict[str, Any], problem: 
 def test_memory_is_checked_with_the_numbers(folder: Path) -> None:
     check_memory(load_service_file(aws_file(folder)))
     small = {"t4": {"backend": "aws", "instance_type": "g4dn.xlarge"}}
-    with pytest.raises(Exception, match=r"node_pools\.t4: .* it needs 21\.0 GiB .* a GPU has 15\.0 GiB"):
+    with pytest.raises(Exception, match=r"node_pools\.t4: .* it needs 21\.5 GiB .* a GPU has 15\.0 GiB"):
         check_memory(load_service_file(aws_file(folder, node_pools=small)))
-    assert EngineConfig(model_dir="", base_id="", registry="").adapter_memory == ADAPTER_MEMORY
+
+
+def test_an_unstated_adapter_memory_is_a_tenth_of_each_pools_gpu(folder: Path) -> None:
+    pools = {"t4": {"backend": "aws", "instance_type": "g4dn.xlarge"}}
+    file = aws_file(folder, node={"device": "cuda"}, node_pools=pools)
+    with pytest.raises(Exception, match=r"15\.0 base model, 1\.5 adapter_memory, 1\.0 keys"):
+        check_memory(load_service_file(file))
 
 
 def test_a_model_that_is_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +223,7 @@ def test_pools_that_can_not_be(folder: Path, text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("instance_type", "problem"),
     [
-        ("g4dn.xlarge", r"it needs 21\.0 GiB \(15\.0 base model, 4\.0 adapter_memory, .*\), and a GPU has 15\.0 GiB"),
+        ("g4dn.xlarge", r"it needs 21\.5 GiB \(15\.0 base model, 4\.0 adapter_memory, .*\), and a GPU has 15\.0 GiB"),
         ("g6e.2xlrge", "unknown instance type 'g6e.2xlrge'; did you mean g6e.2xlarge"),
     ],
 )

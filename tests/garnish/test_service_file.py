@@ -151,7 +151,7 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
     ("field", "text"),
     [
         ("gateway.policy", "gateway: {policy: best}"),
-        ("node.runner", "node: {runner: lightllm}"),
+        ("node.runner", "node: {runner: vllm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
         ("functions.f.provisioned", "functions: {f: {adapter: a, provisioned: 1}}"),
         ("functions.f.idle_ttl", "functions: {f: {adapter: a, idle_ttl: 15m}}"),
@@ -175,6 +175,15 @@ def test_a_key_of_earlier_versions_is_ignored_with_a_warning(
 
 @pytest.mark.parametrize("text", ["prefetch: lstm", "prefetch_waste: 1.5", "prefetch_waste: -0.1"])
 def test_how_prefetching_can_not_be_set(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ServiceFileError) as refused:
+        load(tmp_path, HEAD + f"node: {{{text}}}")
+    assert refused.value.field == f"node.{text.partition(':')[0]}"
+
+
+@pytest.mark.parametrize(
+    "text", ["lora_kernel: sgmv", "max_rows: 0", "max_rows: 5000", "chunk_tokens: 8", "max_cold: 0", "max_rows: many"]
+)
+def test_how_passes_can_not_be_set(tmp_path: Path, text: str) -> None:
     with pytest.raises(ServiceFileError) as refused:
         load(tmp_path, HEAD + f"node: {{{text}}}")
     assert refused.value.field == f"node.{text.partition(':')[0]}"

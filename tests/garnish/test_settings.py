@@ -67,8 +67,8 @@ def test_no_keys_only_on_loopback(tmp_path: Path, base: Base) -> None:
 def test_node(tmp_path: Path, base: Base) -> None:
     simulate = "{link: 3MB/s, worker_repeats: 5}"
     text = (
-        "node: {device: cpu, dtype: float16, adapter_memory: 1MiB, kv_memory: 2MiB, eviction: lfu, "
-        f"simulate: {simulate}}}\n"
+        "node: {device: cpu, dtype: float16, adapter_memory: 1MiB, kv_memory: 2MiB, eviction: lfu, lora_kernel: bgmv, "
+        f"max_rows: 8, chunk_tokens: 64, simulate: {simulate}}}\n"
     )
     config = node_config(load(tmp_path, text), base, tmp_path, node_id="n", gateway_url="http://g", pool="here")
     assert config.pool == "here"
@@ -81,7 +81,8 @@ def test_node(tmp_path: Path, base: Base) -> None:
     )
     assert engine.load_link is not None
     assert (engine.load_link.bandwidth, engine.store_link) == (3e6, None)
-    assert (engine.worker_repeats, engine.eviction) == (5, "lfu")
+    assert (engine.worker_repeats, engine.eviction, engine.lora_kernel) == (5, "lfu", "bgmv")
+    assert (engine.max_rows, engine.chunk_tokens, engine.max_cold) == (8, 64, 0), "0: by the device"
     assert (config.secret_file, config.gateway_url) == (str(tmp_path / "cluster.secret"), "http://g")
 
 

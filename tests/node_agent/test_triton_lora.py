@@ -13,10 +13,13 @@ import torch
 from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from kernels.bgmv import bgmv
 from kernels.launch import Launch
 from kernels.view import GroupView, KernelArgumentError
+from node_agent.runner.lora import SegmentedLora
 from node_agent.runner.triton_lora import TritonLora
 from node_agent.types import LoraBatch
+from tests.node_agent.adapter_world import loaded_lease
 
 SMALL = Launch(tokens=16, ranks=64, shrink_width=64, expand_width=256, splits=1, rank_programs=1)
 """Few programs: the interpreter runs one after the other."""
@@ -44,9 +47,9 @@ class Counted(TritonLora):
         self.passes["decode" if decode else "prefill", "mixed" if mixed else "alone"] += 1
 
 
-def with_triton(engine: LocalEngine, max_tokens: int = 24) -> Counted:
+def with_triton(engine: LocalEngine, max_tokens: int = 24, kernel: str = "mbgmv") -> Counted:
     store = engine.engine.store
-    lora = Counted(store.table, store.pool.data, store.base, store.weights, 8, max_tokens, SMALL, SMALL)
+    lora = Counted(store.table, store.pool.data, store.base, store.weights, 8, max_tokens, SMALL, SMALL, kernel)
     lora.passes.clear()  # also those of the warm-up
     engine.engine.start_lora = lora.start
     return lora
@@ -80,6 +83,26 @@ def test_tokens_of_peft(make_engine: MakeEngine, odd_adapters: list[Path], refer
     assert {kind for kind, _ in lora.passes} == {"decode", "prefill"}
     assert lora.passes["decode", "mixed"] and lora.passes["prefill", "mixed"], lora.passes
     assert len({tuple(tokens) for tokens in engine.results(requests[:4])}) == 4, "the adapters change nothing"
+
+
+def test_the_padded_kernel_adds_the_same(make_engine: MakeEngine, odd_adapters: list[Path]) -> None:
+    """Rows of ranks 33 and 7, of which the second is padded, and a base row, against torch's products."""
+    engine = make_engine(chunk_tokens=24, max_rows=8)
+    lora, store = with_triton(engine, kernel="bgmv"), engine.engine.store
+    leases = [loaded_lease(store, engine.deploy(path)) for path in odd_adapters[1:]]
+    slots = torch.tensor([leases[0].slot, leases[1].slot, -1], dtype=torch.int32)
+    starts = torch.arange(4, dtype=torch.int32)
+    batch = LoraBatch(starts, slots, slots, [*leases, None], [(0, 1), (1, 2), (2, 3)], max_rank=33, empty=False)
+    x, found = torch.randn(3, engine.base.widths[3][0], generator=torch.Generator().manual_seed(1)), []
+    for run in (lora.start(batch, True), SegmentedLora(batch, store.weights)):
+        found.append(torch.zeros(3, engine.base.widths[3][1]))
+        assert run.begin(1, "o", x)
+        run.finish(1, "o", found[-1:])
+    assert lora.decode_kernel is bgmv and lora.passes["decode", "mixed"] == 1
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    assert found[0][:2].abs().amin(dim=1).max() > 0 and not found[0][2].any()
+    for lease in leases:
+        store.release(lease, [])
 
 
 def test_a_group_that_nobody_adapts_is_not_launched(make_engine: MakeEngine, odd_adapters: list[Path]) -> None:

@@ -221,6 +221,24 @@ def test_a_thorough_measurement(
     assert found.from_store is None or found.from_store.bandwidth > 0
 
 
+def test_a_model_is_fitted_for_the_engines_kernel_alone(
+    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr(setup, "fit_decode", lambda samples, error, terms: tried.append(terms))
+    monkeypatch.setattr(setup, "fit_prefill", lambda samples, error: None)
+    setup.fit(sweep.Sweep(), "bgmv")
+    assert tried == [("max_rank",)]
+    key = model_key(engine.engine, engine.base)
+    assert key.kernel == "cpu"
+    write_performance(replace(PROFILE, key=key), performance_file(str(tmp_path / "a.json")))
+    engine.engine.lora_kernel = "bgmv"
+    assert not use_performance(engine.engine, config_of(engine, tmp_path / "a.json"), engine.base)
+    assert any("kernel" in str(getattr(record, "reason", "")) for record in caplog.records)
+    engine.engine.lora_kernel = "cpu"
+    assert use_performance(engine.engine, config_of(engine, tmp_path / "a.json"), engine.base)
+
+
 def test_an_empty_store_tells_nothing(engine: LocalEngine) -> None:
     assert measure_store(config_of(engine, None), engine.base) is None
 

@@ -1,0 +1,108 @@
+"""The Triton kernels of `gpu_ops` beside attention: norms, rotary embedding with the cache's writes, SiLU.
+
+A model's numbers are constants of a kernel; what changes while it serves is neither a constant nor specialised on.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.tiles import narrow
+
+PER_TOKEN = ("positions", "slots")
+"""Arguments that begin anywhere in a step's upload: a kernel compiled for their alignment would serve some buckets."""
+
+
+@triton.jit
+def unit_rms(x, eps, WIDTH: tl.constexpr):
+    """x [rows, columns] / its root mean square over each row's WIDTH columns, fp32; columns behind WIDTH are 0."""
+    wide = x.to(tl.float32)
+    return wide * tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
+
+
+@triton.jit
+def add_rms_norm(x, x_stride, residual, weight, out, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One token: residual += x where ADDS, out = weight * residual / rms(residual); else of x."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)[None, :]
+    inside = k < WIDTH
+    dtype: tl.constexpr = x.dtype.element_ty
+    value = tl.load(x + t * x_stride + k, mask=inside, other=0.0)
+    if ADDS:
+        before = tl.load(residual + t * WIDTH + k, mask=inside, other=0.0)
+        value = narrow(before.to(tl.float32) + value.to(tl.float32), dtype)
+        tl.store(residual + t * WIDTH + k, value, mask=inside)
+    unit = narrow(unit_rms(value, eps, WIDTH), dtype).to(tl.float32)
+    factor = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + t * WIDTH + k, narrow(factor * unit, dtype), mask=inside)
+
+
+@triton.jit
+def silu_mul(gate_up, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of one token."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = out.dtype.element_ty
+    gate = tl.load(gate_up + t * stride + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + t * stride + WIDTH + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    least = tl.exp(-tl.abs(gate))  # at most 1, whatever the gate
+    silu = narrow(gate * tl.where(gate < 0.0, least, 1.0) / (1.0 + least), dtype).to(tl.float32)
+    tl.store(out + t * WIDTH + k, narrow(silu * up, dtype), mask=k < WIDTH)
+
+
+@triton.jit
+def load_rotated(at, mask, c, s, weight, eps, NORMED: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr):
+    """(lower, upper) halves [BH, BD] of the heads at `at`, normed and rotated, each product and the sum rounded."""
+    dtype: tl.constexpr = at.dtype.element_ty
+    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        d = tl.arange(0, BD)
+        w_low = tl.load(weight + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        w_high = tl.load(weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
+        low = narrow(w_low * narrow(low * factor, dtype).to(tl.float32), dtype).to(tl.float32)
+        high = narrow(w_high * narrow(high * factor, dtype).to(tl.float32), dtype).to(tl.float32)
+    low_cos = narrow(low * c, dtype).to(tl.float32)
+    low_sin = narrow(low * s, dtype).to(tl.float32)
+    high_cos = narrow(high * c, dtype).to(tl.float32)
+    high_sin = narrow(high * s, dtype).to(tl.float32)
+    return narrow(low_cos - high_sin, dtype), narrow(high_cos + low_sin, dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=PER_TOKEN)
+def rotate_and_store(
+    qkv, qkv_stride, cos, sin, positions, slots, keys, values, q_norm, k_norm, eps,
+    NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One token: BH heads of q in place, or BH heads of k and of v into the cache."""
+    t = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = qkv + t * qkv_stride
+    d = tl.arange(0, BD)
+    angle = tl.load(positions + t) * HALF + d
+    c = tl.load(cos + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+    q_blocks: tl.constexpr = (HEADS + BH - 1) // BH
+    if block < q_blocks:
+        h = block * BH + tl.arange(0, BH)
+        at = row + h[:, None] * (2 * HALF) + d[None, :]
+        mask = (h < HEADS)[:, None] & (d < HALF)[None, :]
+        low, high = load_rotated(at, mask, c, s, q_norm, eps, NORMED, HALF, BD)
+        tl.store(at, low, mask=mask)
+        tl.store(at + HALF, high, mask=mask)
+    else:
+        slot = tl.load(slots + t)
+        if slot >= 0:
+            h = (block - q_blocks) * BH + tl.arange(0, BH)
+            mask = (h < KV_HEADS)[:, None] & (d < HALF)[None, :]
+            at = row + (HEADS + h)[:, None] * (2 * HALF) + d[None, :]
+            low, high = load_rotated(at, mask, c, s, k_norm, eps, NORMED, HALF, BD)
+            to = (slot * KV_HEADS + h)[:, None] * (2 * HALF) + d[None, :]
+            tl.store(keys + to, low, mask=mask)
+            tl.store(keys + to + HALF, high, mask=mask)
+            value = at + KV_HEADS * (2 * HALF)
+            tl.store(values + to, tl.load(value, mask=mask), mask=mask)
+            tl.store(values + to + HALF, tl.load(value + HALF, mask=mask), mask=mask)

@@ -1,0 +1,203 @@
+"""One block of bytes for all that a pass needs of the host, and one for all that it gives back: a copy each way.
+
+A block is described by its fields, and seen through tensors of the fields' types, on the host and on the device alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from node_agent.types import LoraBatch, StepBatch
+
+ALIGN = 16
+"""Bytes: where a field may begin."""
+MOST_LOGPROBS = 64
+"""Likeliest tokens of a row that are brought back: the most that a node lets a request ask for."""
+
+Spec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Fields in their order: dtype and shape."""
+
+
+@dataclass(frozen=True)
+class StepFields:
+    """A StepBatch and its LoraBatch. T tokens, R rows, S scored prompt tokens; tokens and rows that are not used are
+    padding."""
+
+    token_ids: torch.Tensor
+    """i64[T]"""
+    positions: torch.Tensor
+    """i64[T]"""
+    slots: torch.Tensor
+    """i64[T]; -1 is padding"""
+    fed: torch.Tensor
+    """i64[T]: the row of the step before whose chosen token this one is; -1: it is in `token_ids`"""
+    logit_rows: torch.Tensor
+    """i64[R]"""
+    score_rows: torch.Tensor
+    """i64[S]"""
+    score_targets: torch.Tensor
+    """i64[S]"""
+    top_k: torch.Tensor
+    """i64[R]; this and the next four are of the rows whose logits are wanted"""
+    uniform: torch.Tensor
+    """f64[R]"""
+    top_p: torch.Tensor
+    """f64[R]"""
+    min_p: torch.Tensor
+    """f64[R]"""
+    temperature: torch.Tensor
+    """f32[R]"""
+    query_start: torch.Tensor
+    """i32[R + 1]"""
+    context_len: torch.Tensor
+    """i32[R]; 0 is padding"""
+    block_start: torch.Tensor
+    """i32[R]: where the row's blocks begin in `blocks`"""
+    seg_start: torch.Tensor
+    """i32[R + 1]"""
+    seg_slot: torch.Tensor
+    """i32[R]; -1 is the base, or padding"""
+    token_slot: torch.Tensor
+    """i32[T]"""
+    blocks: torch.Tensor
+    """i32[N]: KV blocks, row by row. Last, so that of a long field only what is used is copied."""
+
+
+def step_spec(tokens: int, rows: int, blocks: int, scored: int = 0) -> Spec:
+    """The fields of StepFields."""
+    i64, f64, f32, i32 = torch.int64, torch.float64, torch.float32, torch.int32
+    return {
+        "token_ids": (i64, (tokens,)), "positions": (i64, (tokens,)), "slots": (i64, (tokens,)),
+        "fed": (i64, (tokens,)), "logit_rows": (i64, (rows,)), "score_rows": (i64, (scored,)),
+        "score_targets": (i64, (scored,)),
+        "top_k": (i64, (rows,)), "uniform": (f64, (rows,)), "top_p": (f64, (rows,)), "min_p": (f64, (rows,)),
+        "temperature": (f32, (rows,)), "query_start": (i32, (rows + 1,)), "context_len": (i32, (rows,)),
+        "block_start": (i32, (rows,)), "seg_start": (i32, (rows + 1,)), "seg_slot": (i32, (rows,)),
+        "token_slot": (i32, (tokens,)), "blocks": (i32, (blocks,)),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OutFields:
+    """What sampling gives for Q rows; k is at most MOST_LOGPROBS."""
+
+    ids: torch.Tensor
+    """i64[Q]"""
+    finite: torch.Tensor
+    """i32[Q]: 0 where the row's logits were not finite"""
+    chosen: torch.Tensor
+    """f32[Q]: the chosen token's log probability. This and the next two only where some row asks."""
+    top_ids: torch.Tensor
+    """i32[Q, k]: the likeliest tokens"""
+    top_values: torch.Tensor
+    """f32[Q, k]: their log probabilities"""
+
+
+def out_spec(rows: int, vocab: int) -> Spec:
+    """The fields of OutFields."""
+    top = (rows, min(MOST_LOGPROBS, vocab))
+    return {
+        "ids": (torch.int64, (rows,)),
+        "finite": (torch.int32, (rows,)),
+        "chosen": (torch.float32, (rows,)),
+        "top_ids": (torch.int32, top),
+        "top_values": (torch.float32, top),
+    }
+
+
+def size_of(spec: Spec, upto: str | None = None) -> int:
+    """Bytes of a block; with `upto`, where that field begins."""
+    at = 0
+    for name, (dtype, shape) in spec.items():
+        at = -(-at // ALIGN) * ALIGN
+        if name == upto:
+            return at
+        at += int(np.prod(shape)) * dtype.itemsize
+    return max(at, 1)
+
+
+def views(spec: Spec, block: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The fields of a block u8[size_of(spec)] as tensors that share its memory."""
+    found, at = {}, 0
+    for name, (dtype, shape) in spec.items():
+        at = -(-at // ALIGN) * ALIGN
+        size = int(np.prod(shape)) * dtype.itemsize
+        found[name] = block[at : at + size].view(dtype).view(shape)
+        at += size
+    return found
+
+
+def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tokens: int) -> int:
+    """Writes a batch into a block on the host, and padding behind it. Returns how many KV blocks it has: more of
+    `blocks` need not be copied."""
+    for field, values, padding in (
+        (fields.token_ids, batch.token_ids, 0),
+        (fields.positions, batch.positions, 0),
+        (fields.slots, batch.slot_mapping, -1),
+        (fields.logit_rows, batch.logit_rows, 0),
+        (fields.query_start, batch.query_start, batch.n_tokens),
+        (fields.context_len, batch.context_len, 0),
+    ):
+        _put(field, values, padding)
+    _put(fields.fed, torch.tensor(batch.fed or [], dtype=torch.int64), -1)
+    if batch.scoring is not None:
+        fields.score_rows.copy_(batch.scoring.rows)
+        fields.score_targets.copy_(batch.scoring.targets)
+    _fill_sampling(fields, batch)
+    fill_lora({name: getattr(fields, name) for name in LORA_FIELDS}, lora)
+    counts = np.asarray([-(-context // block_tokens) for context in batch.context_lens], dtype=np.int32)
+    table = batch.block_table.numpy()
+    used = table[np.arange(table.shape[1])[None] < counts[:, None]]
+    fields.blocks[: used.size].copy_(torch.from_numpy(used))
+    _put(fields.block_start, torch.from_numpy(np.cumsum(counts, dtype=np.int32) - counts), 0)
+    return int(used.size)
+
+
+def expand_blocks(fields: StepFields, width: int) -> torch.Tensor:
+    """Returns the rows' block table i32[R, width] on the fields' device; behind a row's own blocks stand others'."""
+    at = fields.block_start[:, None] + torch.arange(width, dtype=torch.int32, device=fields.blocks.device)
+    return fields.blocks[at.clamp_(max=fields.blocks.shape[0] - 1)]
+
+
+LORA_FIELDS = ("seg_start", "seg_slot", "token_slot")
+
+
+def lora_spec(tokens: int, segments: int) -> Spec:
+    """The tensors of a LoraBatch alone."""
+    i32 = torch.int32
+    return {"seg_start": (i32, (segments + 1,)), "seg_slot": (i32, (segments,)), "token_slot": (i32, (tokens,))}
+
+
+def fill_lora(fields: Mapping[str, torch.Tensor], lora: LoraBatch | None) -> None:
+    """Writes a LoraBatch, or none, into its fields on the host, and padding behind it: empty segments at the end."""
+    for name, padding in zip(LORA_FIELDS, (int(lora.seg_start[-1]) if lora else 0, -1, -1), strict=True):
+        values = fields[name][:0] if lora is None else getattr(lora, name)
+        _put(fields[name], values, padding)
+
+
+def lora_batch(fields: StepFields, max_rank: int) -> LoraBatch:
+    """The LoraBatch of a block on the device. Who reads it needs neither leases nor bounds."""
+    return LoraBatch(fields.seg_start, fields.seg_slot, fields.token_slot, [], [], max_rank, empty=False)
+
+
+def _fill_sampling(fields: StepFields, batch: StepBatch) -> None:
+    ways = batch.sampling
+    for field, values in (
+        (fields.top_k, ways.top_k),
+        (fields.uniform, ways.uniform),
+        (fields.top_p, ways.top_p),
+        (fields.min_p, ways.min_p),
+        (fields.temperature, ways.temperature),
+    ):
+        _put(field, torch.tensor(values, dtype=field.dtype), 0)
+
+
+def _put(field: torch.Tensor, values: torch.Tensor, padding: int) -> None:
+    count = values.shape[0]
+    field[:count].copy_(values)
+    if count < field.shape[0]:
+        field[count:].fill_(padding)

@@ -1,0 +1,91 @@
+"""Whether `node.runner: cuda` computes what the transformers runner does: asked at each start, of the model itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from node_agent.runner.cuda_pass import LayeredPass
+from node_agent.runner.transformers_runner import TransformersRunner
+from node_agent.types import SamplingBatch, StepBatch
+
+if TYPE_CHECKING:
+    from node_agent.runner.cuda_decode import Bucket
+    from node_agent.runner.cuda_runner import CudaRunner
+
+PROMPT = 6
+"""Tokens that are computed before the decode step that is compared."""
+CHECK_BLOCKS = 2 + PROMPT
+"""KV blocks that are enough for them whatever a block's size, with block 0."""
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Of the largest logit. Sums in another order, rounded layer by layer, stay well below; a wrong position, head or
+weight does not."""
+
+
+def check_runner(reference: TransformersRunner, runner: CudaRunner) -> str | None:
+    """Computes a prompt and a decode step by both. Returns what differs; None: nothing does."""
+    prompt = _length(runner.block_tokens, runner.num_blocks)
+    for begin, end in ((0, prompt), (prompt, prompt + 1)):
+        wanted, found = (
+            _logits(reference, step(begin, end, reference.block_tokens, reference.device)),
+            _logits(runner, step(begin, end, runner.block_tokens, torch.device("cpu"))),
+        )
+        problem = compare(wanted, found)
+        if problem is not None:
+            return f"{'a decode step' if begin else f'a prompt of {prompt} tokens'}: {problem}"
+    return None
+
+
+def check_captured(runner: CudaRunner, bucket: Bucket, logits: torch.Tensor) -> str | None:
+    """Computes a decode step behind a prompt, captured and not; `logits` is where buckets write theirs. Returns what
+    differs; None: nothing does."""
+    prompt = _length(runner.block_tokens, runner.num_blocks)
+    batch = step(prompt, prompt + 1, runner.block_tokens, torch.device("cpu"))
+    _logits(runner, step(0, prompt, runner.block_tokens, torch.device("cpu")))
+    wanted = _logits(runner, batch)
+    bucket.compute(batch, None)
+    return compare(wanted, logits[:1].clone())
+
+
+def compare(wanted: torch.Tensor, found: torch.Tensor) -> str | None:
+    """Logits [Q, V] of two runners. Returns how far they lie apart if that is too far, else None."""
+    largest, apart = float(wanted.float().abs().max()), float((wanted.float() - found.float()).abs().max())
+    if apart <= TOLERANCE[wanted.dtype] * largest:
+        return None
+    return f"logits of up to {largest:.4g} lie {apart:.4g} apart"
+
+
+def step(begin: int, end: int, block_tokens: int, device: torch.device) -> StepBatch:
+    """One greedy row, of which the tokens [begin, end) are computed; one that is computed alone decodes."""
+    length = end - begin
+    places, blocks = torch.arange(begin, end), torch.arange(1, -(-end // block_tokens) + 1, dtype=torch.int32)
+    slots = blocks.long()[places // block_tokens] * block_tokens + places % block_tokens
+    return StepBatch(
+        token_ids=(places + 1).to(device),
+        positions=places.to(device),
+        query_start=torch.tensor([0, length], dtype=torch.int32, device=device),
+        context_len=torch.tensor([end], dtype=torch.int32, device=device),
+        block_table=blocks[None].to(device),
+        slot_mapping=slots.to(device),
+        logit_rows=torch.tensor([length - 1], device=device),
+        sampling=SamplingBatch([0.0], [1.0], [0], [0.0], [0.0], [-1]),
+        n_decode=1 if begin else 0,
+        n_tokens=length,
+        n_rows=1,
+        max_query=length,
+        max_context=end,
+        query_lens=[length],
+        context_lens=[end],
+    )
+
+
+def _length(block_tokens: int, num_blocks: int) -> int:
+    """Tokens of the prompt: with the one behind it they must fit into the cache."""
+    return max(1, min(PROMPT, (num_blocks - 1) * block_tokens - 1))
+
+
+def _logits(runner: TransformersRunner | CudaRunner, batch: StepBatch) -> torch.Tensor:
+    run = runner.start(batch, None) if isinstance(runner, TransformersRunner) else LayeredPass(runner, batch, None)
+    run.advance(runner.num_layers)
+    return run.logits()

@@ -1,0 +1,162 @@
+"""Decode steps of a bucket of rows: one copy to the device, captured work, and one copy back.
+
+A bucket owns its blocks of memory and is captured once per kind of step, with adapters and without, greedy and not.
+Rows that a step does not fill are padding: they have no context, and write nothing into the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.gpu_ops import Rows
+from node_agent.device import ENDED, Event
+from node_agent.runner.cuda_blocks import (
+    OutFields,
+    Spec,
+    StepFields,
+    expand_blocks,
+    fill,
+    lora_batch,
+    out_spec,
+    size_of,
+    step_spec,
+    views,
+)
+from node_agent.runner.cuda_layers import Attended, Decoder
+from node_agent.runner.cuda_lora import CAPTURED_RANK, EveryGroup, OpenAdd
+from node_agent.runner.cuda_output import download
+from node_agent.runner.cuda_sampler import sample
+from node_agent.runner.cuda_stream import Stream, Work
+from node_agent.runner.projections import Current
+from node_agent.runner.score_rules import ScoreEdits
+from node_agent.types import LoraBatch, StepBatch
+
+STEPS_UNDER_WAY = 2
+"""One runs while the next one is enqueued."""
+SMALL_BUCKETS = (1, 2, 4, 8)
+BUCKET_STEP = 8
+"""Rows between larger buckets."""
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What all buckets of a runner have in common."""
+
+    max_rows: int
+    max_context: int
+    block_tokens: int
+    num_blocks: int
+    vocab: int
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest context."""
+        return -(-self.max_context // self.block_tokens)
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, then every 8, up to `max_rows`, which is one itself."""
+    sizes = [*SMALL_BUCKETS, *range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP), max_rows]
+    return sorted({min(size, max_rows) for size in sizes})
+
+
+class HostBlocks:
+    """A step's memory on the host: what is sent, and what comes back."""
+
+    def __init__(self, stream: Stream, spec: Spec, out_spec: Spec) -> None:
+        self.block, self.out_block = stream.host(size_of(spec)), stream.host(size_of(out_spec))
+        self.fields, self.out = StepFields(**views(spec, self.block)), OutFields(**views(out_spec, self.out_block))
+        self.sent: Event = ENDED
+        """behind the last copy out of `block`"""
+
+
+class LastStep:
+    """What the last step of any bucket left on the device."""
+
+    def __init__(self, max_rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.logits = torch.zeros(max_rows, vocab, dtype=dtype, device=device)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        """that were chosen: the next step's, where the host does not know them yet"""
+
+
+class Bucket:
+    """Steps of at most `rows` decode rows. Two may be under way: the second one's memory on the host is its own, and on
+    the device all that it writes to is read before."""
+
+    def __init__(
+        self, rows: int, shape: DecodeShape, decoder: Decoder, current: Current, stream: Stream, last: LastStep
+    ) -> None:
+        self.rows, self.shape, self.stream = rows, shape, stream
+        self._decoder, self._current, self._last = decoder, current, last
+        # no two rows share a block, so all rows' blocks are no more than there are
+        self._spec = step_spec(rows, rows, min(shape.num_blocks, rows * shape.table_width))
+        self._out_spec = out_spec(rows, shape.vocab)
+        size, out_size = size_of(self._spec), size_of(self._out_spec)
+        self._device, self._out_device = stream.empty(size), stream.empty(out_size)
+        self.fields = StepFields(**views(self._spec, self._device))
+        self._out = OutFields(**views(self._out_spec, self._out_device))
+        self._hosts = [HostBlocks(stream, self._spec, self._out_spec) for _ in range(STEPS_UNDER_WAY)]
+        self._turn = 0
+        self._scratch = decoder.attended_scratch(rows, shape.max_context)
+        self._bodies: dict[bool, Work] = {}
+        self._samplers: dict[bool, Work] = {}
+
+    @torch.inference_mode()
+    def capture(self, open_add: OpenAdd) -> None:
+        """Captures the bucket's work, on a step of padding alone."""
+        host = self._hosts[0]
+        host.block.zero_()
+        for name in ("slots", "fed", "seg_slot", "token_slot"):
+            getattr(host.fields, name).fill_(-1)
+        self.stream.upload(self._device, host.block, host.block.shape[0])
+        adds = EveryGroup(open_add(lora_batch(self.fields, CAPTURED_RANK), True))
+        self._bodies = {
+            adapted: self.stream.capture(self._body(adds if adapted else None)) for adapted in (False, True)
+        }
+        self._samplers = {everything: self.stream.capture(self._sampler(everything)) for everything in (False, True)}
+
+    @torch.inference_mode()
+    def compute(self, batch: StepBatch, lora: LoraBatch | None) -> None:
+        """Enqueues a step up to its logits."""
+        self._turn = (self._turn + 1) % STEPS_UNDER_WAY
+        host = self._hosts[self._turn]
+        host.sent.synchronize()  # has ended: of the steps since then all but one were awaited
+        blocks = fill(host.fields, batch, lora, self.shape.block_tokens)
+        size = size_of(self._spec, "blocks") + blocks * self.fields.blocks.itemsize
+        self.stream.upload(self._device, host.block, size)
+        host.sent = self.stream.event()
+        self._bodies[lora is not None]()
+
+    @torch.inference_mode()
+    def choose(self, everything: bool, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
+        """Enqueues the choice of the step's tokens. Returns where they are in host memory at the event."""
+        if edits is None:
+            self._samplers[everything]()
+        else:  # as many as the requests' rules have, so it can't be captured
+            self.stream.enqueue(lambda: self._sample(everything, edits))
+        host = self._hosts[self._turn]
+        return host.out, download(self.stream, self._out_spec, host.out_block, self._out_device, everything)
+
+    def _body(self, lora: EveryGroup | None) -> Callable[[], None]:
+        def body() -> None:
+            fields, decoder = self.fields, self._decoder
+            rows = Rows(fields.context_len, expand_blocks(fields, self.shape.table_width))
+            attended = Attended(fields.positions, fields.slots, rows, None, self._scratch)
+            before = self._last.tokens.index_select(0, fields.fed.clamp(min=0))
+            walk = decoder.begin(torch.where(fields.fed >= 0, before, fields.token_ids))
+            self._current.lora = lora
+            decoder.advance(walk, decoder.layers, attended)
+            self._current.lora = None
+            self._last.logits[: self.rows].copy_(decoder.logits(walk, None))
+
+        return body
+
+    def _sampler(self, everything: bool) -> Callable[[], None]:
+        return lambda: self._sample(everything, None)
+
+    def _sample(self, everything: bool, edits: ScoreEdits | None) -> None:
+        sample(self._last.logits[: self.rows], self.fields, edits, self._out, everything)
+        self._last.tokens[: self.rows].copy_(self._out.ids)

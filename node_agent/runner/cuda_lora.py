@@ -1,0 +1,131 @@
+"""A pass's LoRA when the runner sends the batch: segments lie at addresses that the runner chooses, on the device.
+
+A captured pass calls the operations for every projection group, whatever its adapters adapt: padded segments and ranks
+of 0 end their programs at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from adapters.peft_config import MAX_RANK
+from kernels.view import add_group
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.adapter_memory.weights import AdapterWeights
+from node_agent.runner.cuda_blocks import StepFields, fill_lora, lora_batch, lora_spec, size_of, views
+from node_agent.runner.cuda_stream import Stream
+from node_agent.runner.lora import compiled_lora, table_views
+from node_agent.runner.lora_choice import CPU_KERNEL
+from node_agent.types import LoraBatch
+
+if TYPE_CHECKING:
+    from node_agent.runner.triton_lora import TritonLora
+
+CAPTURED_RANK = MAX_RANK
+"""The bound on ranks in a captured pass, which serves any adapters: scratch has room for it, and nothing is padded to
+it."""
+
+Add = Callable[[int, str, Sequence[torch.Tensor], torch.Tensor], None]
+"""(layer, group, ys, x): adds the adapters' part to ys[p] [T, d_out] in place, x [T, d_in]"""
+OpenAdd = Callable[[LoraBatch, bool], Add]
+"""(a LoraBatch on the device, whether every row has one token) -> Add; the batch's tensors are read at each call"""
+
+
+class EveryGroup:
+    """A PassLora that adds in every group, for a pass that is captured."""
+
+    def __init__(self, add: Add) -> None:
+        self._add = add
+        self._x: torch.Tensor | None = None
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:  # noqa: ARG002 - part of the signature
+        self._x = x
+        return True
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
+        assert self._x is not None
+        self._add(layer, group, ys, self._x)
+        self._x = None
+
+
+class SentLora:
+    """The PassLora of a batch that was made in host memory.
+
+    The runner sends it with the pass's batch and says so by `place`. Where it is a part of another PassLora (some rows'
+    adapters are on their way), it sends itself at its first `begin`.
+    """
+
+    def __init__(self, lora: CudaLora, batch: LoraBatch, decodes: bool) -> None:
+        self.batch, self._lora, self._decodes = batch, lora, decodes
+        self._add: Add | None = None
+        self._weights: list[AdapterWeights] | None = None
+        self._x: torch.Tensor | None = None
+
+    def place(self, fields: StepFields) -> None:
+        """The batch lies there on the device when the pass runs."""
+        self._add = self._lora.open_add(lora_batch(fields, self.batch.max_rank), self._decodes)
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
+        if self._weights is None:  # a cold pass is made before its adapter has arrived
+            self._weights = [self._lora.weights(lease) for lease in self.batch.leases if lease is not None]
+        if any(group in weights[layer] for weights in self._weights):
+            self._x = x
+            return True
+        return False
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
+        assert self._x is not None
+        if self._add is None:
+            self._add = self._lora.send(self.batch, self._decodes)
+        self._add(layer, group, ys, self._x)
+        self._x = None
+
+
+class CudaLora:
+    """The adapters of a store, as the runner's passes use them."""
+
+    def __init__(self, store: AdapterStore, stream: Stream, open_add: OpenAdd) -> None:
+        self.weights, self._stream, self.open_add = store.weights, stream, open_add
+
+    def start(self, batch: LoraBatch, decodes: bool) -> SentLora:
+        """A StartLora; the batch's tensors are in host memory."""
+        return SentLora(self, batch, decodes)
+
+    def send(self, batch: LoraBatch, decodes: bool) -> Add:
+        """Enqueues the batch's copy to the device."""
+        spec = lora_spec(batch.token_slot.shape[0], batch.seg_slot.shape[0])
+        size = size_of(spec)
+        host, device = self._stream.host(size), self._stream.empty(size)
+        fill_lora(views(spec, host), batch)
+        self._stream.upload(device, host, size)
+        sent = views(spec, device)
+        on_device = LoraBatch(**sent, leases=[], bounds=[], max_rank=batch.max_rank, empty=False)
+        return self.open_add(on_device, decodes)
+
+
+def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -> OpenAdd:
+    """By Triton's kernels, or for CPU_KERNEL by the compiled operator, or plain torch where it can't be had."""
+    table, pool, base = store.table, store.pool.data, store.base
+    if kernel != CPU_KERNEL:
+        from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
+
+        return triton_add(TritonLora(table, pool, base, store.weights, max_rows, max_tokens, kernel=kernel))
+    compiled = compiled_lora(table, pool, base)
+    if compiled is not None:
+
+        def open_compiled(batch: LoraBatch, _: bool) -> Add:
+            segments = compiled.segments(batch)
+            return lambda layer, group, ys, x: compiled.groups[layer][group].add(ys, x, segments)
+
+        return open_compiled
+    groups = table_views(table, pool, base)
+    return lambda batch, _: lambda layer, group, ys, x: add_group(ys, x, batch.token_slot, groups[layer][group])
+
+
+def triton_add(triton: TritonLora) -> OpenAdd:
+    return lambda batch, decodes: (
+        lambda layer, group, ys, x: triton.add(triton.groups[layer][group], ys, x, batch, decodes)
+    )

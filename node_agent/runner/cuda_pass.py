@@ -1,0 +1,167 @@
+"""The passes of `node.runner: cuda`: captured decode steps, and all others, which are enqueued layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.gpu_ops import Rows
+from node_agent.device import ENDED, Event
+from node_agent.runner.cuda_blocks import (
+    OutFields,
+    StepFields,
+    expand_blocks,
+    fill,
+    out_spec,
+    size_of,
+    step_spec,
+    views,
+)
+from node_agent.runner.cuda_decode import Bucket
+from node_agent.runner.cuda_layers import Attended
+from node_agent.runner.cuda_lora import SentLora
+from node_agent.runner.cuda_output import CudaOutput, download
+from node_agent.runner.cuda_sampler import (
+    EditFields,
+    edit_spec,
+    fill_edits,
+    pack_scores,
+    sample,
+    score_spec,
+    unpack_scores,
+)
+from node_agent.runner.cuda_stream import Stream
+from node_agent.runner.sampler import GREEDY_BELOW
+from node_agent.runner.score_rules import ScoreEdits
+from node_agent.types import PassLora, SamplingBatch, ScoredToken, StepBatch
+
+if TYPE_CHECKING:
+    from node_agent.runner.cuda_runner import CudaRunner
+
+
+class CapturedPass:
+    """A decode step. It is enqueued as a whole, with its last layer."""
+
+    def __init__(self, runner: CudaRunner, bucket: Bucket, batch: StepBatch, lora: SentLora | None) -> None:
+        self._runner, self._bucket, self._batch, self._lora = runner, bucket, batch, lora
+        self.layer = 0
+
+    def advance(self, to_layer: int) -> None:
+        if self.layer < to_layer == self._runner.num_layers:
+            self._bucket.compute(self._batch, None if self._lora is None else self._lora.batch)
+        self.layer = max(self.layer, to_layer)
+
+    def finish(self) -> CudaOutput:
+        self._runner.check_complete(self.layer)
+        ways = self._batch.sampling
+        edits = send_edits(self._runner.stream, ways, self._runner.vocab)
+        out, done = self._bucket.choose(wants_everything(ways), edits)
+        return CudaOutput(done, out, ways.logprobs, list)
+
+    def abort(self) -> Event:
+        return self._runner.stream.event() if self.layer == self._runner.num_layers else ENDED
+
+
+class LayeredPass:
+    """Any StepBatch, over memory of its own: other passes may run between its layers."""
+
+    @torch.inference_mode()
+    def __init__(self, runner: CudaRunner, batch: StepBatch, lora: PassLora | None) -> None:
+        if batch.fed is not None:
+            raise RuntimeError("only captured steps take tokens of the step before")
+        self._runner, self._batch, self._lora, self.layer = runner, batch, lora, 0
+        stream, blocks = runner.stream, sum(-(-context // runner.block_tokens) for context in batch.context_lens)
+        scored = 0 if batch.scoring is None else batch.scoring.rows.shape[0]
+        spec = step_spec(batch.n_tokens, batch.n_rows, blocks, scored)
+        size = size_of(spec)
+        host, device = stream.host(size), stream.empty(size)
+        sent = lora if isinstance(lora, SentLora) else None
+        fill(StepFields(**views(spec, host)), batch, None if sent is None else sent.batch, runner.block_tokens)
+        stream.upload(device, host, size)
+        self._fields = StepFields(**views(spec, device))
+        if sent is not None:
+            sent.place(self._fields)
+        self._attended = self._plan()
+        self._walk = runner.decoder.begin(self._fields.token_ids)
+
+    @torch.inference_mode()
+    def advance(self, to_layer: int) -> None:
+        runner = self._runner
+        runner.current.lora = self._lora
+        runner.decoder.advance(self._walk, runner.decoder.layers[self.layer : to_layer], self._attended)
+        runner.current.lora = None
+        self.layer = max(self.layer, to_layer)
+
+    def logits(self) -> torch.Tensor:
+        """[Q, V] of `logit_rows`, in the model's dtype. All layers must have been advanced."""
+        return self._logits_of(self._fields.logit_rows[: self._batch.logit_rows.shape[0]])
+
+    @torch.inference_mode()
+    def finish(self) -> CudaOutput:
+        self._runner.check_complete(self.layer)
+        ways, scores, out = self._batch.sampling, self._send_scores(), None
+        done = None
+        if ways.temperature:
+            edits = send_edits(self._runner.stream, ways, self._runner.vocab)
+            out, done = self._choose(ways, edits)
+        return CudaOutput(done or self._runner.stream.event(), out, ways.logprobs, scores)
+
+    def abort(self) -> Event:
+        self._walk.residual = self._walk.residual[:0]
+        self._walk.added = None
+        return self._runner.stream.event()
+
+    def _plan(self) -> Attended:
+        batch, fields, runner = self._batch, self._fields, self._runner
+        n, table = batch.n_decode, expand_blocks(self._fields, batch.block_table.shape[1])
+        decode = chunks = scratch = None
+        if n:
+            decode = Rows(fields.context_len[:n], table[:n])
+            scratch = runner.decoder.attended_scratch(n, max(batch.context_lens[:n]))
+        if n < batch.n_rows:
+            chunks = Rows(fields.context_len[n:], table[n:], fields.query_start[n:])
+        return Attended(fields.positions, fields.slots, decode, chunks, scratch)
+
+    def _choose(self, ways: SamplingBatch, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
+        stream, everything = self._runner.stream, wants_everything(ways)
+        logits = self.logits()
+        spec = out_spec(*logits.shape)
+        host, device = stream.host(size_of(spec)), stream.empty(size_of(spec))
+        sample(logits, self._fields, edits, OutFields(**views(spec, device)), everything)
+        return OutFields(**views(spec, host)), download(stream, spec, host, device, everything)
+
+    def _send_scores(self) -> Callable[[], list[ScoredToken]]:
+        """Enqueues the log probabilities of prompt tokens, where they are wanted, and returns what reads them."""
+        scoring, stream = self._batch.scoring, self._runner.stream
+        if scoring is None:
+            return list
+        spec = score_spec(len(scoring.top), max(scoring.top), self._runner.vocab)
+        host, device = stream.host(size_of(spec)), stream.empty(size_of(spec))
+        pack_scores(self._logits_of, self._fields, views(spec, device)["packed"])
+        stream.download(host, device, size_of(spec))
+        return lambda: unpack_scores(views(spec, host)["packed"], scoring.top)
+
+    @torch.inference_mode()
+    def _logits_of(self, rows: torch.Tensor) -> torch.Tensor:
+        self._runner.check_complete(self.layer)
+        return self._runner.decoder.logits(self._walk, rows)
+
+
+def wants_everything(ways: SamplingBatch) -> bool:
+    """Whether some row is not greedy, or asks for log probabilities."""
+    return any(t >= GREEDY_BELOW for t in ways.temperature) or any(k >= 0 for k in ways.logprobs)
+
+
+def send_edits(stream: Stream, ways: SamplingBatch, vocab: int) -> ScoreEdits | None:
+    """Enqueues what the rows' rules make of their scores. None where no row has rules."""
+    if not ways.rules:
+        return None
+    edits = {row: rules.edits() for row, rules in ways.rules.items()}
+    spec = edit_spec(edits)
+    size = size_of(spec)
+    host, device = stream.host(size), stream.empty(size)
+    fill_edits(EditFields(**views(spec, host)), edits, vocab)
+    stream.upload(device, host, size)
+    return EditFields(**views(spec, device)).edits()

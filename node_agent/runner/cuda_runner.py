@@ -1,0 +1,101 @@
+"""`node.runner: cuda`: captured decode steps, one copy each way per pass, and nothing that waits for the device.
+
+Without a GPU the same path runs on a CPU, with plain torch in the place of kernels and calls in the place of graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.runner import transformers_runner
+from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_runner
+from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
+from node_agent.runner.cuda_layers import Decoder
+from node_agent.runner.cuda_lora import CudaLora, SentLora, open_add
+from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
+from node_agent.runner.cuda_stream import Stream, open_stream
+from node_agent.runner.lora_choice import StartLora
+from node_agent.runner.transformers_runner import LoadModel, TransformersRunner, load_model
+from node_agent.types import ModelRunner, PassLora, RunnerSettings, StepBatch
+
+log = logging.getLogger(__name__)
+
+
+def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> ModelRunner:
+    """An OpenRunner. A model for which this runner computes other numbers than the transformers runner is served by
+    that one, and the log says so. Raises ValueError for a model that it can't compute."""
+    reference = TransformersRunner(
+        load(settings.model_dir, settings.device, settings.dtype), settings.block_tokens, CHECK_BLOCKS, compiled=False
+    )
+    stream = open_stream(settings.device)
+    runner = CudaRunner(reference, stream, settings.block_tokens, settings.num_blocks(reference.dtype))
+    problem = check_runner(reference, runner)
+    if problem is None:
+        return runner
+    log.error("node.runner: cuda is not used: it differs from transformers, which serves", extra={"reason": problem})
+    del reference, runner  # their memory is the other's
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return transformers_runner.open_runner(settings, load)
+
+
+class CudaRunner:
+    """A SendingRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+
+    def __init__(self, model: TransformersRunner, stream: Stream, block_tokens: int, num_blocks: int) -> None:
+        """`model` is not compiled; its weights are shared, its KV cache is not."""
+        self.device, self.dtype, self.products = model.device, model.dtype, model.products
+        self.num_layers, self.block_tokens, self.num_blocks = model.num_layers, block_tokens, num_blocks
+        self.vocab: int = model.model.config.vocab_size
+        self.current, self.stream = model.current, stream
+        self.decoder = Decoder(model, block_tokens, num_blocks)
+        self.buckets: list[Bucket] = []
+        """by size; none before `serve`"""
+
+    @property
+    def feeds(self) -> bool:
+        return bool(self.buckets)
+
+    def serve(
+        self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
+    ) -> StartLora:
+        lora = CudaLora(store, self.stream, open_add(store, kernel, max_rows, max(max_rows, chunk_tokens)))
+        shape = DecodeShape(max_rows, max_context, self.block_tokens, self.num_blocks, self.vocab)
+        last = LastStep(max_rows, self.vocab, self.dtype, self.device)
+        buckets = [
+            Bucket(rows, shape, self.decoder, self.current, self.stream, last) for rows in bucket_sizes(max_rows)
+        ]
+        for bucket in reversed(buckets):  # the largest first: the others' memory fits into its
+            try:
+                bucket.capture(lora.open_add)
+            except RuntimeError as error:
+                what = f"node.runner: cuda can't capture decode steps of {bucket.rows} rows"
+                raise RuntimeError(f"{what}: {error}; set node.runner: transformers, or fewer node.max_rows") from error
+        problem = check_captured(self, buckets[0], last.logits)
+        if problem is None:
+            self.buckets = buckets
+        else:
+            log.error("captured decode steps are not used: they differ from others", extra={"reason": problem})
+        return lora.start
+
+    def start(self, batch: StepBatch, lora: PassLora | None) -> CapturedPass | LayeredPass:
+        """The batch's tensors, and the LoRA's, are in host memory."""
+        if lora is None or isinstance(lora, SentLora):
+            bucket = self._bucket(batch)
+            if bucket is not None:
+                return CapturedPass(self, bucket, batch, lora)
+        return LayeredPass(self, batch, lora)
+
+    def check_complete(self, layer: int) -> None:
+        """Raises RuntimeError for a pass that stands before the last layer's end."""
+        if layer != self.num_layers:
+            raise RuntimeError(f"logits wanted after {layer} of {self.num_layers} layers")
+
+    def _bucket(self, batch: StepBatch) -> Bucket | None:
+        """Returns the smallest bucket for the batch; None where it is not of decode rows alone."""
+        if batch.n_decode < batch.n_rows or batch.scoring is not None:
+            return None
+        return next((bucket for bucket in self.buckets if bucket.rows >= batch.n_rows), None)

@@ -1,0 +1,165 @@
+"""Chooses tokens for all rows at once, on the device: nothing is asked of the host, and shapes alone say what is done.
+
+Each row is treated as by `node_agent.runner.sampler`: rules change the scores, then temperature, top-k, top-p and min-p
+do, then comes the inverse transform of the row's uniform number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from node_agent.runner.cuda_blocks import OutFields, Spec, StepFields
+from node_agent.runner.prompt_scores import ROWS_AT_ONCE
+from node_agent.runner.sampler import GREEDY_BELOW
+from node_agent.runner.score_rules import ScoreEdits, apply_edits
+from node_agent.types import ScoredToken
+
+ROWS_DRAWN_AT_ONCE = 32
+"""Of a vocabulary of 128,256 in fp64 that is 33 MB for each of the four tensors that a draw holds."""
+
+
+def sample(
+    logits: torch.Tensor, fields: StepFields, edits: ScoreEdits | None, out: OutFields, everything: bool
+) -> None:
+    """Writes into `out` what the rows of logits [Q, V] give. `edits` are of scores laid out as the logits are;
+    without `everything` rows are taken to be greedy, and nobody to ask for log probabilities."""
+    rows = logits.shape[0]
+    raw = logits.float()
+    out.finite[:rows].copy_(raw.amax(dim=-1).isfinite())  # amax hands on NaN and +inf
+    scores = raw
+    if edits is not None:
+        scores = raw.clone()
+        apply_edits(scores.view(-1), edits)
+    tokens = scores.argmax(dim=-1)
+    if everything:
+        for begin in range(0, rows, ROWS_DRAWN_AT_ONCE):
+            part = slice(begin, min(begin + ROWS_DRAWN_AT_ONCE, rows))
+            drawn = _draw(scores[part], fields, part)
+            tokens[part] = torch.where(fields.temperature[part] >= GREEDY_BELOW, drawn, tokens[part])
+            _logprobs(raw[part], tokens[part], out, part)
+    out.ids[:rows].copy_(tokens)
+
+
+def _draw(scores: torch.Tensor, fields: StepFields, part: slice) -> torch.Tensor:
+    """i64[n]: by inverse transform over the tokens that the filters leave."""
+    ways = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.uniform)
+    temperature, top_k, top_p, min_p, uniform = (way[part, None] for way in ways)
+    vocab = scores.shape[1]
+    ranked, ids = (scores / temperature.clamp(min=GREEDY_BELOW)).sort(dim=-1, descending=True, stable=True)
+    place = torch.arange(vocab, device=scores.device)
+    ranked = ranked.masked_fill(place >= torch.where(top_k > 0, top_k, vocab), float("-inf"))
+    probs = ranked.double().softmax(dim=-1)
+    cumulative = probs.cumsum(dim=-1)
+    keep = cumulative - probs < top_p  # the token that crosses top_p stays
+    keep &= probs >= min_p * probs[:, :1]
+    keep &= place < torch.where(top_k > 0, top_k, vocab)
+    probs = probs * keep
+    cumulative = probs.cumsum(dim=-1)
+    at = torch.searchsorted(cumulative, cumulative[:, -1:] * uniform, right=True)
+    last = (keep.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # of scores that are not finite nothing may be left
+    return ids.gather(1, torch.minimum(at, last))[:, 0]
+
+
+def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, out: OutFields, part: slice) -> None:
+    values = raw.log_softmax(dim=-1)
+    out.chosen[part].copy_(values.gather(1, tokens[:, None])[:, 0])
+    best, ids = values.topk(out.top_ids.shape[1], dim=-1)
+    out.top_ids[part].copy_(ids)
+    out.top_values[part].copy_(best)
+
+
+# --- score rules
+
+
+@dataclass(frozen=True)
+class EditFields:
+    """ScoreEdits of many rows in a block: indices are into all rows' scores, one after the other."""
+
+    never: torch.Tensor
+    """i64[n]"""
+    biased: torch.Tensor
+    """i64[m]"""
+    penalised: torch.Tensor
+    """i64[p]"""
+    bias: torch.Tensor
+    """f32[m]"""
+    repetition: torch.Tensor
+    """f32[p]"""
+    frequency: torch.Tensor
+    """f32[p]"""
+    presence: torch.Tensor
+    """f32[p]"""
+
+    def edits(self) -> ScoreEdits:
+        return ScoreEdits(
+            self.never, self.biased, self.bias, self.penalised, self.repetition, self.frequency, self.presence
+        )
+
+
+def edit_spec(edits: dict[int, ScoreEdits]) -> Spec:
+    """The fields of EditFields for these rows' edits."""
+    i64, f32 = torch.int64, torch.float32
+    never, biased, penalised = (
+        (sum(getattr(edit, name).shape[0] for edit in edits.values()),) for name in ("never", "biased", "penalised")
+    )
+    return {
+        "never": (i64, never), "biased": (i64, biased), "penalised": (i64, penalised), "bias": (f32, biased),
+        "repetition": (f32, penalised), "frequency": (f32, penalised), "presence": (f32, penalised),
+    }  # fmt: skip
+
+
+def fill_edits(fields: EditFields, edits: dict[int, ScoreEdits], vocab: int) -> None:
+    """Writes the edits of rows by index into a block on the host."""
+    never = biased = penalised = 0
+    for row, edit in edits.items():
+        first = row * vocab
+        never = _put(fields.never, never, edit.never + first)
+        _put(fields.bias, biased, edit.bias)
+        biased = _put(fields.biased, biased, edit.biased + first)
+        for name in ("repetition", "frequency", "presence"):
+            _put(getattr(fields, name), penalised, getattr(edit, name))
+        penalised = _put(fields.penalised, penalised, edit.penalised + first)
+
+
+def _put(field: torch.Tensor, at: int, values: torch.Tensor) -> int:
+    end = at + values.shape[0]
+    field[at:end].copy_(values)
+    return end
+
+
+# --- log probabilities of prompts
+
+SCORE_COLUMNS = 2
+"""Of a scored token in a packed row: its log probability and its rank; then come k log probabilities and k ids."""
+
+
+def score_spec(rows: int, most: int, vocab: int) -> Spec:
+    """The packed scores of prompt tokens, of which the `most` likeliest tokens are wanted."""
+    return {"packed": (torch.float32, (rows, SCORE_COLUMNS + 2 * min(most, vocab)))}
+
+
+def pack_scores(head: Callable[[torch.Tensor], torch.Tensor], fields: StepFields, packed: torch.Tensor) -> None:
+    """Fills f32[S, SCORE_COLUMNS + 2k] on the device; ranks and ids keep their bits as i32. `head` gives the logits
+    [n, V] of some tokens i64[n]."""
+    k, as_ints = (packed.shape[1] - SCORE_COLUMNS) // 2, packed.view(torch.int32)
+    for begin in range(0, packed.shape[0], ROWS_AT_ONCE):
+        part = slice(begin, min(begin + ROWS_AT_ONCE, packed.shape[0]))
+        values = head(fields.score_rows[part]).float().log_softmax(dim=-1)
+        given = values.gather(1, fields.score_targets[part, None])
+        packed[part, 0].copy_(given[:, 0])
+        as_ints[part, 1].copy_((values >= given).sum(dim=-1))
+        best, ids = values.topk(k, dim=-1)
+        packed[part, SCORE_COLUMNS : SCORE_COLUMNS + k].copy_(best)
+        as_ints[part, SCORE_COLUMNS + k :].copy_(ids)
+
+
+def unpack_scores(packed: torch.Tensor, top: list[int]) -> list[ScoredToken]:
+    """`packed` on the host, once it is there; of each row its own number of likeliest tokens is returned."""
+    k, as_ints = (packed.shape[1] - SCORE_COLUMNS) // 2, packed.view(torch.int32)
+    return [
+        ScoredToken(row[0], ints[1], list(zip(ints[SCORE_COLUMNS + k :], row[SCORE_COLUMNS:], strict=False))[:wanted])
+        for row, ints, wanted in zip(packed.tolist(), as_ints.tolist(), top, strict=True)
+    ]

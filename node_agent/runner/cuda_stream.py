@@ -1,0 +1,112 @@
+"""The device's queue of work as `node.runner: cuda` uses it: copies each way, captured work, events, and no waiting.
+
+Everything that a pass does passes through here, so that a test can put a queue in its place that runs late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from node_agent.device import Event, record_event
+
+Work = Callable[[], None]
+
+WARM_UP_RUNS = 2
+"""Before a capture: kernels are compiled, and libraries take their workspaces, outside it."""
+
+
+class Stream(Protocol):
+    """In order: what is enqueued later runs later. No method waits for the device."""
+
+    def host(self, size: int) -> torch.Tensor:
+        """Returns u8[size] in host memory that the device can copy from and to while the host goes on."""
+
+    def empty(self, size: int) -> torch.Tensor:
+        """Returns u8[size] on the device."""
+
+    def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
+        """Enqueues a copy of the first `size` bytes, which must stay as they are until it has run."""
+
+    def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
+        """Enqueues a copy of the first `size` bytes."""
+
+    def enqueue(self, work: Work) -> None:
+        """Enqueues work that is not captured, operation by operation."""
+
+    def capture(self, work: Work) -> Work:
+        """Returns what enqueues `work` again, on the same addresses."""
+
+    def event(self) -> Event:
+        """Returns an event behind all that is enqueued."""
+
+
+class CpuStream:
+    """A Stream whose work has run when the call returns, and captured work is the work itself."""
+
+    def host(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def empty(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
+        device[:size].copy_(host[:size])
+
+    def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
+        host[:size].copy_(device[:size])
+
+    def enqueue(self, work: Work) -> None:
+        work()
+
+    def capture(self, work: Work) -> Work:
+        return work
+
+    def event(self) -> Event:
+        return record_event(torch.device("cpu"))
+
+
+class CudaStream:
+    """The current stream of a GPU, pinned host memory, and CUDA graphs that share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def host(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def empty(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
+        device[:size].copy_(host[:size], non_blocking=True)
+
+    def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
+        host[:size].copy_(device[:size], non_blocking=True)
+
+    def enqueue(self, work: Work) -> None:
+        work()
+
+    def capture(self, work: Work) -> Work:
+        current = torch.cuda.current_stream(self._device)
+        side: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_RUNS):
+                work()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use the device meanwhile: only this one's calls are captured
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    def event(self) -> Event:
+        return record_event(self._device)
+
+
+def open_stream(device: torch.device) -> Stream:
+    return CudaStream(device) if device.type == "cuda" else CpuStream()

@@ -1,0 +1,128 @@
+"""The GPU suite on a CPU and a tiny shape: every part runs or says what is not there, and wrong results are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.base_model import projection_widths
+from benchmarks import coldstart_gpu, gpu_exact, gpu_peer, gpu_steps
+from benchmarks.gpu_engine import adapter_bytes
+from benchmarks.gpu_parts import Skipped, failures, run_parts
+from benchmarks.gpu_suite import SECONDS, figures_of, study
+from benchmarks.random_model import SHAPES
+
+CPU = torch.device("cpu")
+PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels", "peer"]
+"""tests/benchmarks/test_coldstart_gpu.py has the others."""
+
+
+def run(root: Path, parts: list[str], done: Any = lambda _: None, runner: str = "auto") -> dict[str, Any]:
+    return study(root, CPU, "tiny", runner=runner, parts=parts, quick=True, seed=3, done=done)
+
+
+def rows_of(document: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    return [row for row in document["rows"] if row["part"] == part]
+
+
+def test_every_part_runs_or_says_why_not(tmp_path: Path) -> None:
+    saved: list[dict[str, Any]] = []
+    document = run(tmp_path, PARTS, saved.append)
+    assert not failures(document)
+    assert [row["part"] for row in document["rows"] if "took_s" in row] == PARTS, "in order of worth"
+    assert len(saved) == len(PARTS) and saved[-1] == document
+    skipped = {row["part"]: row["skipped"] for row in document["rows"] if "skipped" in row and "operation" not in row}
+    assert skipped == {
+        "graphs": "runner auto captures no graphs", "kernels": "Triton's interpreter says nothing of times",
+        "peer": "vllm is not installed",
+    }  # fmt: skip
+    assert {row["operation"] for row in rows_of(document, "smoke")[:-1]} >= {"bgmv", "mbgmv", "sgmv"}
+    figures = document["figures"]
+    for rows in (1, 2, 6):
+        assert figures[f"decode_over_floor_b{rows}"] > 0 and figures[f"served_ms_b{rows}"] > 0
+    assert figures["prefill_share_of_peak_t16"] > 0 and figures["prefill_lora_over_base_t16"] > 0
+    for targets in ("qkv", "all"):
+        assert figures[f"lora_over_base_cpu_{targets}_n3_rmixed"] > 0
+    assert set(rows_of(document, "lora")[-2]["paper_r2"]) == {"bgmv", "mbgmv"}
+    assert figures["merged_control_below"] > gpu_exact.TOLERANCE > figures["merged_adapter_below"]
+
+
+def test_floors() -> None:
+    """Of the shape that is measured on a GPU, by hand: 7B has 6.74 billion weights, 0.13 of them the embedding's."""
+    widths = projection_widths(SHAPES["7b"])
+    base: Any = SimpleNamespace(num_layers=32, widths=widths)
+    engine: Any = SimpleNamespace(base=base)
+    store: Any = SimpleNamespace(base=base, pool=SimpleNamespace(data=torch.zeros(1, dtype=torch.bfloat16)))
+    assert adapter_bytes(store, 16, (0, 1, 2)) == 32 * 3 * 16 * (4096 + 4096) * 2
+    assert gpu_steps.prompt_flops(engine, 1) == pytest.approx(2 * (6_738_415_616 - 2 * 32000 * 4096), rel=1e-3)
+    assert gpu_steps.prompt_flops(engine, 2048) - 2048 * gpu_steps.prompt_flops(engine, 1) == pytest.approx(
+        32 * 2 * 4096 * (2048**2 - 2048)
+    )
+
+
+def test_a_merge_that_is_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_exact, "merge", lambda *_: None)
+    (wrong,) = failures(run(tmp_path, ["merged"]))
+    assert wrong.startswith("merged: adapter: ") and "the adapter changes too little" in wrong
+
+
+def test_a_runner_that_can_not_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node_agent.runner.lightllm_open.find_spec", lambda _: None)
+    rows = run(tmp_path, ["decode", "lora"], runner="lightllm")["rows"]
+    assert "runner lightllm, kernel auto: runner: LightLLM is not installed" in rows[0]["skipped"]
+    assert "LightLLM is not installed" in rows[2]["skipped"]
+
+
+def test_a_part_that_fails_leaves_the_others_their_time() -> None:
+    def broken(until: float) -> Any:
+        yield {"seen": 1}
+        raise ValueError("no such stream")
+
+    def absent(until: float) -> Any:
+        raise Skipped("nothing is here")
+
+    ends: list[float] = []
+
+    def last(until: float) -> Any:
+        ends.append(until)
+        yield {"mismatches": 2, "cases": 3, "tokens": 4, "ties": 0}
+
+    saved: list[int] = []
+    rows = run_parts(
+        {"broken": broken, "absent": absent, "exact": last}, {"exact": 2.0}, 100.0, lambda rows: saved.append(len(rows))
+    )
+    kinds = [next(key for key in row if key != "part") for row in rows]
+    assert kinds == ["seen", "failed", "took_s", "skipped", "took_s", "mismatches", "took_s"]
+    assert saved == [3, 5, 7]
+    document = {"rows": rows, "figures": figures_of(rows)}
+    first, second = failures(document)
+    assert "no such stream" in first and second == "2 answers differ from PEFT's"
+
+
+def test_a_peers_step_is_the_time_of_a_further_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves half a second for the prompts and 10 ms for each token."""
+    clock = [0.0]
+
+    class Engine:
+        def __init__(self, model: str, **_: object) -> None:
+            assert (Path(model) / "config.json").exists()
+
+        def generate(self, prompts: list[Any], how: Any, use_tqdm: bool) -> None:
+            clock[0] += 0.5 + 0.01 * (how.max_tokens - 1)
+
+    vllm = SimpleNamespace(LLM=Engine, SamplingParams=lambda **how: SimpleNamespace(**how), __version__="0.30")
+    monkeypatch.setattr(gpu_peer, "find_spec", lambda _: vllm)
+    monkeypatch.setattr(gpu_peer, "import_module", lambda _: vllm)
+    monkeypatch.setattr(gpu_peer, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: 0.0))
+    rows = list(gpu_peer.decode(tmp_path, "tiny", 1.0))
+    assert [row["rows"] for row in rows] == list(gpu_peer.ROWS)
+    assert [row["ms"] for row in rows] == pytest.approx([10.0] * len(rows))
+
+
+def test_all_parts_have_a_time(tmp_path: Path) -> None:
+    assert {*PARTS, *coldstart_gpu.SHARES} == set(SECONDS)
+    assert sum(SECONDS.values()) < 480, "eight minutes"
