@@ -90,7 +90,8 @@ def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> Non
 
 
 def update_marked(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:
-    """Does what `update_record` does for a record that gateways keep, which is marked whenever it is written."""
+    """Does what `update_record` does for a record that gateways keep, which is marked whenever it is written. What a
+    newer release has stored in it stays."""
     until = 0.0
 
     def marked() -> None:
@@ -99,7 +100,7 @@ def update_marked(store: ObjectStore, key: str, kind: type[T], change: Callable[
             until = time.monotonic() + MARK_SECONDS
             mark(store, key)
 
-    return update_record(store, key, kind, change, marked)
+    return update_record(store, key, kind, change, marked, keeps_unknown=True)
 
 
 def _new(now: float) -> Epoch:

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from adapters.aliases import checked_weights, history_room, rolled_back
-from adapters.epoch import update_marked
 from adapters.errors import InvalidRequest, NoSuchFunction, NotFound, PreconditionFailed
 from adapters.functions import FunctionRecord, Policy, parse_policy, with_alias, with_aliases
 from adapters.names import NAME_RULE, is_alias, is_name
 from adapters.nearest import did_you_mean
 from adapters.schedules import note_schedule
+from adapters.standing import Memory, update_function
 from adapters.store import ObjectStore
 
 
@@ -53,9 +53,15 @@ class FunctionChanges:
         return self.change(tenant, name, matches, back)
 
     def set_policy(
-        self, tenant: str, name: str, policy: dict[str, Any], matches: Collection[int] | None = None
+        self,
+        tenant: str,
+        name: str,
+        policy: dict[str, Any],
+        matches: Collection[int] | None = None,
+        memory: Memory | None = None,
     ) -> FunctionRecord:
-        """Change the stated fields. Raises InvalidRequest naming the field, NotFound, PreconditionFailed."""
+        """Change the stated fields; `memory`: what provisioned copies must fit in. Raises InvalidRequest naming the
+        field, NotFound, PreconditionFailed, and Conflict for what does not fit."""
         parse_policy(policy, Policy(), within="")
 
         def apply(record: FunctionRecord) -> FunctionRecord:
@@ -66,7 +72,7 @@ class FunctionChanges:
                 note_schedule(self.store, tenant, name)
             return msgspec.structs.replace(record, generation=record.generation + 1, policy=changed)
 
-        return self.change(tenant, name, matches, apply)
+        return self.change(tenant, name, matches, apply, memory)
 
     def change(
         self,
@@ -74,8 +80,9 @@ class FunctionChanges:
         name: str,
         matches: Collection[int] | None,
         change: Callable[[FunctionRecord], FunctionRecord],
+        memory: Memory | None = None,
     ) -> FunctionRecord:
-        """The outcome. Raises what `change` raises, NotFound, PreconditionFailed, StoreUnavailable."""
+        """The outcome. Raises what `change` and `update_function` raise, NotFound, PreconditionFailed."""
 
         def apply(record: FunctionRecord | None) -> FunctionRecord:
             if record is None or record.deleted:
@@ -88,7 +95,7 @@ class FunctionChanges:
 
         if not is_name(name) or not is_name(tenant):
             raise NoSuchFunction(tenant, name)
-        return update_marked(self.store, function_key(tenant, name), FunctionRecord, apply)
+        return update_function(self.store, tenant, name, apply, memory)
 
 
 def check_options(alias: str | None, policy: dict[str, Any] | None) -> None:
@@ -102,8 +109,3 @@ def check_alias(alias: str) -> None:
     """Raises InvalidRequest for a name that no alias may have."""
     if not is_alias(alias):
         raise InvalidRequest("alias", f"malformed alias {alias[:100]!r}: {NAME_RULE}, not all digits")
-
-
-def function_key(tenant: str, name: str) -> str:
-    """Returns the key under which a FunctionRecord is kept."""
-    return f"tenants/{tenant}/functions/{name}/function.json"

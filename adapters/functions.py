@@ -12,7 +12,7 @@ from adapters.aliases import Alias, history_room, moved
 from adapters.destinations import Destination, check_destination
 from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.slo import SloClass
-from adapters.warm_windows import MAX_WINDOWS, CronProblem, WarmWindow, check_windows
+from adapters.warm_windows import MAX_COPIES, MAX_WINDOWS, CronProblem, WarmWindow, check_windows
 
 MAX_VERSIONS = 10_000
 MAX_ALIASES = 1000
@@ -39,6 +39,14 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     ignore_eos: bool | None = None
 
 
+class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Copies of the adapter that are kept on nodes, each on a node of its own."""
+
+    device: Annotated[int, Meta(ge=0, le=MAX_COPIES)] = 0
+    host: Annotated[int, Meta(ge=0, le=MAX_COPIES)] = 0
+    """On further nodes, in host memory."""
+
+
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a function is served. Only what the gateway enforces is here, so nothing is accepted and then ignored."""
 
@@ -47,6 +55,12 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     defaults: Defaults = Defaults()
     max_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     """Generations of the function that run at once, by all gateway workers together; more are answered 429."""
+    reserved_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    """Generations for which calls of the tenant's other functions leave room."""
+    provisioned: Provisioned | None = None
+    """Copies that stay on nodes while nobody calls."""
+    idle_ttl: Annotated[float, Meta(gt=0, le=30 * 86400)] | None = None
+    """Seconds without a call after which the adapter leaves a node's device, and after as many more its host memory."""
     warm: Annotated[list[WarmWindow], Meta(max_length=MAX_WINDOWS)] = []
     """When its adapter is wanted on nodes before calls come."""
     slo_class: SloClass | None = None
@@ -150,7 +164,12 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
         raise InvalidRequest(f"{within}warm[{index}].cron", f"{within}warm[{index}].cron: {told}") from None
     check_destination(stated.on_success, f"{within}on_success")
     check_destination(stated.on_failure, f"{within}on_failure")
-    return msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})
+    changed = msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})
+    reserved, most = changed.reserved_concurrency, changed.max_concurrency
+    if reserved is not None and most is not None and reserved > most:
+        field = f"{within}reserved_concurrency"
+        raise InvalidRequest(field, f"{field}: {reserved} is more than max_concurrency, {most}, lets run at once")
+    return changed
 
 
 def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: float) -> FunctionRecord:

@@ -11,8 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from adapters.errors import Conflict, CorruptRecord, NotFound, PreconditionFailed, StoreUnavailable
-from adapters.store import ObjectStore
-from adapters.stored import decode_record
+from adapters.store import Object, ObjectStore
+from adapters.stored import decode_record, encode_over
 
 ATTEMPTS = 100
 """Tries of one change; each round of a race has a winner, so this bounds how many writers may race."""
@@ -22,12 +22,21 @@ T = TypeVar("T")
 
 def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | None:
     """The record and its etag, or None if there is none. Raises StoreUnavailable, CorruptRecord."""
+    found = _find(store, key)
+    return None if found is None else (_decoded(found, key, kind), found.etag)
+
+
+def _find(store: ObjectStore, key: str) -> Object | None:
+    """Returns None if there is none."""
     try:
-        found = store.get(key)
+        return store.get(key)
     except NotFound:
         return None
+
+
+def _decoded(found: Object, key: str, kind: type[T]) -> T:
     try:
-        return decode_record(found.data, kind), found.etag
+        return decode_record(found.data, kind)
     except msgspec.DecodeError as error:
         raise CorruptRecord(f"the record {key} can't be read: {error}") from None
 
@@ -67,23 +76,30 @@ def update_record(
     kind: type[T],
     change: Callable[[T | None], T],
     before_commit: Callable[[], None] = lambda: None,
+    *,
+    keeps_unknown: bool = False,
 ) -> T:
     """Apply `change` to the record (None: there is none yet) until no other writer came between; returns the outcome.
 
     `change` may be called several times; when it returns the very object that it was given, nothing is written.
-    `before_commit` is called before each attempt to write.
+    `before_commit` is called before each attempt to write. With `keeps_unknown`, fields that a newer release has stored
+    stay in it (adapters.stored).
     Raises what `change` raises, and StoreUnavailable after ATTEMPTS tries.
     """
     for attempt in range(ATTEMPTS):
-        found = read_record(store, key, kind)
-        changed = change(found[0] if found else None)
-        if found and changed is found[0]:
+        found = _find(store, key)
+        known = None if found is None else _decoded(found, key, kind)
+        changed = change(known)
+        if known is not None and changed is known:
             return changed
-        data = msgspec.json.encode(changed)
+        if keeps_unknown and found is not None and known is not None:
+            data = encode_over(found.data, known, changed)
+        else:
+            data = msgspec.json.encode(changed)
         before_commit()
         try:
-            if found:
-                store.put_if_match(key, data, found[1])
+            if found is not None:
+                store.put_if_match(key, data, found.etag)
             else:
                 store.put_if_absent(key, data)
             return changed

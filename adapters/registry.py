@@ -26,7 +26,6 @@ from adapters.base_model import BaseModel
 from adapters.choices import Choice, Resolved, pick
 from adapters.contents import Contents, Inspect
 from adapters.deployment import Deployment, deployment_of
-from adapters.epoch import update_marked
 from adapters.errors import (
     ArtifactPending,
     Conflict,
@@ -38,7 +37,7 @@ from adapters.errors import (
     NotFound,
     StoreUnavailable,
 )
-from adapters.function_changes import FunctionChanges, check_options, function_key
+from adapters.function_changes import FunctionChanges, check_options
 from adapters.functions import (
     BrokenFunction,
     FunctionRecord,
@@ -54,6 +53,7 @@ from adapters.nearest import did_you_mean
 from adapters.quota import Quota, QuotaReservation
 from adapters.records import read_each, read_record, read_records
 from adapters.schedules import note_schedule
+from adapters.standing import Memory, function_key, update_function
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, check_values, inspect_files
 
@@ -117,13 +117,16 @@ class Registry:
         policy: dict[str, Any] | None = None,
         source: str | None = None,
         before_listed: Callable[[Deployment], None] | None = None,
+        memory: Memory | None = None,
     ) -> Deployment:
         """Store an adapter as a version of a function and point an alias (`latest`) to it.
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
-        `before_listed` is called once, when all is stored and no call can get the version yet.
+        `before_listed` is called once, when all is stored and no call can get the version yet. `memory`:
+        what provisioned copies that `policy` asks for must fit in.
         Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy, StoreUnavailable, and
-        Conflict when the function has too many versions or aliases, or the tenant too many adapters.
+        Conflict when the function has too many versions or aliases, the tenant too many adapters, or its policy asks
+        for more than there is.
         """
         self._check_name(name)
         _check_tenant(tenant)
@@ -141,7 +144,7 @@ class Registry:
 
         with self.quota.deploying(tenant) as room:
             deploy = _Deploy(layout, config, weights, source, room, before_listed)
-            record = update_marked(self.store, function_key(tenant, name), FunctionRecord, commit)
+            record = update_function(self.store, tenant, name, commit, memory)
             if deploy.created:
                 room.made()
         self._end_if_deleted(tenant, name)

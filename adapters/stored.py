@@ -15,6 +15,9 @@ from msgspec import inspect
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
 
+SECTION_DEPTH = 2
+"""The record itself, and its sections."""
+
 
 def decode_record(data: bytes, kind: type[Record]) -> Record:
     """Returns a record without the fields that this release does not know. Raises msgspec.MsgspecError."""
@@ -27,6 +30,32 @@ def decode_record(data: bytes, kind: type[Record]) -> Record:
             raise
     log.warning("a newer release has stored fields that this one does not apply", extra={"fields": unknown})
     return msgspec.convert(known, kind)
+
+
+def encode_over(stored: bytes, known: Record, changed: Record) -> bytes:
+    """Returns `changed` as JSON, with the fields of `stored` that this release does not know: those of the record, and
+    of its sections, such as a function's policy. What is below a section is a value: it is written as it was stored if
+    it is the same, else as it is now. `known`: what `stored` was read as.
+
+    A record that is deleted, or was, keeps nothing: it begins anew.
+    """
+    data = msgspec.json.encode(changed)
+    if getattr(known, "deleted", False) or getattr(changed, "deleted", False):
+        return data
+    raw, before, after = msgspec.json.decode(stored), msgspec.to_builtins(known), msgspec.to_builtins(changed)
+    return msgspec.json.encode(_carried(raw, before, after, SECTION_DEPTH))
+
+
+def _carried(raw: Any, before: Any, after: Any, depth: int) -> Any:
+    """`after` with what `raw` has and `before` has not; `depth`: levels of mappings in which fields may be unknown."""
+    if before == after:
+        return raw
+    if not depth or not all(isinstance(each, dict) for each in (raw, before, after)):
+        return after
+    unknown = {name: value for name, value in raw.items() if name not in before and name not in after}
+    both = {name for name in after if name in before and name in raw}
+    changed = {n: _carried(raw[n], before[n], v, depth - 1) if n in both else v for n, v in after.items()}
+    return {**changed, **unknown}
 
 
 def _known(value: Any, of: inspect.Type, at: str, unknown: list[str]) -> Any:

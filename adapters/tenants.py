@@ -22,6 +22,9 @@ ADMIN_KEY = "admin.json"
 MAX_KEYS = 1000
 """Keys of one tenant that are kept, besides those that starts make; revoked ones as long as there is room."""
 
+MAX_RESERVED = 32
+"""Functions of one tenant with reserved concurrency: each call looks at the places of all of them."""
+
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -71,6 +74,8 @@ class Tenant(msgspec.Struct, frozen=True):
     weight: Weight = 1.0
     declared: bool = False
     """Whether serverless.yml declares it: then only its keys may be changed through the API."""
+    reserved: dict[str, int] = {}
+    """By function: generations for which calls of the others leave room (adapters.standing)."""
     held: Held | None = None
     """None without a limit that needs it."""
     deleted: bool = False

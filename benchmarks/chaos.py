@@ -1,10 +1,11 @@
 """Parts of a service are killed, hung and emptied under load: two nodes, two gateway workers and a Redis.
 
-Callers stream greedy generations whose text is known; another one deploys. Then everything has to come to rest.
+Callers stream greedy generations whose text is known; others deploy, and submit asynchronous calls and batches. Then
+everything has to come to rest.
 
-- A storm: every few seconds one part is killed (an engine, a node's API process, a gateway worker, Redis), hung for
-  some seconds (a node's API process, Redis) or emptied (Redis). A caller calls again when its connection breaks off
-  (its worker was killed), as any client does; these are `cut`.
+- A storm: every few seconds one part is killed (an engine, a node's API process, a gateway worker, be it the one that
+  leads, Redis), hung for some seconds (a node's API process, Redis) or emptied (Redis). A caller calls again when its
+  connection breaks off (its worker was killed), as any client does; these are `cut`.
 - `--every SECONDS`: what an operator may see. One part is killed each time: what the storm kills, the whole gateway, or
   a whole node. Calls begin at a steady rate, whether or not others have ended, and none is made again: whatever is not
   done is `refused`, also where the connection broke or could not be made (`cut`).
@@ -12,7 +13,7 @@ Callers stream greedy generations whose text is known; another one deploys. Then
 An error of the contract is an answer (`refused`). `unanswered`: calls that never got one. `wrong_tokens`: calls of
 which any token differs from what it had to be. `lost_acknowledged`: deploys, and requests in the metering, that were
 acknowledged and are not there in the end. `leaked`: requests, leases, KV blocks, reservations and places that are still
-held.
+held. `jobs_wrong`: what benchmarks.chaos_jobs.WRONG says of asynchronous calls and batches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.chaos_rest import at_rest, children, lost
+from benchmarks.chaos_jobs import BATCHED, EVENTS, WRONG, Jobs
+from benchmarks.chaos_rest import at_rest, children, leader, lost
 from benchmarks.http_service import HttpService
 from benchmarks.redis_server import RedisServer, redis_server
 from benchmarks.report import ROOT, arguments, publish, report
@@ -44,8 +46,8 @@ TRIES = 20
 """Of one call, whose connection breaks or which is refused with an invitation to try again."""
 ANSWER_SECONDS = 60.0
 PROMPTS = ("Once upon a time", "The dragon", "A little girl named Lily")
-STORM = ("engine", "worker", "redis", "api", "hang_api", "empty_redis", "hang_redis")
-KILLED = ("worker", "engine", "gateway", "api", "redis", "node")
+STORM = ("engine", "worker", "leader", "redis", "api", "hang_api", "empty_redis", "hang_redis")
+KILLED = ("worker", "engine", "leader", "gateway", "api", "redis", "node")
 """Each once, in this order, and then as they are drawn."""
 STORM_PAUSE, QUICK_PAUSE = 4.0, 1.5
 """Seconds between two parts."""
@@ -74,6 +76,8 @@ class Chaos:
         self.seen = Seen()
         self.expected: dict[tuple[str, str], str] = {}
         self.functions = [f"a{index}" for index in range(len(service.adapters))]
+        self.jobs: Jobs | None = None
+        """Once it is known what they have to say."""
         self._last = "nothing"
 
     async def run(self, seconds: float, every: float | None, pause: float) -> None:
@@ -85,8 +89,13 @@ class Chaos:
             for function in self.functions:
                 for prompt in PROMPTS:
                     self.expected[function, prompt] = (await self._stream(session, function, prompt))[1]
+            for name in (EVENTS, BATCHED):
+                await self._deploy_as(session, name, self.service.adapters[0])
+            texts = {prompt: self.expected[self.functions[0], prompt] for prompt in PROMPTS}
+            self.jobs = jobs = Jobs(self.service, self.seed, TOKENS, texts)
             until = time.monotonic() + seconds
             async with asyncio.TaskGroup() as group:
+                group.create_task(jobs.run(session, until))
                 draws = [random.Random(self.seed * 100 + number) for number in range(CALLERS)]
                 if every is None:
                     for draw in draws:
@@ -162,15 +171,18 @@ class Chaos:
         while time.monotonic() < until:
             number += 1
             folder = self.service.adapters[number % len(self.service.adapters)]
-            form = aiohttp.FormData()
-            for name in FILES:
-                form.add_field(name, (folder / name).read_bytes(), filename=name)
             self.seen.counts["deploys_asked"] += 1
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                async with session.post(f"{self.service.url}/deploy/d{number}", data=form) as reply:
-                    if reply.status == 201:
-                        self.seen.deployed[f"d{number}"] = (await reply.json())["digest"]
+                await self._deploy_as(session, f"d{number}", folder)
             await asyncio.sleep(0.5)
+
+    async def _deploy_as(self, session: aiohttp.ClientSession, name: str, folder: Path) -> None:
+        form = aiohttp.FormData()
+        for file in FILES:
+            form.add_field(file, (folder / file).read_bytes(), filename=file)
+        async with session.post(f"{self.service.url}/deploy/{name}", data=form) as reply:
+            if reply.status == 201:
+                self.seen.deployed[name] = (await reply.json())["digest"]
 
     async def _harm(self, until: float, pause: float, ways: tuple[str, ...], draw: random.Random) -> None:
         for number in range(10_000):
@@ -199,7 +211,10 @@ class Chaos:
         return True
 
     async def _harm_process(self, way: str, draw: random.Random) -> bool:
-        found = children(self.service.pid)[way.removeprefix("hang_")]
+        if way == "leader":
+            found = await asyncio.to_thread(leader, self.service)
+        else:
+            found = children(self.service.pid)[way.removeprefix("hang_")]
         if not found:
             return False
         pid = draw.choice(found)
@@ -242,15 +257,20 @@ def main() -> None:
         with HttpService(options.model, adapters, Path(root) / "s", "float32", 1, sizes, shared, nodes) as service:
             chaos = Chaos(service, redis, options.seed, options.quick)
             asyncio.run(chaos.run(seconds, every, pause))
+            assert chaos.jobs is not None
+            jobs, wrong = chaos.jobs.check(chaos.seen.kills.total())
             held = at_rest(service, redis, prefix_of(service.secret))
-            missing = lost(service, chaos.seen.deployed, len(chaos.expected) + chaos.seen.counts["done"])
+            done = len(chaos.expected) + chaos.seen.counts["done"]
+            missing = lost(service, chaos.seen.deployed, chaos.functions, done)
     seen = chaos.seen
     figures: dict[str, float] = {"kills": seen.kills.total(), "lost_acknowledged": sum(missing.values())}
     counted = ("requests", "done", "refused", "cut", "wrong_tokens", "unanswered", "deploys_asked")
     figures |= {name: seen.counts[name] for name in counted}
-    figures |= {"leaked": sum(held.values()), "deploys": len(seen.deployed)}
+    figures |= {"leaked": sum(held.values()), "deploys": len(seen.deployed), "jobs_wrong": wrong.total()}
+    figures |= {"events": jobs["events"], "batches": jobs["batches"], "batch_lines": jobs["lines"]}
     after = {way: dict(reasons) for way, reasons in seen.after.items()}
     row = {"kills": dict(seen.kills), "not_done_after": after, "held": held, "missing": missing}
+    row |= {"jobs": dict(jobs), "jobs_wrong": {name: wrong[name] for name in WRONG}}
     settings: dict[str, Any] = {"seconds": seconds, "tokens": TOKENS, "nodes": 2, "workers": 2}
     settings |= {"pause": pause, "callers": CALLERS} if every is None else {"every": every, "rate": chaos.rate}
     settings |= {"model": options.model.name, "took_s": round(time.monotonic() - begin)}

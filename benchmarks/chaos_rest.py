@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,20 @@ def _held(client: httpx.Client, redis: RedisServer, prefix: str) -> dict[str, in
     return {name: count for name, count in held.items() if count}
 
 
-def lost(service: HttpService, deployed: Mapping[str, str], done: int) -> dict[str, int]:
-    """What was acknowledged and is not there."""
+def leader(service: HttpService) -> list[int]:
+    """The process id of the gateway worker that leads; empty while none says so."""
+    headers = {"authorization": f"Bearer {service.admin_key}"}
+    try:
+        text = httpx.get(f"{service.url}/metrics", headers=headers, timeout=10).raise_for_status().text
+    except httpx.HTTPError:
+        return []
+    lines = [line for line in text.splitlines() if line.startswith("garnish_leader{") and line.endswith(" 1.0")]
+    found = [int(line.split("-")[-2]) for line in lines]  # host, process id and a random number
+    return [pid for pid in found if pid in children(service.pid)["worker"]]
+
+
+def lost(service: HttpService, deployed: Mapping[str, str], functions: Sequence[str], done: int) -> dict[str, int]:
+    """What was acknowledged and is not there. `done`: requests of `functions`."""
     with httpx.Client(base_url=service.url, headers={"authorization": f"Bearer {service.key}"}, timeout=30) as client:
         missing = {"deploys": 0, "requests in the metering": 0}
         for name, digest in deployed.items():
@@ -96,7 +108,8 @@ def lost(service: HttpService, deployed: Mapping[str, str], done: int) -> dict[s
             missing["deploys"] += digest not in [version["digest"] for version in found]
         deadline = time.monotonic() + USAGE_SECONDS
         while True:
-            counted = client.get("/usage").raise_for_status().json()["total"]["requests"]
+            rows = client.get("/usage", params={"group_by": "function"}).raise_for_status().json()["rows"]
+            counted = sum(row["requests"] for row in rows if row["function"] in functions)
             missing["requests in the metering"] = max(0, done - counted)
             if counted >= done or time.monotonic() > deadline:
                 return missing

@@ -48,6 +48,9 @@ SHARES = {"exact": 0.2, "same": 0.1, "handoff": 0.15, "points": 0.35, "loads": 0
 PLANS = ("overlap", "pipeline", "assist_pipeline")
 """What the planner chooses from."""
 ROUNDS = 3
+ADAPTERS = {64: 32, 32: 1, 256: 1, 128: 1}
+"""How many of each rank, in the order of their worth. Toppings' settings S2 and S3 have rank 64, S1 32 and S4 256."""
+QUICK_ADAPTERS = {64: 2, 128: 1}
 
 
 def exact(root: Path, device: str, runner: str, adapters: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
@@ -247,8 +250,8 @@ class ColdStudy:
         if self._made is None:
             if (self.root / self.shape).exists():
                 raise RuntimeError("the engine could not be built, as an earlier part says")
-            ranks = {64: 2, 128: 1} if self.quick else {64: 32, 128: 1}
-            self._made = build(self.root, self.shape, self.device, ranks, self.seed, self.runner)
+            adapters = QUICK_ADAPTERS if self.quick else ADAPTERS
+            self._made = build(self.root, self.shape, self.device, adapters, self.seed, self.runner)
         return self._made
 
     def _with_profile(self, until: float) -> Iterator[dict[str, Any]]:

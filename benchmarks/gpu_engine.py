@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from benchmarks.gpu_parts import Skipped
 from benchmarks.local_engine import LocalEngine
 from benchmarks.random_model import random_weights, write_base
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.setup import find_runner
 
 GIB = 1 << 30
 
@@ -86,6 +88,8 @@ class EngineBox:
             torch.cuda.empty_cache()
 
     def _build(self, kernel: str) -> LocalEngine:
+        if "load" not in signature(find_runner(self.runner)).parameters:
+            raise Skipped(f"runner {self.runner} takes no drawn weights")
         base = self.root / self.shape
         if not base.exists():
             write_base(base, self.shape, self.seed)
@@ -97,7 +101,9 @@ class EngineBox:
                 lora_kernel=kernel, max_rows=max(scale.rows), chunk_tokens=max(*scale.prompts, max(scale.rows)),
                 kv_memory=scale.kv_memory, adapter_memory=scale.adapter_memory, host_memory=scale.adapter_memory // 4,
             )  # fmt: skip
-        except (ValueError, TypeError) as error:  # a runner that is not there, or loads no drawn weights
+        except ValueError as error:
+            if not str(error).startswith(("runner:", "lora_kernel:")):
+                raise
             raise Skipped(f"runner {self.runner}, kernel {kernel}: {error}") from error
 
 

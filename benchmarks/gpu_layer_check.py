@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_check import WrongResult
-from benchmarks.gpu_parts import Skipped
 from kernels.decoder import Heads
+from kernels.gpu_ops import LayerOperations, PagedCache, Rotary, Rows, decode_scratch, layer_operations
+from kernels.gpu_reference import TorchOperations
 
-MODULE = "kernels.gpu_ops"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Largest difference over the largest value: fp32 does not round what lies between, as the operations do."""
 BLOCK, BLOCKS, ROWS = 16, 24, 5
@@ -25,21 +23,17 @@ Given = dict[str, torch.Tensor]
 
 
 def check_layers(device: torch.device, seed: int, shapes: tuple[Any, ...] = SHAPES) -> Iterator[dict[str, Any]]:
-    """Yields the worst error of each operation and dtype. Raises WrongResult at the first that is wrong, and Skipped
-    where there are none."""
-    if find_spec(MODULE) is None:
-        raise Skipped(f"{MODULE} is not here")
-    ops, rng = import_module(MODULE), random.Random(seed)
-    plain = import_module("kernels.gpu_reference").TorchOperations()
+    """Yields the worst error of each operation and dtype. Raises WrongResult at the first that is wrong."""
+    operations, plain, rng = layer_operations(device), TorchOperations(), random.Random(seed)
     worst: dict[tuple[str, torch.dtype], float] = {}
     for heads, kv_heads, width, window in shapes:
         how = Heads(heads, kv_heads, width, width**-0.5, window)
         given = draw(rng, how)
         for dtype in TOLERANCE:
-            found = _run(ops, ops.layer_operations(device), given, how, dtype, device)
+            found = _run(operations, given, how, dtype, device)
             rounded = {name: value.to(dtype).float() if value.is_floating_point() else value
                        for name, value in given.items()}  # fmt: skip
-            wanted = _run(ops, plain, rounded, how, torch.float32, torch.device("cpu"))
+            wanted = _run(plain, rounded, how, torch.float32, torch.device("cpu"))
             for name, results in found.items():
                 error = max(map(_error, results, wanted[name]))
                 if not error <= TOLERANCE[dtype]:
@@ -81,7 +75,7 @@ def draw(rng: random.Random, how: Heads) -> Given:
 
 
 def _run(
-    ops: Any, layer: Any, given: Given, how: Heads, dtype: torch.dtype, device: torch.device
+    layer: LayerOperations, given: Given, how: Heads, dtype: torch.dtype, device: torch.device
 ) -> dict[str, list[torch.Tensor]]:
     """What each operation writes."""
 
@@ -97,7 +91,7 @@ def _run(
         return [out, t["residual"]]
 
     def rotate(t: Given) -> list[torch.Tensor]:
-        rotary, cache = ops.Rotary(t["cos"], t["sin"]), ops.PagedCache(t["keys"], t["values"], BLOCK)
+        rotary, cache = Rotary(t["cos"], t["sin"]), PagedCache(t["keys"], t["values"], BLOCK)
         layer.rotate_and_store(t["qkv"], rotary, cache, how, positions=t["positions"], slots=t["slots"])
         return [t["qkv"], t["keys"], t["values"]]
 
@@ -108,14 +102,14 @@ def _run(
 
     def decode(t: Given) -> list[torch.Tensor]:
         out = torch.zeros(ROWS, t["x"].shape[1], dtype=dtype, device=device)
-        scratch = ops.decode_scratch(ROWS, how, BLOCK * BLOCKS, device)
-        cache, rows = ops.PagedCache(t["keys"], t["values"], BLOCK), ops.Rows(t["contexts"], t["table"])
+        scratch = decode_scratch(ROWS, how, BLOCK * BLOCKS, device)
+        cache, rows = PagedCache(t["keys"], t["values"], BLOCK), Rows(t["contexts"], t["table"])
         layer.decode_attention(t["qkv"][:ROWS], cache, rows, how, out=out, scratch=scratch)
         return [out]
 
     def prefill(t: Given) -> list[torch.Tensor]:
-        out, cache = torch.zeros_like(t["x"]), ops.PagedCache(t["keys"], t["values"], BLOCK)
-        layer.prefill_attention(t["qkv"], cache, ops.Rows(t["contexts"], t["table"], t["starts"]), how, out=out)
+        out, cache = torch.zeros_like(t["x"]), PagedCache(t["keys"], t["values"], BLOCK)
+        layer.prefill_attention(t["qkv"], cache, Rows(t["contexts"], t["table"], t["starts"]), how, out=out)
         return [out]
 
     calls: dict[str, Callable[[Given], list[torch.Tensor]]] = {

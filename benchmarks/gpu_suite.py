@@ -142,10 +142,7 @@ class Suite:
         sizes = (4200, 256) if on_gpu else (40, 9)
         cases = draw_cases(CHECKS if on_gpu else 1, self.box.seed, self.box.device.type, *sizes)
         yield from check_operations(cases, max(1.0, (until - time.monotonic()) * LORA_SHARE))
-        try:
-            yield from check_layers(self.box.device, self.box.seed)
-        except Skipped as why:
-            yield {"operation": "a layer's", "skipped": str(why)}
+        yield from check_layers(self.box.device, self.box.seed)
 
     def _alone(self, part: Part, until: float) -> Iterator[dict[str, Any]]:
         """A part of cold starts: their engine is another one."""

@@ -1,7 +1,8 @@
 """A decode step of a 7B model on a GPU, counted without one: its launches, and the bytes that they read and write.
 
 Each operation of a layer runs through its own launcher on tensors without memory; what would be launched is recorded.
-Bytes are those of the tensors that it reads and writes, each once; contexts and adapters are read whole.
+The layers of `node.runner: cuda` run in the same way, and must launch as much. Bytes are those of the tensors that an
+operation reads and writes, each once; contexts and adapters are read whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.kernel_cases import draw_case
 from benchmarks.kernel_recorder import recorded
@@ -24,6 +26,8 @@ from kernels.decoder import Heads
 from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
 from kernels.mbgmv import mbgmv
+from node_agent.runner.cuda_layers import Attended, Decoder
+from node_agent.runner.transformers_runner import ATTENTION, TransformersRunner, register_attention
 
 ITEM = 2
 """Bytes of a weight, an activation and a cache element: bf16."""
@@ -32,7 +36,8 @@ CAPABILITY = 90
 """Of the kernels that are recorded; the count does not depend on it."""
 CONTEXT = 1024
 RANK = 64
-PRODUCTS = ("mm", "addmm")
+PRODUCTS = ("linear", "mm", "addmm")
+NO_LAUNCH = ("empty", "empty_like", "new_empty", "t", "transpose", "slice", "view", "as_strided")
 Part = tuple[str, Callable[[], object], int]
 """(operation, call, bytes)"""
 
@@ -82,7 +87,7 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = function.overloadpacket.__name__
         if name in PRODUCTS:
             self.count += 1
-        elif name not in ("empty", "t", "slice", "view", "as_strided", "transpose"):
+        elif name not in NO_LAUNCH:
             raise RuntimeError(f"aten.{name} in a decode step: a launch that is not counted")
         return function(*args, **(kwargs or {}))
 
@@ -170,9 +175,36 @@ def count(part: Part) -> dict[str, Any]:
     return {"operation": operation, "launches": len(launches) + products.count, "bytes": moved}
 
 
+def runner_launches(shape: Shape, rows: int) -> int:
+    """Launches of a layer of `node.runner: cuda` itself, without adapters."""
+    config = LlamaConfig(
+        hidden_size=shape.width, intermediate_size=shape.inner, num_attention_heads=shape.heads, num_hidden_layers=1,
+        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocab,
+        max_position_embeddings=CONTEXT,
+    )  # fmt: skip
+    register_attention()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    runner = TransformersRunner(model.eval().requires_grad_(False), BLOCK_TOKENS, 2, compiled=False)
+    decoder = Decoder(runner, BLOCK_TOKENS, rows * CONTEXT // BLOCK_TOKENS)
+    decoder.operations = TritonOperations()  # as on a GPU; elsewhere they are torch's
+    table = without_memory(rows, CONTEXT // BLOCK_TOKENS, dtype=torch.int32)
+    sequences, at = Rows(without_memory(rows, dtype=torch.int32), table), without_memory(rows, dtype=torch.int64)
+    attended = Attended(at, at, sequences, None, decoder.attended_scratch(rows, CONTEXT))
+    walk = decoder.begin(at)
+    with recorded(CAPABILITY) as launches, ProductCount() as products:
+        decoder.advance(walk, decoder.layers, attended)
+    found: int = len(launches) + products.count
+    return found
+
+
 def step_row(shape: Shape, rows: int, adapted: str) -> dict[str, Any]:
-    """One decode step: a layer's operations counted, the step as so many layers with embedding, last norm and head."""
+    """One decode step: a layer's operations counted, the step as so many layers with embedding, last norm and head.
+    Raises RuntimeError where the runner launches another number."""
     base = [count(part) for part in layer_parts(shape, rows)]
+    wanted, found = sum(part["launches"] for part in base), runner_launches(shape, rows)
+    if wanted != found:
+        raise RuntimeError(f"{shape.name}, {rows} rows: the runner's layer has {found} launches, its parts {wanted}")
     adapters = [count(part) for part in adapter_parts(shape, rows, ADAPTED[adapted])]
     launches, moved = (sum(part[key] for part in base + adapters) for key in ("launches", "bytes"))
     head = shape.vocab * shape.width * ITEM + rows * (shape.vocab + 6 * shape.width) * ITEM

@@ -43,11 +43,16 @@ class Call(msgspec.Struct, frozen=True):
     """That it may use, prompt included."""
     places: int
     owners: tuple[Owner, ...] = ()
-    """Of the places: it takes as many from each."""
+    """Of the places, the tenant first if it has a limit, the function last: it takes as many from each."""
+    reserved: int = 0
+    """Places that are kept for the function."""
+    others: tuple[Owner, ...] = ()
+    """The tenant's other functions that have places kept for them, as many as the `limit` of each says: what of these
+    is free counts as taken from the tenant's, but for a call that stays within its own function's."""
 
     @property
     def limited(self) -> bool:
-        return self.rates != Rates() or any(owner.limit is not None for owner in self.owners)
+        return self.rates != Rates() or bool(self.owners)
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -120,7 +125,7 @@ class MemoryLimits:
         share = self._share()
         for owner in call.owners:
             allowed = math.inf if owner.limit is None else max(1, math.floor(owner.limit * share))
-            if self.taken.get(owner.name, 0) + call.places > allowed:
+            if self.taken.get(owner.name, 0) + self._kept(call, owner, share) + call.places > allowed:
                 return Refusal("places", owner)
         requests, tokens = self._rates(call)
         if requests is not None and (seconds := requests.wait(1)) > 0:
@@ -133,6 +138,15 @@ class MemoryLimits:
             tokens.change(-call.tokens)
         self.count(call.owners, call.places)
         return None
+
+    def _kept(self, call: Call, owner: Owner, share: float) -> int:
+        """Returns how many places of an owner are kept for other functions than the call's."""
+        function = call.owners[-1].name
+        within = self.taken.get(function, 0) + call.places <= math.floor(call.reserved * share)
+        if owner.name != call.tenant or within:
+            return 0
+        free = (math.floor((each.limit or 0) * share) - self.taken.get(each.name, 0) for each in call.others)
+        return sum(max(0, places) for places in free)
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
         self.count(call.owners, -call.places)

@@ -128,6 +128,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     generated: list[int] = []
     """Tokens that another node has generated for this request, and has sent. They count as its output, `max_tokens`
     included; the node goes on behind them, and sends what comes after."""
+    reserved: int = 0
+    """Places that are kept for its function. In a full queue the tenant's calls of other functions give way to it,
+    while fewer of its function's than that wait there."""
     place: int = 0
     """Number of the place that is reserved for it (cluster.received); 0: it has none."""
     v: int = PROTOCOL_VERSION
@@ -204,6 +207,8 @@ class Timing(msgspec.Struct, frozen=True):
     cold_start: ColdStart
     preemptions: int = 0
     """How often the request gave its place in the batch to a strict one and was computed again."""
+    device: float = 0.0
+    """Of the passes that computed it, its part by tokens. 0 also from a node that does not report it."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):

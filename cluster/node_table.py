@@ -57,6 +57,8 @@ ROW = np.dtype(
         ("decode_there", "f8"),  # a step of all its requests, whatever their number
         ("decode_base", "f8"),
         ("decode_next_row", "f8"),  # what one more adds to it by being a row
+        ("decode_per_row", "f8"),  # the same beyond `flat_rows`
+        ("flat_rows", "i8"),
         ("decode_per_context", "f8"),
         ("decode_per_rank", "f8"),
         ("rank_term", "i8"),  # index into RANK_TERMS
@@ -286,8 +288,8 @@ class NodeTable:
             (found.kv_room, strict.kv_room), (found.prompt_wait, strict.prompt_wait),
             (tightest_tpot(promised, model), strict.tightest_tpot), strict.saved,
             decode.seconds(requests, load.contexts + prompts, min(ranks, MOST)),
-            decode.base, decode.next_row(requests), decode.per_context, decode.per_rank,
-            RANK_TERMS.index(decode.rank_term), prefill.base, prefill.per_token, prefill.per_token2,
+            decode.base, decode.next_row(requests), decode.per_row, decode.flat_rows, decode.per_context,
+            decode.per_rank, RANK_TERMS.index(decode.rank_term), prefill.base, prefill.per_token, prefill.per_token2,
             prefill.per_token_rank, model.to_device.seconds(load.loading_bytes), 1.0 / model.to_device.bandwidth,
             model.from_store.latency, 1.0 / model.from_store.bandwidth, model.exposed_share,
         )  # fmt: skip

@@ -77,8 +77,10 @@ class RedisLimits:
         limits = [owner.limit for owner in call.owners]
         rps, tpm, *places = ["" if value is None else value for value in (*rates, *limits)]
         seconds: list[Value] = [round(WORKER_SECONDS * 1000), PLACES_SECONDS * 1000]
-        args = [self._link.worker, call.places, rps, tpm, call.tokens, *seconds, *places]
-        keys = [self._rates_key(call), self._link.key("workers"), *self._places_keys(call)]
+        kept = [len(call.owners), call.reserved, *places, *(owner.limit or 0 for owner in call.others)]
+        args = [self._link.worker, call.places, rps, tpm, call.tokens, *seconds, *kept]
+        others = [self._link.key("places", owner.name) for owner in call.others]
+        keys = [self._rates_key(call), self._link.key("workers"), *self._places_keys(call), *others]
         why, wait = await self._link.run("take", keys, args)
         return why, wait
 

@@ -59,6 +59,9 @@ class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
     """Probability of a call within 30 seconds, 0 to 1."""
     pinned: bool = False
     """An operator's policy wants it there; it does not count as a forecast, and waste does not hold it back."""
+    provisioned: Literal["device", "host"] | None = None
+    """The tier that it does not leave, whatever else needs room, as long as it is wanted; it is brought there beside
+    requests' loads."""
 
 
 class WantedResidency(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -68,11 +71,16 @@ class WantedResidency(msgspec.Struct, frozen=True, omit_defaults=True):
     adapters: list[WantedAdapter]
     seconds: float
     """For so long it holds, from receipt; behind it nothing is wanted."""
+    idle_ttls: dict[str, float] = {}
+    """By digest: seconds without a request after which the adapter leaves the device, and after twice as many host
+    memory, unless it is wanted."""
     v: int = PROTOCOL_VERSION
 
 
 MAX_WANTED = 64
 """Adapters in one WantedResidency."""
+MAX_IDLE_TTLS = 1024
+"""In one WantedResidency."""
 
 
 class EvictOrder(msgspec.Struct, frozen=True):

@@ -151,13 +151,14 @@ class Client(EventMethods):
 
     def delete(self, name: str, force: bool = False) -> None:
         """New calls answer `not_found` at once; running ones finish, or are cancelled with `force`."""
-        self._done(delete_call(name, force))
+        self.send(delete_call(name, force))
 
     def delete_version(self, name: str, version: int) -> None:
         """A version that no alias points to."""
-        self._done(delete_version_call(name, version))
+        self.send(delete_version_call(name, version))
 
-    def _done(self, call: Call) -> None:
+    def send(self, call: Call) -> None:
+        """A request whose reply is empty."""
         with _explained(self._connection.url):
             response = self._http.request(**call.arguments())
         if response.is_error:
@@ -306,13 +307,14 @@ class AsyncClient(AsyncEventMethods):
 
     async def delete(self, name: str, force: bool = False) -> None:
         """Does what `Client.delete` does, asynchronously."""
-        await self._done(delete_call(name, force))
+        await self.send(delete_call(name, force))
 
     async def delete_version(self, name: str, version: int) -> None:
         """Does what `Client.delete_version` does, asynchronously."""
-        await self._done(delete_version_call(name, version))
+        await self.send(delete_version_call(name, version))
 
-    async def _done(self, call: Call) -> None:
+    async def send(self, call: Call) -> None:
+        """Does what `Client.send` does, asynchronously."""
         with _explained(self._connection.url):
             response = await self._http.request(**call.arguments())
         if response.is_error:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from adapters.errors import InvalidRequest
+from adapters.functions import Policy, parse_policy
 from adapters.names import is_alias, is_name
 from adapters.nearest import nearest
 from adapters.open_store import store_kind
@@ -21,6 +22,7 @@ from garnish.hub import is_hub_place, local_folder
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
+from gateway.usage.prices import Prices
 from node_agent.config import RUNNERS
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
     functions: dict[str, Function]
     node_pools: dict[str, NodePool]
     infra: Infra
+    prices: Prices | None
 
     def path(self, written: str) -> Path:
         """Resolves a path that the file names: a relative one begins at the file's folder, and `~` is expanded."""
@@ -82,6 +85,7 @@ def load_service_file(file: Path, environment: Mapping[str, str] | None = None) 
         functions=_named(document, "functions", Function),
         node_pools=_named(document, "node_pools", NodePool),
         infra=_section(document, ("infra",), Infra),
+        prices=top.prices,
     )
     if loaded.node.predictor is not None:
         log.warning(f"{file}: node.predictor is ignored: node.prefetch (off, auto) took its place; remove the key")
@@ -98,6 +102,8 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "node.disk_cache.bytes": parse_bytes,
     "node.simulate.link": parse_rate,
     "node.simulate.store": parse_rate,
+    "functions.*.timeout": parse_seconds,
+    "functions.*.max_age": parse_seconds,
     "functions.*.idle_ttl": parse_seconds,
     "tenants.*.limits.bytes": parse_bytes,
     "gateway.hold": parse_seconds,
@@ -118,8 +124,6 @@ BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "gateway.policy": _policies,
     "node.runner": ("auto", *RUNNERS),
     "node.tensor_parallel": (1,),
-    "functions.*.provisioned": (0,),
-    "functions.*.idle_ttl": (),
 }
 """Keys whose values depend on what this version has, and those values; without any the key's feature is not there."""
 
@@ -264,6 +268,11 @@ def _check_together(document: Document, loaded: ServiceFile) -> None:
             raise document.error((*path, "tenant"), f"unknown tenant; expected one of {', '.join(tenants)}")
         if function.alias is not None and not is_alias(function.alias):
             raise document.error((*path, "alias"), "expected a name that is not all digits")
+        try:
+            parse_policy(function.policy(), Policy(), within="")
+        except InvalidRequest as error:
+            field = (error.param or "").partition("[")[0]
+            raise document.error((*path, field), str(error)) from None
 
 
 def _check_devices(document: Document, node: Node) -> None:

@@ -52,5 +52,16 @@ def webhook_secret_call(tenant: str) -> Call:
     return Call(method="POST", url=f"/tenants/{quote(tenant, safe='')}/webhook-secrets")
 
 
+def webhook_secrets_call(tenant: str) -> Call:
+    """Needs an admin key. The reply is gateway.routes.webhook_secrets.SecretsReply."""
+    return Call(method="GET", url=f"/tenants/{quote(tenant, safe='')}/webhook-secrets")
+
+
+def end_webhook_secret_call(tenant: str, secret_id: str) -> Call:
+    """Needs an admin key. The reply is empty."""
+    url = f"/tenants/{quote(tenant, safe='')}/webhook-secrets/{quote(secret_id, safe='')}"
+    return Call(method="DELETE", url=url)
+
+
 def _stated(**params: str | None) -> dict[str, str]:
     return {name: value for name, value in params.items() if value is not None}

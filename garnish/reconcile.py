@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -26,19 +26,25 @@ class Connect(Protocol):
 
 
 class FunctionStep(msgspec.Struct, frozen=True):
-    """`create`: the adapter becomes a new version. `move`: it is one already, and the alias has to point to it."""
+    """`create`: the adapter becomes a new version. `move`: it is one already, and the alias has to point to it. `set`:
+    only its policy has to change, which it may with the others, too."""
 
     tenant: str
     function: str
     alias: str
-    action: Literal["create", "move", "none"]
+    action: Literal["create", "move", "set", "none"]
     version: int | None
     """The one that the adapter is already."""
     points_to: int | dict[str, float] | None
     """Where the alias points now."""
     adapter: str
+    policy: dict[str, Any] = {}
+    """Fields that the file states and that are not so."""
 
     def __str__(self) -> str:
+        return f"{self._deployed()}; policy: {', '.join(self.policy)}" if self.policy else self._deployed()
+
+    def _deployed(self) -> str:
         name = f"function {self.tenant}/{self.function}"
         now = "nothing" if self.points_to is None else f"version {_target(self.points_to)}"
         match self.action:
@@ -46,6 +52,8 @@ class FunctionStep(msgspec.Struct, frozen=True):
                 return f"{name}: create a version, and move {self.alias} to it (from {now})"
             case "move":
                 return f"{name}: move {self.alias} to version {self.version} (from {now})"
+            case "set":
+                return f"{name}: {self.alias} is version {self.version}"
             case _:
                 return f"{name}: nothing to do, {self.alias} is version {self.version}"
 
@@ -93,7 +101,8 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
     functions = []
     for name, function in service.functions.items():
         tenant, files = tenant_of(service, function), service.adapter_files(name)
-        functions.append(_plan_function(connect, tenant, name, function.alias or "latest", files, tenant in new))
+        wanted = _Wanted(tenant, name, function.alias or "latest", function.policy(), files)
+        functions.append(_plan_function(connect, wanted, tenant in new))
     return Plan(tenants, functions)
 
 
@@ -108,7 +117,10 @@ def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iter
         if entry.action != "none":
             tell(str(entry))
             with connect(entry.tenant) as client:
-                yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
+                if entry.action != "set":
+                    yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
+                if entry.policy:
+                    client.set_policy(entry.function, entry.policy)
 
 
 def try_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
@@ -149,16 +161,27 @@ def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantSte
     return TenantStep(name, "change", changed, {**now, **stated})
 
 
-def _plan_function(
-    connect: Connect, tenant: str, name: str, alias: str, files: AdapterFiles, new_tenant: bool
-) -> FunctionStep:
+class _Wanted(NamedTuple):
+    """A function as the file declares it."""
+
+    tenant: str
+    name: str
+    alias: str
+    policy: dict[str, Any]
+    files: AdapterFiles
+
+
+def _plan_function(connect: Connect, wanted: _Wanted, new_tenant: bool) -> FunctionStep:
+    tenant, name, alias, policy, files = wanted
     hashes = _sha256(files.config), _sha256(files.weights)
     version: int | None = None
     points_to: int | dict[str, float] | None = None
     if not new_tenant:
         with connect(tenant) as client:
             try:
-                points_to = client.function(name).aliases.get(alias)
+                found = client.function(name)
+                points_to = found.aliases.get(alias)
+                policy = {field: value for field, value in policy.items() if found.policy.get(field) != value}
                 known = client.versions(name).versions
             except GarnishError as error:
                 if error.type != "not_found":
@@ -166,10 +189,10 @@ def _plan_function(
                 known = []
         same = [entry.version for entry in known if (entry.config_sha256, entry.weights_sha256) == hashes]
         version = max(same, default=None)
-    action: Literal["create", "move", "none"] = "create" if version is None else "move"
+    action: Literal["create", "move", "set", "none"] = "create" if version is None else "move"
     if version is not None and points_to == version:
-        action = "none"
-    return FunctionStep(tenant, name, alias, action, version, points_to, str(files.config.parent))
+        action = "set" if policy else "none"
+    return FunctionStep(tenant, name, alias, action, version, points_to, str(files.config.parent), policy)
 
 
 def _settings(service: ServiceFile, tenant: str) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.functions import SUPPORTED_POLICY, Policy
 from adapters.slo import Slo, Weight
 from adapters.tenants import Limits
+from gateway.usage.prices import Prices
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
@@ -74,12 +76,16 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits | None = None
 
 
-class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Function(Policy, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of its policy stand beside its own."""
+
     adapter: Text
     tenant: Text | None = None
     alias: Text | None = None
-    provisioned: Annotated[int, Meta(ge=0)] | None = None
-    idle_ttl: float | None = None
+
+    def policy(self) -> dict[str, Any]:
+        """Returns the policy fields that the file states."""
+        return {name: value for name, value in msgspec.to_builtins(self).items() if name in SUPPORTED_POLICY}
 
 
 class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,3 +145,4 @@ class Top(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     functions: dict[str, Any] = {}
     node_pools: dict[str, Any] = {}
     infra: dict[str, Any] = {}
+    prices: Prices | None = None

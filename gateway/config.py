@@ -13,6 +13,7 @@ from adapters.s3_url import parse_s3_url
 from cluster.news import RECORD_EXPIRY
 from cluster.redis_url import url_problem
 from gateway.events.webhook_hosts import parse_webhook_hosts
+from gateway.usage.prices import Prices
 
 MAX_TIMEOUT = 3600.0
 """Seconds: the longest call."""
@@ -65,6 +66,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are placed: one of gateway.scheduling.policy.POLICIES."""
     allowed_sources: tuple[str, ...] = ()
     """`s3://bucket/prefix`es from below which tenants may deploy."""
+    prices: Prices | None = None
+    """By which `GET /usage` says what usage costs; None: it does not."""
     webhook_hosts: tuple[str, ...] = ()
     """Hosts that webhooks may go to (`*.domain`: all below it), and networks that may be private; empty: none."""
 

@@ -17,11 +17,11 @@ import msgspec
 from adapters.base_model import BaseModel, load_base_model
 from adapters.epoch import Mark, mark
 from adapters.errors import StoreUnavailable
-from adapters.function_changes import function_key
 from adapters.inspector import Inspector
 from adapters.open_store import open_checked_store
 from adapters.registry import Registry
 from adapters.sources import Sources
+from adapters.standing import Memory, function_key
 from adapters.store import ObjectStore
 from adapters.tenants import Tenants
 from cluster.errors import ServiceError
@@ -53,6 +53,7 @@ from gateway.config import GatewayConfig, share, usage_directory
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events
 from gateway.events.jobs import event_jobs
+from gateway.events.metrics import EventMetrics
 from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
@@ -62,9 +63,11 @@ from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
 from gateway.residency.residency import Parts, Residency
 from gateway.residency.schedules import WarmSchedules
+from gateway.residency.standing import StandingPolicies, memory_of
 from gateway.residency.warming import Warming
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
+from gateway.usage.residents import Owners, meter_of
 from gateway.workers.attainment import Attainment
 from gateway.workers.called import CalledDigests
 from gateway.workers.last_hour import LastHour
@@ -133,6 +136,7 @@ class Services:
 
     def function_changed(self, tenant: str, function: str) -> None:
         """After any change of the function by this process."""
+        self.callers.forget(tenant)  # its record has what functions reserve
         self.residency.forget(tenant, function)
         self.peers.publish(FunctionChanged(tenant, function))
 
@@ -146,6 +150,10 @@ class Services:
             await self.threads.write(mark, self.registry.store, function_key(tenant, function), why, number)
         except StoreUnavailable as error:
             log.error("calls of a deleted function may go on where Redis is away, too", extra={"why": str(error)})
+
+    async def provisionable(self) -> Memory:
+        """Returns what of the nodes' memory provisioned copies may take."""
+        return memory_of((node.record for node in await self.cluster.nodes()), self.base.fingerprint)
 
     def marked(self, mark: Mark) -> None:
         """The registry's epoch says that this record may have changed."""
@@ -173,6 +181,7 @@ class Services:
         match message:
             case FunctionChanged(tenant, function):
                 self.functions.forget(tenant, function)
+                self.callers.forget(tenant)
                 self.residency.forget(tenant, function)
             case TenantChanged(tenant):
                 self._forget_tenant(tenant)
@@ -233,6 +242,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             services = _make_services(config, metrics, opened)
             services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
             services.peers.on_message, services.functions.on_change = services.heard, services.function_changed
+            services.residency.on_provisioned = services.dispatcher.called.run
             await services.callers.learn_tenants()
             leader = _leader(config, metrics, shared, services)
             async with (
@@ -253,6 +263,7 @@ def _leader(config: GatewayConfig, metrics: Metrics, shared: Shared, services: S
     jobs = [
         Job("usage_compaction", UsageCompaction(store, monotonic).run),
         *services.residency.jobs(),
+        meter_of(services).job(),
         *event_jobs(events.store, events.announce),
     ]
     return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic, seconds, alone=alone)
@@ -283,7 +294,11 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         name_watch=name_watch,
         usage=opened.usage,
         functions=functions,
-        events=Events(EventStore(store), StoreThreads(config.store_seconds, EVENT_THREADS), shared.events),
+        events=Events(
+            EventStore(store, EventMetrics(metrics.registry)),
+            StoreThreads(config.store_seconds, EVENT_THREADS),
+            shared.events,
+        ),
         suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,
@@ -318,6 +333,8 @@ def _make_residency(
     parts = Parts(
         history=CallHistory(Forecaster, monotonic, time),
         schedules=WarmSchedules(opened.store, threads, functions, unix=time),
+        standing=StandingPolicies(opened.store, threads, functions),
+        owners=Owners(),
         orders=ResidencyOrders(node_calls, shown, monotonic),
         metrics=shown,
     )

@@ -128,6 +128,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     """The error is that the registry's artifact is not what it must be, or is missing."""
     preemptions: int = 0
     """How often it gave its place in the batch to a strict request, to be computed again later."""
+    device: float = 0.0
+    """Seconds of the passes that computed it, its part."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):

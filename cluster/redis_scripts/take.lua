@@ -1,7 +1,9 @@
 -- A call of a tenant begins, if its limits allow it: requests per second, tokens per minute, places at once.
--- KEYS: rates, workers, places... (a hash of worker -> places taken, for each owner)
+-- KEYS: rates, workers, places... (a hash of worker -> places taken, for each owner, the tenant first where it has a
+--       limit, the function last), places of the tenant's other functions that have some kept for them...
 -- ARGV: worker, places wanted, requests/s, tokens/min (empty: not limited), tokens, longest silence of a worker that
---       lives, lifetime of places, limit of each owner... (empty: not limited)
+--       lives, lifetime of places, number of owners, places kept for the function, limit of each owner... (empty: not
+--       limited), places kept for each other function...
 -- Returns {0 allowed | 1 requests | 2 tokens | 3 first owner's places | 4 ..., milliseconds until it may be allowed}
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -12,19 +14,32 @@ local function alive(worker)
   return beat and now - tonumber(beat) < tonumber(ARGV[6])
 end
 
-for index = 3, #KEYS do
-  local limit = tonumber(ARGV[index + 5])
-  if limit then
-    local taken = 0
-    local counts = redis.call('HGETALL', KEYS[index])
-    for pair = 1, #counts, 2 do
-      if counts[pair] == ARGV[1] or alive(counts[pair]) then
-        taken = taken + tonumber(counts[pair + 1])
-      else
-        redis.call('HDEL', KEYS[index], counts[pair])
-      end
+local function taken_of(key)
+  local taken = 0
+  local counts = redis.call('HGETALL', key)
+  for pair = 1, #counts, 2 do
+    if counts[pair] == ARGV[1] or alive(counts[pair]) then
+      taken = taken + tonumber(counts[pair + 1])
+    else
+      redis.call('HDEL', key, counts[pair])
     end
-    if taken + wanted > limit then return {index, 0} end
+  end
+  return taken
+end
+
+local last = 2 + tonumber(ARGV[8])  -- of the owners' keys
+-- What is free of the places that are kept for others counts as taken, unless the function has kept ones itself.
+local kept = 0
+if #KEYS > last and taken_of(KEYS[last]) + wanted > tonumber(ARGV[9]) then
+  for index = last + 1, #KEYS do
+    kept = kept + math.max(0, tonumber(ARGV[index + 7]) - taken_of(KEYS[index]))
+  end
+end
+for index = 3, last do
+  local limit = tonumber(ARGV[index + 7])
+  if limit then
+    local held = index == 3 and kept or 0
+    if taken_of(KEYS[index]) + held + wanted > limit then return {index, 0} end
   end
 end
 
@@ -65,7 +80,7 @@ if rps or tpm then
   for name, value in pairs(left) do redis.call('HSET', KEYS[1], name, string.format('%.17g', value)) end
   redis.call('PEXPIRE', KEYS[1], math.ceil(math.min(most, full_in) * 1000) + 1000)
 end
-for index = 3, #KEYS do
+for index = 3, last do
   redis.call('HINCRBY', KEYS[index], ARGV[1], wanted)
   redis.call('PEXPIRE', KEYS[index], ARGV[7])
 end

@@ -20,6 +20,7 @@ from garnish.cli import (
     invoke,
     logs,
     nodes,
+    policy,
     profile,
     registry,
     serve,
@@ -27,6 +28,7 @@ from garnish.cli import (
     usage,
     versions,
     warm,
+    webhook_secrets,
 )
 from garnish.errors import FrontDoorError
 
@@ -42,9 +44,11 @@ app = typer.Typer(
 serve.register(app)
 functions.register(app)
 versions.register(app)
+policy.register(app)
 warm.register(app)
 invoke.register(app)
 events.register(app)
+webhook_secrets.register(app)
 batch.register(app)
 nodes.register(app)
 explain.register(app)

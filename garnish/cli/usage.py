@@ -1,12 +1,15 @@
-"""`garnish usage`: requests, tokens and cold starts."""
+"""`garnish usage`: requests, tokens, cold starts, device time, adapters' memory, and what that costs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
+
+if TYPE_CHECKING:
+    from gateway.routes.usage import UsageSums
 
 GROUPS = ("tenant", "function", "version", "hour")
 SUMS = {
@@ -14,6 +17,11 @@ SUMS = {
     "prompt_tokens": "TOKENS IN",
     "completion_tokens": "TOKENS OUT",
     "cold_starts": "COLD",
+    "device_seconds": "DEVICE S",
+    "device_gb_seconds": "GB S DEVICE",
+    "device_pinned_gb_seconds": "PINNED",
+    "host_gb_seconds": "GB S HOST",
+    "host_pinned_gb_seconds": "PINNED",
 }
 
 Start = Annotated[str | None, typer.Option("--from", help="A time such as 2026-11-21T17:00Z (default: 24 h ago).")]
@@ -52,12 +60,14 @@ def usage(
     rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in told.rows]
     rows.append([*["total", *("" for _ in groups[1:])], *_numbers(told.total)])
     named = [Column(name.upper(), least=10) for name in groups or ["all"]]
-    screen.table([*named, *(Column(name, number=True) for name in SUMS.values())], rows if groups else rows[-1:])
+    sums = [*SUMS.values(), *(["COST"] if told.total.cost is not None else [])]
+    screen.table([*named, *(Column(name, number=True) for name in sums)], rows if groups else rows[-1:])
     screen.result(told)
 
 
-def _numbers(sums: object) -> list[str]:
-    return [str(getattr(sums, name)) for name in SUMS]
+def _numbers(sums: UsageSums) -> list[str]:
+    numbers = [getattr(sums, name) for name in SUMS] + ([sums.cost] if sums.cost is not None else [])
+    return [str(number) if isinstance(number, int) else f"{number:.3f}" for number in numbers]
 
 
 def _shown(value: object) -> str:

@@ -22,6 +22,8 @@ POLL_SECONDS = 0.1
 MAX_CRASHES = 3
 """A node whose processes ended that often before it ever was ready won't get ready."""
 DEPLOY_TRIES = 3
+NODES_SECONDS = 60.0
+"""For which a policy that does not fit is tried again: the nodes that it needs may not have reported yet."""
 
 
 class Opening(threading.Thread):
@@ -42,6 +44,8 @@ class Opening(threading.Thread):
         try:
             self._wait_until_ready()
             self.result = [self._deploy(deployment) for deployment in self._prepared.deployments]
+            for deployment in self._prepared.deployments:
+                self._set_policy(deployment)
         except FrontDoorError as error:
             self.result = error
 
@@ -74,6 +78,21 @@ class Opening(threading.Thread):
                     raise StartError(f"functions.{deployment.name}: {error.report()}") from error
                 self._cancelled.wait(error.retry_after or 1.0)
         raise AssertionError("unreachable")
+
+    def _set_policy(self, deployment: Deployment) -> None:
+        """Raises StartError for a policy that is refused."""
+        deadline = time.monotonic() + NODES_SECONDS
+        while deployment.policy:
+            try:
+                with Client(connection=deployment.connection) as client:
+                    client.set_policy(deployment.name, deployment.policy)
+                return
+            except GarnishError as error:
+                if error.type not in ("unavailable", "overloaded", "conflict") or time.monotonic() > deadline:
+                    raise StartError(f"functions.{deployment.name}: {error.report()}") from error
+                self._tell(f"waiting: {error.message}")
+                if self._cancelled.wait(error.retry_after or 1.0):
+                    raise StartError("stopped before the service was ready") from error
 
 
 def _readiness(http: httpx.Client) -> str | None:

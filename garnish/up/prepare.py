@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -63,6 +64,7 @@ class Deployment(msgspec.Struct, frozen=True):
     name: str
     directory: Path
     alias: str | None
+    policy: dict[str, Any]
     connection: Connection
 
 
@@ -211,7 +213,7 @@ def _deployments(service: ServiceFile, folders: dict[str, Path], credentials: Cr
     for name, function in service.functions.items():
         tenant = tenant_of(service, function)
         connection = Connection(credentials.url, credentials.keys.get(tenant, ""), tenant)
-        yield Deployment(name, folders[name], function.alias, connection)
+        yield Deployment(name, folders[name], function.alias, function.policy(), connection)
 
 
 def _adapter_folders(service: ServiceFile) -> dict[str, Path]:

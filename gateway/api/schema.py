@@ -181,8 +181,8 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
 
 class Timing(msgspec.Struct, frozen=True):
     """Milliseconds. `ttft_ms` and `tpot_ms` are null where there were too few tokens to measure. `resumed`: how often
-    the call went on on another node, because one failed after its first token; then `queue_ms` and `cold_start` are of
-    the node where it ended."""
+    the call went on on another node, because one failed after its first token; then `queue_ms`, `cold_start` and
+    `device_ms` are of the node where it ended. `device_ms`: its part of the passes that computed it, of all choices."""
 
     queue_ms: float
     cold_start: ColdStartTiming
@@ -190,6 +190,7 @@ class Timing(msgspec.Struct, frozen=True):
     tpot_ms: float | None
     total_ms: float
     resumed: int = 0
+    device_ms: float = 0.0
 
 
 class InvokeReply(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -12,7 +12,7 @@ from cluster.state import ClusterState
 from gateway.batches.files import FileStore
 from gateway.batches.records import BatchStore
 from gateway.batches.runner import BatchRunner
-from gateway.batches.spare import spare_rows
+from gateway.batches.spare import SpareRows
 from gateway.catalog.callers import Callers
 
 
@@ -29,10 +29,10 @@ def make_batches(
     store: ObjectStore, cluster: ClusterState, callers: Callers, *, base: str, name: str, registry: CollectorRegistry
 ) -> Batches:
     """`base`: fingerprint of the base model; `name`: the worker's, among all gateways'; `registry`: of its metrics."""
-    files, records = FileStore(store), BatchStore(store)
+    files, records, rows = FileStore(store), BatchStore(store), SpareRows(monotonic)
 
     async def spare(in_flight: int) -> float:
-        return spare_rows(await cluster.table(), base, in_flight)
+        return rows.count(await cluster.table(), base, in_flight)
 
     runner = BatchRunner(records, files, callers, name=name, spare=spare, registry=registry, clock=monotonic, unix=time)
     return Batches(files, records, runner)

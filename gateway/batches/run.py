@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 import msgspec
 
 from adapters.errors import NotFound
 from gateway.batches.files import FileRecord, FileStore, piece_starts
-from gateway.batches.lines import Line, LineScanner, read_line
+from gateway.batches.line_reader import AHEAD_LINES, LineReader
+from gateway.batches.lines import Line, LineScanner
 from gateway.batches.messages import BatchProblem, Status
 from gateway.batches.records import BatchRecord, BatchStore, Held, bits_for
 from gateway.batches.replies import LineReply, PartWriter, reply_line, unanswered_line
@@ -56,7 +58,7 @@ class BatchRun:
         self._problems = held.record.problems
         self._etag = held.etag
         self._batches, self._files, self._threads, self._unix = batches, files, threads, unix
-        self._source: FileRecord | None = None
+        self._reader: LineReader | None = None
         self._scanned = LineScanner(held.record.endpoint)
         self._order: array[int] = array("l")
         self._next = 0
@@ -92,7 +94,8 @@ class BatchRun:
             if scanner.full or (self.ending is not None and self.ending not in UNANSWERED):
                 break
         scanner.end()
-        self._source, self._scanned = source, scanner
+        self._scanned = scanner
+        self._reader = LineReader(scanner, partial(self._files.read, self.record.tenant, source), self._threads)
         if self.record.status != "validating" or self.ending is not None:
             self._order = scanner.order()
             return
@@ -133,10 +136,11 @@ class BatchRun:
 
     async def line(self, index: int) -> Line:
         """Raises NotFound when the file was deleted."""
-        source = self._source
-        assert source is not None
-        start, size = self._scanned.starts[index], self._scanned.sizes[index]
-        return read_line(await self._threads.run(lambda: self._read(source, start, size)))
+        return await self._read_line(index, self._order[self._next : self._next + AHEAD_LINES])
+
+    async def _read_line(self, index: int, ahead: Iterable[int]) -> Line:
+        assert self._reader is not None
+        return await self._reader.line(index, (call for call in ahead if not self._is_done(call)))
 
     def put_back(self, index: int, seconds: float) -> None:
         """The call is to be tried again so much later."""
@@ -157,8 +161,9 @@ class BatchRun:
     def all_answered(self) -> bool:
         return self.record.total > 0 and sum(self._counts.values()) >= self.record.total
 
-    async def write(self) -> None:
-        """Writes what was answered, and then the record that says so, which keeps the lease."""
+    async def write(self, **changes: Any) -> None:
+        """Writes what was answered, and then the record that says so, which keeps the lease. `changes` of the record
+        count from when it is written."""
         self.changed.clear()
         for writer in self._writers.values():
             if pieces := writer.take():
@@ -169,11 +174,14 @@ class BatchRun:
             writer, pieces = self._unwritten[0]
             await self._threads.run(partial(writer.write, pieces))
             del self._unwritten[0]
-        while (held := await self._threads.run(lambda: self._batches.write(self.record, self._etag))) is None:
+        while (held := await self._threads.run(partial(self._write_record, changes))) is None:
             await self._merge()
         self.record, self._etag = held.record, held.etag
         self.written_at = asyncio.get_running_loop().time()
         self._answers -= taken
+
+    def _write_record(self, changes: dict[str, Any]) -> Held | None:
+        return self._batches.write(msgspec.structs.replace(self.record, **changes), self._etag)
 
     async def finish(self) -> None:
         """Ends the batch as it was said to; its files are there when its record says that it has ended."""
@@ -188,8 +196,8 @@ class BatchRun:
                 await self._note_unanswered(*UNANSWERED[outcome])
         await self.write()
         await self._threads.run(self._make_files)
-        self.record = msgspec.structs.replace(self.record.with_status(outcome, self._unix()), holder="")
-        await self.write()
+        ended = self.record.with_status(outcome, self._unix())
+        await self.write(status=ended.status, at=ended.at, holder="")
         await self._threads.run(lambda: self._batches.close(*self.key))
 
     def give_up(self) -> None:
@@ -199,15 +207,14 @@ class BatchRun:
 
     async def release(self) -> None:
         """Lets another gateway go on at once, unless the batch has ended or one does already."""
-        if self.lost or self.record.ended:
-            return
-        self.record = msgspec.structs.replace(self.record, holder="")
-        await self.write()
+        if not self.lost and not self.record.ended:
+            await self.write(holder="")
 
     async def _note_unanswered(self, code: str, message: str) -> None:
-        for index in range(len(self._scanned.starts)):
+        count = len(self._scanned.starts)
+        for index in range(count):
             if not self._is_done(index):
-                line = await self.line(index)
+                line = await self._read_line(index, range(index + 1, min(index + AHEAD_LINES, count)))
                 self._add(index, False, unanswered_line(line.custom_id, code, message))
                 if self._answers >= FLUSH_LINES:
                     await self.write()
@@ -261,7 +268,4 @@ class BatchRun:
         return bool(self._done[index // 8] >> index % 8 & 1)
 
     def _feed(self, scanner: LineScanner, source: FileRecord, start: int, length: int) -> None:
-        scanner.feed(self._read(source, start, length))
-
-    def _read(self, source: FileRecord, start: int, length: int) -> bytes:
-        return self._files.read(self.record.tenant, source, start, length)
+        scanner.feed(self._files.read(self.record.tenant, source, start, length))

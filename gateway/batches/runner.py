@@ -115,6 +115,7 @@ class BatchRunner:
 
     async def _claim(self) -> None:
         found = await self._threads.run(self._batches.open_batches)
+        self._metrics.set_open(len(found))
         waiting = [key for key in found if key not in self._runs]
         self._seen = {key: self._seen[key] for key in waiting if key in self._seen}
         due = {key for key in waiting if key not in self._seen or self._is_stale(key)}
@@ -181,7 +182,7 @@ class BatchRunner:
             await self._end_calls(key)
             run.end("failed", BatchProblem("internal_error", "an unexpected error; the operator finds it in the log"))
             with suppress(LeaseLost):
-                await self._insist(run, run.finish)
+                await self._finish(run)
         finally:
             await self._end_calls(key)
             with suppress(StoreUnavailable, LeaseLost, TimeoutError):  # then the lease ends by itself
@@ -203,7 +204,12 @@ class BatchRunner:
             await self._insist(run, lambda: self._tend(run))
         await self._end_calls(key)
         if run.ending is not None:
-            await self._insist(run, run.finish)
+            await self._finish(run)
+
+    async def _finish(self, run: BatchRun) -> None:
+        """Raises LeaseLost."""
+        await self._insist(run, run.finish)
+        self._metrics.count_end(run.record.status)
 
     async def _tend(self, run: BatchRun) -> None:
         """Keeps the lease and what was answered, and ends the batch when it is time to."""

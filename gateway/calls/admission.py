@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from adapters.tenants import Limits
+from adapters.tenants import Tenant
 from cluster.errors import ServiceError
 from cluster.limits import Call, LimitState, Owner, Rates, Refusal
 from cluster.messages import GenerateRequest
@@ -19,10 +19,10 @@ RETRY_AFTER = 1.0
 """Seconds, where nobody knows when a place gets free."""
 
 
-def call_of(
-    tenant: str, limits: Limits, function: str, max_concurrency: int | None, requests: Sequence[GenerateRequest]
-) -> Call:
+def call_of(account: Tenant, function: str, max_concurrency: int | None, requests: Sequence[GenerateRequest]) -> Call:
     """Raises ServiceError `validation_failed` for more choices than may ever run at once."""
+    tenant, limits = account.id, account.limits
+    reserved = account.reserved if limits.concurrent is not None else {}
     owners = (Owner(tenant, limits.concurrent), Owner(f"{tenant}/{function}", max_concurrency))
     for owner, whose in zip(owners, ("the tenant", f"function {function}"), strict=True):
         if owner.limit is not None and len(requests) > owner.limit:
@@ -33,7 +33,11 @@ def call_of(
         rates=Rates(limits.rps, limits.tokens_per_minute),
         tokens=sum(_prompt(request) + request.max_tokens for request in requests),
         places=len(requests),
-        owners=tuple(owner for owner in owners if owner.limit is not None),
+        owners=tuple(
+            owner for owner in owners if owner.limit is not None or (reserved and owner is owners[-1])
+        ),  # where places are kept for functions, those of each are counted
+        reserved=reserved.get(function, 0),
+        others=tuple(Owner(f"{tenant}/{other}", places) for other, places in reserved.items() if other != function),
     )
 
 
@@ -84,6 +88,9 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
         assert owner is not None
         function = owner.name.partition("/")[2]
         why = f"the tenant may have {owner.limit} generations under way at once"
+        if call.others:
+            kept = sum(other.limit or 0 for other in call.others)
+            why += f", {kept} of which are reserved for other functions (reserved_concurrency)"
         if function:
             why = f"function {function} runs {owner.limit} generations already, its max_concurrency"
     return ServiceError("rate_limited", f"{why}; try again later", retry_after=refusal.seconds or RETRY_AFTER)

@@ -322,7 +322,7 @@ class Generation:
         try:
             shared, request = self.shared, self._asked
             crowded = shared.waiting.gives_way(request.tenant, request.weight)
-            displaces = crowded is not None or request.slo_class == "strict"  # best effort's, whose ever it is
+            displaces = crowded is not None or request.slo_class == "strict" or request.reserved > 0  # as on the node
             excluded |= await self._unfit(request)
             return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)
         except ServiceError as error:
@@ -370,7 +370,8 @@ class Generation:
         if event.finish_reason in ("stop", "length"):
             self.shared.placer.lengths.note(self.request.tenant, self.function, event.completion_tokens)
         cold = event.timing.cold_start.state != "none"
-        self._meter.done(0 if self.request.sampling.choice else event.prompt_tokens, event.completion_tokens, cold)
+        prompt, device = 0 if self.request.sampling.choice else event.prompt_tokens, event.timing.device
+        self._meter.done(prompt, event.completion_tokens, cold, device)
 
     def _count(self, outcome: str) -> None:
         shared, tenant, done = self.shared, self.request.tenant, self.done

@@ -44,7 +44,7 @@ class NodeCalls:
         self, node: NodeRecord, path: str, kind: type[T], order: msgspec.Struct | None = None
     ) -> tuple[int, T]:
         """GET, or POST with an order: the status, and the answer as `kind`. Raises ServiceError: what the node says, or
-        `node_failed`."""
+        `node_failed`, PathUnknown."""
         method = "GET" if order is None else "POST"
         status, body = await self._call(node, method, path, b"" if order is None else msgspec.msgpack.encode(order))
         try:
@@ -64,14 +64,14 @@ class NodeCalls:
         """POST without an answer. Raises as `ask`, and PathUnknown."""
         status, body = await self._exchange(node, "POST", path, b"" if order is None else msgspec.msgpack.encode(order))
         if status == 404:
-            raise PathUnknown("node_failed", f"node {node.id} does not know {path}")
+            raise _unknown(node, path)
         if status >= 300:
-            raise _refusal(node, status, body)
+            raise _refusal(node, path, status, body)
 
     async def _call(self, node: NodeRecord, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         status, answer = await self._exchange(node, method, path, body)
         if status >= 300:
-            raise _refusal(node, status, answer)
+            raise _refusal(node, path, status, answer)
         return status, answer
 
     async def _exchange(self, node: NodeRecord, method: str, path: str, body: bytes) -> tuple[int, bytes]:
@@ -89,14 +89,18 @@ class NodeCalls:
         return response.status, bytes(answer)
 
 
-def _refusal(node: NodeRecord, status: int, body: bytes) -> ServiceError:
+def _refusal(node: NodeRecord, path: str, status: int, body: bytes) -> ServiceError:
     try:
         told = msgspec.json.decode(body, type=_Refusal).error
     except msgspec.DecodeError:
-        return _failed(node, f"answered with status {status}")
+        return _unknown(node, path) if status == 404 else _failed(node, f"answered with status {status}")
     if told.type not in STATUS or told.type in OUR_FAULT:
         return _failed(node, f"refused the gateway ({told.type[:50]})")
     return ServiceError(told.type, told.message, retry_after=1.0 if STATUS[told.type] in (429, 503) else None)
+
+
+def _unknown(node: NodeRecord, path: str) -> PathUnknown:
+    return PathUnknown("node_failed", f"node {node.id} does not know {path}")
 
 
 def _failed(node: NodeRecord, what: str) -> ServiceError:

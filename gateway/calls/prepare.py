@@ -77,7 +77,7 @@ async def prepare(
     template = _template(base, target=target, account=account, parameters=parameters, timeout=timeout)
     limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
     requests = _requests(template, prompts, limits, merged.n or 1)
-    call = call_of(tenant, account.limits, target.function, target.max_concurrency, requests)
+    call = call_of(account, target.function, target.max_concurrency, requests)
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
     return Invocation(
@@ -114,6 +114,7 @@ def _template(
         slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
         ttft=_seconds(slo.ttft_ms),
         tpot=_seconds(slo.tpot_ms),
+        reserved=account.reserved.get(target.function, 0),
     )
 
 

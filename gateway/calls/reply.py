@@ -168,6 +168,7 @@ def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
         tpot_ms=None if generation.tpot is None else _ms(generation.tpot),
         total_ms=_ms(time.monotonic() - generation.received),
         resumed=max(each.resumed for each in generations),
+        device_ms=_ms(sum(each.done.timing.device for each in generations if each.done is not None)),
     )
 
 

@@ -11,10 +11,10 @@ from adapters.aliases import point_of
 from adapters.choices import Choice, Resolved, pick
 from adapters.destinations import Destination
 from adapters.errors import NoSuchFunction
-from adapters.function_changes import function_key
 from adapters.functions import Defaults
 from adapters.names import is_name
 from adapters.registry import Registry
+from adapters.standing import function_key
 from cluster.errors import ServiceError
 from cluster.messages import Adapter, SloClass
 from gateway.catalog.cache import GraceCache

@@ -2,9 +2,11 @@
 // `main` and stops what it does when `signal` is aborted.
 
 import { session, signIn, signOut } from "./api.js";
+import { batchesView } from "./batches.js";
 import { forgetCalls } from "./calls.js";
 import { deployView } from "./deploy.js";
 import { field, h, problem, redraw } from "./dom.js";
+import { eventsView } from "./events.js";
 import { functionView } from "./function.js";
 import { functionsView } from "./functions.js";
 import { nodesView } from "./nodes.js";
@@ -14,6 +16,8 @@ import { tenantsView } from "./tenants.js";
 const PLACES = [
   { name: "functions", title: "Functions", view: functionsView },
   { name: "deploy", title: "Deploy", view: deployView },
+  { name: "events", title: "Events", view: eventsView },
+  { name: "batches", title: "Batches", view: batchesView },
   { name: "nodes", title: "Nodes", view: nodesView, admin: true },
   { name: "tenants", title: "Tenants", view: tenantsView, admin: true },
   { name: "pools", title: "Pools", view: poolsView, admin: true },

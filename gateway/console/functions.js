@@ -5,6 +5,7 @@ import { field, h, problem, redraw, table } from "./dom.js";
 import { bytes, percent, pointed, seconds } from "./format.js";
 import { live } from "./live.js";
 import { functionFigures } from "./metrics.js";
+import { pager } from "./pager.js";
 import { before, canBegin } from "./search.js";
 
 const PAGE = 50;
@@ -129,25 +130,4 @@ function tiers(residency) {
   const counts = new Map();
   for (const { tier } of residency) counts.set(tier, (counts.get(tier) ?? 0) + 1);
   return [...counts].map(([tier, count]) => `${count} ${tier}`).join(", ") || "–";
-}
-
-function pager(state, load) {
-  const go = (change) => () => {
-    change();
-    load();
-  };
-  return h(
-    "p",
-    { class: "row" },
-    h(
-      "button",
-      { id: "back", type: "button", disabled: state.after.length === 0, click: go(() => state.after.pop()) },
-      "Back",
-    ),
-    h(
-      "button",
-      { id: "next", type: "button", disabled: state.next === null, click: go(() => state.after.push(state.next)) },
-      "Next",
-    ),
-  );
 }

@@ -7,11 +7,13 @@ from time import monotonic
 from typing import NamedTuple
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from adapters.all_versions import all_objects
 from adapters.errors import Conflict, PreconditionFailed
 from adapters.records import read_each, read_record
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
+from gateway.events.metrics import EventMetrics
 from gateway.events.records import EventRecord, Marker, event_key, markers_of, parse_marker
 
 LEFTOVER_S = 60.0
@@ -30,8 +32,10 @@ class Stored(NamedTuple):
 class EventStore:
     """Of all tenants of a registry."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, metrics: EventMetrics | None = None) -> None:
+        """`metrics` are told of all that is stored; None: of their own, that nobody asks for."""
         self.objects = store
+        self.metrics = metrics or EventMetrics(CollectorRegistry())
 
     def add(self, event: EventRecord) -> Stored | None:
         """Stores a new event. Returns None if there is one of this id."""
@@ -44,6 +48,7 @@ class EventStore:
             self._unmark(markers)
             return None
         self._mark_again(markers, began)
+        self.metrics.note_added()
         return Stored(event, etag)
 
     def get(self, tenant: str, event_id: str) -> Stored | None:
@@ -69,6 +74,7 @@ class EventStore:
             etag = found[1]  # an earlier call has made the change
         self._mark_again(after - before, began)
         self._unmark(before - after)
+        self.metrics.note_changed(stored.event, event)
         return Stored(event, etag)
 
     def remove(self, stored: Stored) -> bool:

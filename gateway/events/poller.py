@@ -21,6 +21,8 @@ IDLE_S = 5.0
 """Between two looks at the store while nothing wakes the worker: other hosts' events wait so long where no Redis is."""
 LOOK_S = 0.1
 """Least time between two looks: a store asks money for each."""
+AWAY_S = 2.0
+"""Without a look, once an event could not be changed because the store does not answer: it is there at each look."""
 FRESH_S = 1.0
 """After which a look is not used any more: other tenants may have come."""
 TENANTS_A_LOOK = 200
@@ -70,6 +72,7 @@ class Poller:
         self._left: dict[str, list[Due]] = {}
         """Of the last look, what has not begun."""
         self._looked = float("-inf")
+        self._away_until = float("-inf")
         self._next_due: float | None = None
         self._wake = asyncio.Event()
         events.wakes.append(self._wake)
@@ -89,6 +92,8 @@ class Poller:
         """Begins what is due and has room. Returns for how many seconds to rest, unless something happens before."""
         if len(self.active) >= self._at_once:
             return IDLE_S
+        if (away := self._away_until - monotonic()) > 0:
+            return away
         since = monotonic() - self._looked
         if since < LOOK_S and not any(self._left.values()):
             await asyncio.sleep(LOOK_S - since)
@@ -143,6 +148,8 @@ class Poller:
             log.error("an event can't be read", extra={"event": due.marker.id, "why": str(error)})
         except StoreUnavailable as error:  # its marker stays: it is found again
             log.warning("an event waits for the store", extra={"event": due.marker.id, "why": str(error)})
+            self._away_until = monotonic() + AWAY_S
+            self._left = {}
         except Exception:  # one event must not end the others
             log.exception("an event could not be handled", extra={"event": due.marker.id})
 

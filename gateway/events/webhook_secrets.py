@@ -35,6 +35,12 @@ def read_secrets(store: ObjectStore, tenant: str) -> tuple[WebhookSecret, ...]:
     return found[0].secrets if found else ()
 
 
+def list_secrets(tenants: Tenants, tenant: str) -> tuple[WebhookSecret, ...]:
+    """Raises NotFound without its tenant, StoreUnavailable."""
+    tenants.get(tenant)
+    return read_secrets(tenants.store, tenant)
+
+
 def add_secret(tenants: Tenants, tenant: str) -> WebhookSecret:
     """Makes a secret. Raises NotFound without its tenant, Conflict when two are valid already."""
     tenants.get(tenant)

@@ -108,7 +108,7 @@ class Worker:
             await events.threads.write(events.store.change, stored, expired(stored.event, now))
             return None
         if monotonic() - self._beat_at > WORKER_S / 2:  # the others could take this worker for lost
-            return None
+            raise StoreUnavailable("it has not taken this worker's word for too long")
         claim = await events.threads.write(events.store.change, stored, claimed(stored.event, self.name, now))
         if claim is None:
             return None

@@ -54,7 +54,7 @@ class WantedPlace(msgspec.Struct, frozen=True):
     node: str
     digest: str
     tier: Tier
-    cause: Literal["order", "schedule", "forecast"]
+    cause: Literal["provisioned", "order", "schedule", "forecast"]
     since: float
     """Unix time."""
 

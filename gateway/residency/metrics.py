@@ -37,7 +37,7 @@ class ResidencyMetrics:
             self._error.labels(score).set(value)
 
     def set_wanted(self, counts: Mapping[str, int]) -> None:
-        for cause in ("order", "schedule", "forecast"):
+        for cause in ("provisioned", "order", "schedule", "forecast"):
             self._wanted.labels(cause).set(counts.get(cause, 0))
 
     def count_order(self, outcome: Outcome) -> None:

@@ -23,9 +23,21 @@ AT_ONCE = 16
 log = logging.getLogger("gateway")
 
 
+class NodeOrder(NamedTuple):
+    """What one node is to have ready, and how long it keeps what nobody calls."""
+
+    adapters: tuple[WantedAdapter, ...] = ()
+    """The most wanted first."""
+    idle_ttls: Mapping[str, float] = {}
+    """As in WantedResidency."""
+
+
+NOTHING = NodeOrder()
+
+
 class _Sent(NamedTuple):
     epoch: str
-    adapters: tuple[WantedAdapter, ...]
+    order: NodeOrder
     at: float
     """Monotonic seconds; infinite: the node does not understand such orders."""
 
@@ -39,39 +51,37 @@ class ResidencyOrders:
         """By node."""
         self._failing: set[str] = set()
 
-    async def send(
-        self, turn: Turn, nodes: Sequence[NodeRecord], wanted: Mapping[str, Sequence[WantedAdapter]]
-    ) -> None:
-        """`wanted`: by node. Raises TurnEnded; what was not sent then is sent in the next turn."""
+    async def send(self, turn: Turn, nodes: Sequence[NodeRecord], orders: Mapping[str, NodeOrder]) -> None:
+        """`orders`: by node. Raises TurnEnded; what was not sent then is sent in the next turn."""
         ids = {node.id for node in nodes}
         self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
         self._failing &= ids
-        due = [node for node in nodes if self._is_due(node, tuple(wanted.get(node.id, ())))]
+        due = [node for node in nodes if self._is_due(node, orders.get(node.id, NOTHING))]
         places = asyncio.Semaphore(AT_ONCE)
 
         async def order(node: NodeRecord) -> None:
             async with places:
-                await self._order(turn, node, tuple(wanted.get(node.id, ())))
+                await self._order(turn, node, orders.get(node.id, NOTHING))
 
         async with asyncio.TaskGroup() as tasks:
             for node in due:
                 tasks.create_task(order(node))
         turn.check()
 
-    def _is_due(self, node: NodeRecord, adapters: tuple[WantedAdapter, ...]) -> bool:
+    def _is_due(self, node: NodeRecord, order: NodeOrder) -> bool:
         sent = self._sent.get(node.id)
         if sent is None or sent.epoch != node.epoch:
-            return bool(adapters)
-        if sent.adapters != adapters:
+            return order != NOTHING
+        if sent.order != order:
             return sent.at < math.inf
-        return bool(adapters) and self._clock() - sent.at >= ORDER_SECONDS / 2
+        return order != NOTHING and self._clock() - sent.at >= ORDER_SECONDS / 2
 
-    async def _order(self, turn: Turn, node: NodeRecord, adapters: tuple[WantedAdapter, ...]) -> None:
-        at = self._clock()
+    async def _order(self, turn: Turn, node: NodeRecord, order: NodeOrder) -> None:
+        at, message = self._clock(), WantedResidency(list(order.adapters), ORDER_SECONDS, dict(order.idle_ttls))
         try:
             turn.check()
             async with asyncio.timeout(ANSWER_SECONDS):
-                await self._node_calls.order(node, "/adapters/wanted", WantedResidency(list(adapters), ORDER_SECONDS))
+                await self._node_calls.order(node, "/adapters/wanted", message)
         except TurnEnded:
             return
         except PathUnknown:
@@ -84,7 +94,7 @@ class ResidencyOrders:
             turn.work += 1
             self._metrics.count_order("taken")
         self._failing.discard(node.id)
-        self._sent[node.id] = _Sent(node.epoch, adapters, at)
+        self._sent[node.id] = _Sent(node.epoch, order, at)
 
     def _note_failure(self, node: NodeRecord, error: Exception) -> None:
         """What the node knows now is not known: the next turn tells it again."""

@@ -1,4 +1,5 @@
-"""Which adapters each node is to have ready: what operators and tenants asked for first, then what is forecast."""
+"""Which adapters each node is to have ready: provisioned copies first, then what operators and tenants asked for, then
+what is forecast."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ DEVICE_CHANCE = 0.5
 WANTED_SHARE = 0.75
 """Of each tier of a node's adapter memory that what it is asked to have there may take: calls that nobody foresaw have
 the rest. Tuned, as DEVICE_CHANCE, on one half of the traces of benchmarks/prefetch.py."""
+PROVISIONED_SHARE = 0.5
+"""The same of copies that are provisioned there, which calls' adapters can't push out."""
+TENANT_PROVISIONED_SHARE = 0.5
+"""Of what all provisioned copies may take, that one tenant's may."""
 TENANT_SHARE = 0.125
-"""Of it, that one tenant's own orders and schedules may take."""
+"""Of the device's adapter memory, that one tenant's own orders and schedules may take."""
 TENANT_WANTED = 16
 """Adapters on one node that one tenant's own orders and schedules may name."""
 MAX_NODES = 4
@@ -28,7 +33,7 @@ MAX_NODES = 4
 STEPS = 20
 """Chances are told in so many steps: a list that hardly changed is not sent again."""
 
-Cause = Literal["order", "schedule", "forecast"]
+Cause = Literal["provisioned", "order", "schedule", "forecast"]
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,20 @@ class Want:
     chance: float
     causes: dict[str, Cause] = field(default_factory=dict)
     """By function."""
+    provisioned: Tier | None = None
+    """The best tier in which a function's policy keeps it."""
 
     @property
     def pinned(self) -> bool:
         return any(cause != "forecast" for cause in self.causes.values())
 
+    @property
+    def steps(self) -> int:
+        """Returns the chance as it is told, of STEPS."""
+        return round(self.chance * STEPS)
+
     def message(self) -> WantedAdapter:
-        chance = round(self.chance * STEPS) / STEPS
-        return WantedAdapter(self.adapter, self.tier, chance, self.pinned)
+        return WantedAdapter(self.adapter, self.tier, self.steps / STEPS, self.pinned, self.provisioned)
 
 
 @dataclass
@@ -77,6 +88,21 @@ class NodeWants:
     """By digest."""
     tenants: dict[str, dict[str, float]] = field(default_factory=dict)
     """By tenant and digest, the bytes that its own orders and schedules have taken."""
+    kept_room: dict[Tier, float] = field(default_factory=dict)
+    """As `room`, of provisioned copies alone."""
+
+    def keep(self, wish: Wish) -> bool:
+        """Returns False where a provisioned copy does not fit. Copies for devices must come first."""
+        size, digest, tier = float(wish.adapter.bytes), wish.adapter.digest, wish.tier
+        known = self.wants.get(digest)
+        if known is None:
+            if len(self.wants) >= MAX_WANTED or size > min(self.kept_room[tier], self.room[tier]):
+                return False
+            self.kept_room[tier] -= size
+            self.room[tier] -= size
+            known = self.wants[digest] = Want(wish.adapter, tier, 1.0, provisioned=tier)
+        known.causes.setdefault(wish.key, wish.cause)
+        return True
 
     def take(self, wish: Wish, tier: Tier) -> None:
         """Leaves the wish out where it is beyond a bound. A forecast for which the device has no room left is for host
@@ -93,7 +119,7 @@ class NodeWants:
             self.room[tier] -= size
             known = self.wants[digest] = Want(wish.adapter, tier, 0.0)
         elif (known.tier, tier) == ("host", "device") and size <= self.room[tier]:
-            self.room["host"] += size
+            self.room["host"] += 0.0 if known.provisioned else size  # a provisioned copy stays there, too
             self.room[tier] -= size
             known.tier = tier
         known.chance = 1.0 - (1.0 - known.chance) * (1.0 - wish.chance)
@@ -116,8 +142,13 @@ class Plan:
         self._records = {row: nodes.record(row) for row in self._homes.rows}
         self._planned: dict[int, NodeWants] = {}
         """By row."""
+        self._copies: dict[tuple[str, str], set[int]] = {}
+        """Rows with a provisioned copy, by function and digest."""
 
     def add(self, wish: Wish) -> None:
+        if wish.cause == "provisioned":
+            self._provision(wish)
+            return
         for row in self._rows(wish):
             self._of(row).take(wish, self._tier(wish, row))
 
@@ -127,12 +158,23 @@ class Plan:
         return list(self._records.values())
 
     def wants(self) -> dict[str, Sequence[Want]]:
-        """Returns what each node that serves is to have, pinned ones first, then by chance."""
+        """Returns what each node that serves is to have: provisioned copies as they were added, those on devices first;
+        then other pinned ones, and the rest by chance as it is told: the same list as long as it says the same."""
         found: dict[str, Sequence[Want]] = {}
         for row, record in self._records.items():
             wants = self._planned[row].wants.values() if row in self._planned else ()
-            found[record.id] = sorted(wants, key=lambda want: (not want.pinned, -want.chance))
+            found[record.id] = sorted(wants, key=_urgency)
         return found
+
+    def _provision(self, wish: Wish) -> None:
+        """Each copy on another node: the first of its homes that have room."""
+        copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
+        wanted = len(copies) + wish.copies
+        for row in self._homes.of(digest, len(self._homes)):
+            if len(copies) >= wanted:
+                return
+            if row not in copies and self._of(row).keep(wish):
+                copies.add(row)
 
     def _rows(self, wish: Wish) -> Iterable[int]:
         if wish.node is not None:
@@ -157,5 +199,13 @@ class Plan:
             device = record.adapter_bytes or inf
             host = record.host_bytes or device  # an older node does not tell
             room: dict[Tier, float] = {"device": WANTED_SHARE * device, "host": WANTED_SHARE * host}
-            self._planned[row] = NodeWants(room, TENANT_SHARE * device)
+            kept: dict[Tier, float] = {"device": PROVISIONED_SHARE * device, "host": PROVISIONED_SHARE * host}
+            self._planned[row] = NodeWants(room, TENANT_SHARE * device, kept_room=kept)
         return self._planned[row]
+
+
+def _urgency(want: Want) -> tuple[int, int, str]:
+    """Returns what wants are sorted by."""
+    if want.provisioned is not None:
+        return (0 if want.provisioned == "device" else 1), 0, ""
+    return (2 if want.pinned else 3), -want.steps, want.adapter.digest

@@ -4,7 +4,8 @@ every worker                  the leader
 ------------                  ----------
 a call -> ArrivalCounter -+-> CallHistory -> Forecaster      each second
 a warm order -> HeldWants-+      |
-                               Plan <- WarmSchedules         each 2 s
+                               Plan <- WarmSchedules, StandingPolicies
+                                 |                           each 2 s, and when nodes come or go
                                  |
                                ResidencyOrders -> POST /adapters/wanted
 """
@@ -12,6 +13,7 @@ a warm order -> HeldWants-+      |
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,23 +23,29 @@ import msgspec
 
 from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
 from cluster.messages import Adapter
+from cluster.node_table import HOST, NodeTable
+from cluster.residency import MAX_IDLE_TTLS
 from cluster.state import ClusterState
 from gateway.background import background
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.leader.turn import Job, Turn
-from gateway.residency.arrivals import TOGETHER, ArrivalCounter, CallsCounted, function_key
+from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsCounted, function_key
 from gateway.residency.held import Held, HeldWants
 from gateway.residency.history import CallHistory, Forecast
 from gateway.residency.messages import ForecastReply, WantedPlace
 from gateway.residency.metrics import ResidencyMetrics
-from gateway.residency.orders import ResidencyOrders
+from gateway.residency.orders import NodeOrder, ResidencyOrders
 from gateway.residency.plan import Plan, Want, Wish
 from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked, Message
 from gateway.residency.schedules import WarmSchedules
+from gateway.residency.standing import StandingPolicies
+from gateway.usage.residents import Owners
 from gateway.workers.channel import Channel
 
 SECOND = 1.0
 PLAN_SECONDS = 2.0
+NODES_SECONDS = 0.5
+"""Between two looks whether nodes came or went: then it is planned at once, so that lost copies are soon restored."""
 TOGETHER_PLANNED = 64
 """Wishes that are planned without a pause for the event loop."""
 MAX_RESOLVED = 32
@@ -52,6 +60,8 @@ class Parts:
 
     history: CallHistory
     schedules: WarmSchedules
+    standing: StandingPolicies
+    owners: Owners
     orders: ResidencyOrders
     metrics: ResidencyMetrics
 
@@ -72,13 +82,20 @@ class Residency:
     ) -> None:
         self._channel, self._cluster, self._base, self._functions = channel, cluster, base, functions
         self._parts, self._history = parts, parts.history
-        self._unix = unix
+        self._clock, self._unix = clock, unix
+        self._planned: frozenset[tuple[str, str]] = frozenset()
+        """Id and epoch of the nodes that the last plan was made for."""
+        self._plan_at = -math.inf
+        """When the next one is made, whatever they are."""
+        self.owners = parts.owners
         self._held = HeldWants(clock)
         self._counter = ArrivalCounter()
         self._wants: Mapping[str, Sequence[Want]] = {}
         """By node, as last ordered."""
         self._since: dict[tuple[str, str], float] = {}
         """Unix time, by node and digest."""
+        self.on_provisioned: Callable[[str, str], None] = lambda *_: None
+        """Told of each tenant and digest of which it keeps copies."""
         channel.on_message = self._heard
 
     def note_call(self, tenant: str, function: str, adapter: Adapter) -> None:
@@ -93,6 +110,14 @@ class Residency:
     def forget(self, tenant: str, function: str) -> None:
         """The function was changed, by anyone."""
         self._history.forget(tenant, function)
+        self.owners.forget(tenant, function)
+
+    def provisioned(self) -> dict[str, dict[str, str]]:
+        """Returns the tier in which each digest is provisioned, by node, as last ordered."""
+        return {
+            node: {want.adapter.digest: want.provisioned for want in wants if want.provisioned is not None}
+            for node, wants in self._wants.items()
+        }
 
     async def forecast_of(self, tenant: str, function: str) -> ForecastReply:
         """Returns what the leader knows; nothing where none answers."""
@@ -106,7 +131,8 @@ class Residency:
         return [
             Job("forecast", self._observe, SECOND, "nodes"),
             self._parts.schedules.job(),
-            Job("residency", self._order, PLAN_SECONDS, "nodes"),
+            self._parts.standing.job(),
+            Job("residency", self._look, NODES_SECONDS, "nodes"),
         ]
 
     @asynccontextmanager
@@ -120,15 +146,21 @@ class Residency:
             await asyncio.sleep(SECOND)
             arrivals = self._counter.take()
             if self._history.observes:
-                self._history.count(arrivals)
+                self._count(arrivals)
             elif self._channel.is_up:
                 for first in range(0, len(arrivals), TOGETHER):
                     self._channel.publish(CallsCounted(arrivals[first : first + TOGETHER]))
 
+    def _count(self, arrivals: Sequence[Arrival]) -> None:
+        """Does nothing on a worker that does not lead."""
+        self._history.count(arrivals)
+        for arrival in arrivals if self._history.observes else ():
+            self.owners.note(arrival.tenant, arrival.function, arrival.adapter.digest)
+
     def _heard(self, message: Message) -> None:
         match message:
             case CallsCounted(arrivals):
-                self._history.count(arrivals)
+                self._count(arrivals)
             case Held():
                 self._held.hold(message)
             case HeldAsked():
@@ -147,18 +179,44 @@ class Residency:
         await self._history.observe()
         turn.work += 1
 
+    async def _look(self, turn: Turn) -> None:
+        table, now = await self._cluster.table(), self._clock()
+        records = [table.record(row) for row in table.serving(self._base).rows.tolist()]
+        nodes = frozenset((record.id, record.epoch) for record in records)
+        if self._parts.standing.has_looked and (nodes != self._planned or now >= self._plan_at):
+            self._planned, self._plan_at = nodes, now + PLAN_SECONDS
+            await self._order(turn)
+
     async def _order(self, turn: Turn) -> None:
         forecast = await self._history.forecast()
         await self._resolve([likely.key for likely in forecast.likely])
         plan = Plan(await self._cluster.table(), self._base)
         for number, wish in enumerate(self._wishes(forecast)):
             plan.add(wish)
+            tenant, _, function = wish.key.partition("/")
+            self.owners.note(tenant, function, wish.adapter.digest)
+            if wish.cause == "provisioned":
+                self.on_provisioned(tenant, wish.adapter.digest)
             if number % TOGETHER_PLANNED == 0:
                 await asyncio.sleep(0)
                 turn.check()
         self._note(plan.wants(), forecast)
-        messages = {node: [want.message() for want in wants] for node, wants in self._wants.items()}
-        await self._parts.orders.send(turn, plan.nodes, messages)
+        idle = self._idle_ttls(await self._cluster.table())
+        orders = {
+            node: NodeOrder(tuple(want.message() for want in wants), idle.get(node, {}))
+            for node, wants in self._wants.items()
+        }
+        await self._parts.orders.send(turn, plan.nodes, orders)
+
+    def _idle_ttls(self, nodes: NodeTable) -> dict[str, dict[str, float]]:
+        """Returns the limits of the adapters that nodes hold in memory, by node."""
+        found: dict[str, dict[str, float]] = {}
+        for digest, seconds in self._parts.standing.idle_ttls.items():
+            for row, tier in nodes.tiers(digest).items():
+                limits = found.setdefault(nodes.ids[row] or "", {})
+                if tier <= HOST and len(limits) < MAX_IDLE_TTLS:
+                    limits[digest] = seconds
+        return found
 
     async def _resolve(self, keys: Sequence[str]) -> None:
         """Looks up what calls of functions get of which that is not known; those that take long, in another turn."""
@@ -172,13 +230,17 @@ class Residency:
                 await asyncio.gather(*map(resolve, unknown))
 
     def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
-        """What was ordered and scheduled, then what is forecast, the likeliest first."""
-        for held in self._held.now():
+        """What is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast, the
+        likeliest first; nothing is forecast of adapters with an idle limit, which are to leave."""
+        yield from self._parts.standing.wishes
+        for held in reversed(self._held.now()):
             key = function_key(held.tenant, held.function)
             yield Wish(key, held.adapter, "order", 1.0, held.tier, node=held.node)
         yield from self._parts.schedules.wishes
         for likely in forecast.likely:
             for adapter, share in self._history.versions(likely.key) or ():
+                if adapter.digest in self._parts.standing.idle_ttls:
+                    continue
                 yield Wish(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
 
     def _note(self, wants: Mapping[str, Sequence[Want]], forecast: Forecast) -> None:

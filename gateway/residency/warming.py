@@ -16,7 +16,7 @@ from cluster.news import NodeRecord
 from cluster.node_table import ABSENT, DEVICE, DISK, HOST, TIERS, NodeTable
 from cluster.residency import HeldTier, Moved, PrefetchOrder
 from cluster.state import ClusterState
-from gateway.calls.node_calls import NodeCalls
+from gateway.calls.node_calls import NodeCalls, PathUnknown
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.residency.held import Held
 from gateway.residency.messages import Version, WarmOrder, WarmPlace, WarmReply
@@ -31,7 +31,8 @@ ANSWER_SECONDS = 2.0
 AGAIN_SECONDS = 60.0
 """A load that goes on is not ordered again for so long."""
 LOOK_SECONDS = 0.2
-"""Between two looks meanwhile."""
+"""Between the first two looks meanwhile; then twice as long each time, up to MAX_LOOK_SECONDS."""
+MAX_LOOK_SECONDS = 2.0
 NAMES: Mapping[int, HeldTier] = {DEVICE: "device", HOST: "host", DISK: "disk", ABSENT: "absent"}
 
 Key = tuple[str, str, str]
@@ -109,19 +110,22 @@ class Warming:
 
     async def until_warm(self, order: WarmOrder, seconds: float) -> str | None:
         """Returns when all is warm, or what is not so after `seconds`; None: nothing."""
-        end, problem = self._clock() + seconds, None
+        end, problem, pause = self._clock() + seconds, None, LOOK_SECONDS
         while True:
             try:
                 reply = await self._bring(order, await self._places(order))
                 problem = next((place.error for place in reply.places if place.error), None)
             except ServiceError as error:
+                if error.type == "too_large" or isinstance(error, PathUnknown):  # it stays so
+                    return error.message
                 problem = error.message
             else:
                 if reply.ready:
                     return None
             if self._clock() >= end:
                 return problem or f"it was still on its way after {seconds:g} s"
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_LOOK_SECONDS)
 
     def _load(self, order: WarmOrder, nodes: NodeTable, places: Sequence[Place]) -> dict[Key, asyncio.Task[Moved]]:
         """Returns the answers to come, of each adapter that is to be on a device and is not. Raises ServiceError."""

@@ -142,7 +142,8 @@ async def _store(services: Services, tenant: str, name: str, given: _Given, how:
             )
             return json_response(await _reply(services, checked))
         before = warm_first(services, tenant, problems) if how.warm else None
-        made = await services.functions.change(services.registry.deploy, tenant, name, *given, before)
+        memory = await services.provisionable()
+        made = await services.functions.change(services.registry.deploy, tenant, name, *given, before, memory)
     reply = await _reply(services, made)
     reply = msgspec.structs.replace(reply, warnings=(*reply.warnings, *problems))
     return json_response(reply, 201 if made.created else 200)

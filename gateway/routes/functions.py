@@ -30,7 +30,7 @@ MAX_PAGE = 1000
 
 class Residency(msgspec.Struct, frozen=True):
     """Where a version is: on which node, in which tier. Known of versions that the tenant has called since the gateway
-    started."""
+    started, or has provisioned."""
 
     version: int
     node: str
@@ -162,9 +162,8 @@ async def get_function(request: Request, services: Services, tenant: str) -> Res
 async def change_policy(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     policy = await read_message(request, services.config, dict[str, Any])
-    record = await services.functions.change(
-        services.registry.changes.set_policy, tenant, name, policy, if_match(request)
-    )
+    set_policy, memory = services.registry.changes.set_policy, await services.provisionable()
+    record = await services.functions.change(set_policy, tenant, name, policy, if_match(request), memory)
     return await _function_reply(services, tenant, record)
 
 

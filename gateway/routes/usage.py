@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +18,9 @@ from cluster.errors import ServiceError
 from gateway.http.params import TENANT_HEADER
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
+from gateway.usage.counts import UsageCounts
 from gateway.usage.hours import HOUR
+from gateway.usage.prices import Prices, cost_of
 from gateway.usage.report import GROUPS, Group, Sheet, sum_usage
 
 if TYPE_CHECKING:
@@ -35,24 +37,30 @@ TENANTS_AT_ONCE = 4
 _ABOUT_TIME = "Unix time, or ISO 8601 (UTC where it names no zone); widened to whole hours"
 
 
-class UsageSums(msgspec.Struct, frozen=True):
+class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
+    """`cost` is null where the service has no prices."""
+
     requests: int
     prompt_tokens: int
     completion_tokens: int
     cold_starts: int
+    device_seconds: float = 0.0
+    """Of the passes that computed the calls, their part."""
+    device_gb_seconds: float = 0.0
+    """10^9 bytes of an adapter for a second on a device; the same in host memory; and both of provisioned copies."""
+    host_gb_seconds: float = 0.0
+    device_pinned_gb_seconds: float = 0.0
+    host_pinned_gb_seconds: float = 0.0
+    cost: float | None = None
 
 
-class UsageRow(msgspec.Struct, frozen=True):
+class UsageRow(UsageSums, frozen=True, kw_only=True):
     """Sums of one group; what it is not grouped by is null, and so is the base model's version."""
 
     tenant: str | None
     function: str | None
     version: int | None
     hour: str | None
-    requests: int
-    prompt_tokens: int
-    completion_tokens: int
-    cold_starts: int
 
 
 class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "to"}):
@@ -67,7 +75,7 @@ class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "t
 
 @routes.caller(
     "GET /usage",
-    "Requests, tokens and cold starts of the caller's tenant; with an admin key of any, or of all",
+    "Requests, tokens, cold starts, device time and memory of the caller's tenant; with an admin key of any, or of all",
     {200: UsageReply},
     parameters=(
         parameter("query", "tenant", "With an admin key: whose (all tenants, when absent)"),
@@ -88,13 +96,17 @@ async def get_usage(request: Request, services: Services, caller: Caller) -> Res
         await _add(services, sheet, whose, start, end)
         if not sheet.rows:
             await services.callers.account(whose)  # a tenant that is gone may have used something, nobody has not
-    empty: dict[str, None] = dict.fromkeys(GROUPS)
-    rows = [
-        msgspec.convert({**empty, **groups, **msgspec.structs.asdict(sums)}, UsageRow)
-        for groups, sums in sheet.ordered()
-    ]
-    total = msgspec.convert(msgspec.structs.asdict(sheet.total), UsageSums)
+    prices = services.config.prices
+    empty: dict[str, Any] = dict.fromkeys(GROUPS)
+    rows = [msgspec.convert({**empty, **groups, **_sums(sums, prices)}, UsageRow) for groups, sums in sheet.ordered()]
+    total = msgspec.convert(_sums(sheet.total, prices), UsageSums)
     return json_response(UsageReply(start, end, list(sheet.groups), rows, total))
+
+
+def _sums(counts: UsageCounts, prices: Prices | None) -> dict[str, Any]:
+    """Returns the fields of UsageSums; fractions to millionths."""
+    fields: dict[str, Any] = {name: round(value, 6) for name, value in msgspec.structs.asdict(counts).items()}
+    return fields if prices is None else fields | {"cost": cost_of(counts, prices)}
 
 
 def _whose(request: Request, caller: Caller) -> str | None:

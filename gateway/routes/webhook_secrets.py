@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.events.webhook_secrets import add_secret, end_secret
+from gateway.events.webhook_secrets import add_secret, end_secret, list_secrets
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 
@@ -27,6 +27,19 @@ class NewSecretReply(msgspec.Struct, frozen=True):
     created: float
 
 
+class SecretItem(msgspec.Struct, frozen=True):
+    """A secret without its text, which only its maker has seen."""
+
+    secret_id: str
+    created: float
+    """Unix time."""
+
+
+class SecretsReply(msgspec.Struct, frozen=True):
+    tenant: str
+    secrets: list[SecretItem]
+
+
 @routes.admin(
     "POST /tenants/{tenant}/webhook-secrets",
     "Make a secret that a tenant's webhooks are signed with, which is shown this once; two are valid at most",
@@ -38,6 +51,13 @@ async def create_webhook_secret(request: Request, services: Services) -> Respons
     made = await services.threads.write(add_secret, services.tenants, tenant)
     reply = NewSecretReply(tenant, made.secret_id, made.secret, made.created)
     return json_response(reply, 201, {"cache-control": "no-store"})
+
+
+@routes.admin("GET /tenants/{tenant}/webhook-secrets", "The valid secrets, without their text", {200: SecretsReply})
+async def list_webhook_secrets(request: Request, services: Services) -> Response:
+    tenant = request.path_params["tenant"]
+    found = await services.threads.read(list_secrets, services.tenants, tenant)
+    return json_response(SecretsReply(tenant, [SecretItem(each.secret_id, each.created) for each in found]))
 
 
 @routes.admin("DELETE /tenants/{tenant}/webhook-secrets/{secret_id}", "End a webhook secret", {204: None})

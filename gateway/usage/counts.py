@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 
-class UsageCounts(msgspec.Struct):
-    """Sums over calls."""
+class UsageCounts(msgspec.Struct, omit_defaults=True):
+    """Sums over calls, and over the time that adapters lie in nodes' memory."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -14,20 +14,28 @@ class UsageCounts(msgspec.Struct):
     completion_tokens: int = 0
     cold_starts: int = 0
     """Calls whose adapter was not on the device when they reached the node."""
+    device_seconds: float = 0.0
+    """Of the passes that computed the calls, their part."""
+    device_gb_seconds: float = 0.0
+    """GB (10^9 bytes) of the adapter x seconds on devices, but for pinned copies; so is the next, in host memory."""
+    host_gb_seconds: float = 0.0
+    device_pinned_gb_seconds: float = 0.0
+    """The same of provisioned copies."""
+    host_pinned_gb_seconds: float = 0.0
 
     def add(self, other: UsageCounts) -> None:
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
         self.cold_starts += other.cold_starts
+        self.device_seconds += other.device_seconds
+        self.device_gb_seconds += other.device_gb_seconds
+        self.host_gb_seconds += other.host_gb_seconds
+        self.device_pinned_gb_seconds += other.device_pinned_gb_seconds
+        self.host_pinned_gb_seconds += other.host_pinned_gb_seconds
 
     def maximum(self, other: UsageCounts) -> UsageCounts:
-        return UsageCounts(
-            max(self.requests, other.requests),
-            max(self.prompt_tokens, other.prompt_tokens),
-            max(self.completion_tokens, other.completion_tokens),
-            max(self.cold_starts, other.cold_starts),
-        )
+        return UsageCounts(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
 Functions = dict[str, dict[str, UsageCounts]]

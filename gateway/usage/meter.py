@@ -24,9 +24,10 @@ class Meter:
         self._cut = False
         self._cold = False
 
-    def done(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:
+    def done(self, prompt_tokens: int, completion_tokens: int, cold_start: bool, device_seconds: float = 0.0) -> None:
         """A choice is complete. `prompt_tokens` is 0 for all but the first choice of a prompt."""
         self._add(prompt_tokens, completion_tokens, cold_start)
+        self._sums.device_seconds += device_seconds
         self._left -= 1
         if self._left == 0 or self._cut:
             self._report()

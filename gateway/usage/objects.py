@@ -39,6 +39,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     completion_tokens: int
     cold_starts: int
+    device_seconds: float = 0.0
+    device_gb_seconds: float = 0.0
+    host_gb_seconds: float = 0.0
+    device_pinned_gb_seconds: float = 0.0
+    host_pinned_gb_seconds: float = 0.0
 
 
 class MergedRecord(msgspec.Struct, frozen=True):
@@ -116,7 +121,7 @@ def decode_merged(key: str, data: bytes, low: str = "", high: str = "~") -> tupl
         inside = [low <= hour < high for hour in record.hours]
         cells = {
             Cell(record.hours[row.hour], record.sources[row.source], function, version): UsageCounts(
-                row.requests, row.prompt_tokens, row.completion_tokens, row.cold_starts
+                *msgspec.structs.astuple(row)[2:]
             )
             for function, versions in record.functions.items()
             for version, rows in versions.items()

@@ -1,4 +1,4 @@
-"""Which adapters each tenant has had run, so that it is shown the residency of no others."""
+"""Which adapters each tenant has had run, or provisioned, so that it is shown the residency of no others."""
 
 from __future__ import annotations
 

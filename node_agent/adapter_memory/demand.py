@@ -68,6 +68,11 @@ class Demand:
         found = self._calls.get(digest)
         return found.count if found is not None else 0
 
+    def last_call(self, digest: str) -> float:
+        """Returns when it was last called (monotonic seconds); 0 if no call is remembered."""
+        found = self._calls.get(digest)
+        return found.last if found is not None else 0.0
+
     def expect(self, chances: Mapping[str, float]) -> None:
         """Replaces the forecast: by digest, the probability of a call within FORECAST_S. Raises ValueError unless each
         is between 0 and 1."""

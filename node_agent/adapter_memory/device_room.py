@@ -28,7 +28,7 @@ class DeviceRoom:
         self.pool, self.table, self.hosts, self.eviction = pool, table, hosts, eviction
         self.adapters: OrderedDict[str, DeviceAdapter] = OrderedDict()
         """All that have a place, wholly there or not; the least recently used first."""
-        self.pinned: set[str] = set()
+        self.pinned: frozenset[str] = frozenset()
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
 
     def take(

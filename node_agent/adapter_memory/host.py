@@ -41,6 +41,8 @@ class HostTier:
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
         self.failure_memory = FAILURE_MEMORY
         self.eviction, self.rates = eviction, LoadRates()
+        self.pinned: frozenset[str] = frozenset()
+        """digests of adapters that stay once they are here"""
         self.on_device: Container[str] = ()
         """digests of adapters that have a place on the device"""
         self.short: Priority | None = None
@@ -271,7 +273,7 @@ class HostTier:
 
     def _idle(self, spared: Container[str]) -> list[HostAdapter]:
         idle = [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
-        return [host for host in idle if host.digest not in spared]
+        return [host for host in idle if host.digest not in spared and host.digest not in self.pinned]
 
     def _in_order(self, idle: list[HostAdapter]) -> list[HostAdapter]:
         """The first to leave first."""

@@ -7,7 +7,7 @@ handed to them. Which adapters have room on the device, and lose it, is up to `d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -97,15 +97,16 @@ class AdapterStore:
             self.loads.end_unwanted(entry)
 
     def acquire(
-        self, adapter: Adapter, order: Sequence[int] | None = None
+        self, adapter: Adapter, order: Sequence[int] | None = None, spared: Container[str] = ()
     ) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
         """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever).
 
-        `order`: as in `set_order`, for a copy that this call begins.
+        `order`: as in `set_order`, for a copy that this call begins; `spared`: digests of adapters that are not evicted
+        for it.
         """
         entry = self.device.get(adapter.digest)
         if entry is None:
-            found = self._place(adapter, order)
+            found = self._place(adapter, order, spared)
             if isinstance(found, NoRoom) and self.loads.reclaim(Priority.REQUEST):
                 return Pending()
             if not isinstance(found, DeviceAdapter):
@@ -277,12 +278,9 @@ class AdapterStore:
         by its own calls alone. Raises ValueError unless each is between 0 and 1."""
         self.demand.expect(chances)
 
-    def pin(self, digest: str) -> None:
-        """Once on the device, the adapter stays there until it is unpinned."""
-        self.room.pinned.add(digest)
-
-    def unpin(self, digest: str) -> None:
-        self.room.pinned.discard(digest)
+    def pin(self, device: Iterable[str], host: Iterable[str] = ()) -> None:
+        """Once there, these adapters stay on the device, and those in host memory. Replaces what was pinned before."""
+        self.room.pinned, self.hosts.pinned = frozenset(device), frozenset(host)
 
     def discard(self, digest: str) -> bool:
         """Take an adapter off the device that nobody uses, pinned or not; False when somebody does."""

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from adapters.names import DIGEST
 from cluster.errors import ServiceError
 from cluster.messages import VersionMismatch, check_version
-from cluster.residency import MAX_WANTED, EvictOrder, Moved, PrefetchOrder, WantedResidency
+from cluster.residency import MAX_IDLE_TTLS, MAX_WANTED, EvictOrder, Moved, PrefetchOrder, WantedResidency
 from node_agent.api.request import read_body
 from node_agent.api.requests import RequestRegistry
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
@@ -24,7 +24,7 @@ ANSWER_SECONDS = 10.0
 """The engine answers between two iterations. A prefetch that takes longer goes on, and its caller is told so."""
 ORDER_BYTES = 1 << 16
 WANTED_BYTES = 1 << 18
-"""MAX_WANTED adapters, with room for ranks and long artifact keys."""
+"""MAX_WANTED adapters, with room for ranks and long artifact keys, and MAX_IDLE_TTLS digests."""
 
 Order = TypeVar("Order", PrefetchOrder, EvictOrder, WantedResidency)
 
@@ -90,6 +90,12 @@ def _check_wanted(residency: WantedResidency) -> WantedResidency:
         _checked(want.adapter.digest)
         if not 0 <= want.chance <= 1 or want.adapter.bytes < 0:
             raise ServiceError("validation_failed", "chance must be in [0, 1], and bytes at least 0", param="chance")
+    if len(residency.idle_ttls) > MAX_IDLE_TTLS:
+        raise ServiceError("validation_failed", f"idle_ttls has more than {MAX_IDLE_TTLS}", param="idle_ttls")
+    for digest, seconds in residency.idle_ttls.items():
+        _checked(digest)
+        if not 0 < seconds < math.inf:
+            raise ServiceError("validation_failed", "an idle_ttl must be finite and above 0", param="idle_ttls")
     return residency
 
 

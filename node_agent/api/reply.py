@@ -137,6 +137,7 @@ class Reply:
                 total=time.monotonic() - self._received,
                 cold_start=event.cold_start,
                 preemptions=event.preemptions,
+                device=event.device,
             ),
             text=text,
             stop_reason=self._stop_reason,

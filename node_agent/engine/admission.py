@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import Adapter
@@ -34,6 +34,16 @@ STARVED_AFTER = 1.0
 """Seconds that a request waits for adapter memory before no later one may take or share any."""
 
 
+@dataclass
+class _Shortage:
+    """Of adapter memory."""
+
+    is_short: bool = False
+    """A request waits for it."""
+    is_starved: bool = False
+    """One has waited for STARVED_AFTER."""
+
+
 class Admission:
     """One look at the queue: in the order of fair shares, within free rows, KV blocks and adapter memory, and what is
     kept for others (`reserves`).
@@ -41,12 +51,13 @@ class Admission:
     A request reserves the blocks of its whole length, so an admitted one always ends. Exceptions to the order:
     - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
     - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
-      them) half of the KV blocks: the others are passed over and go on loading. Strict ones may hold what is kept for
-      them besides.
-    - A strict request that finds no adapter memory gets that of adapters which best-effort requests alone use.
+      them) half of the KV blocks: the others are passed over and go on loading. Best-effort ones don't count there for
+      others. Strict ones may hold what is kept for them besides.
+    - A request that finds no adapter memory gets that of adapters which requests of best effort alone use, unless it is
+      best effort itself. Best effort evicts none of the adapters that others have called lately.
     - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
       a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
-      steady use could.
+      steady use could. Best-effort ones keep only best effort waiting so.
     - Behind one that waits for rows or KV blocks only strict ones pass: with what is kept for them and what best-effort
       requests give up to them (`preempt`, which frees what each holds), so that they keep no other out for ever. And
       behind one of a tenant with much to do, those of light tenants (`Reserves.light`): with what is kept for these.
@@ -66,12 +77,11 @@ class Admission:
         self.blocks, self.store, self.reserves, self._preempt = blocks, store, reserves, preempt
         self._running = list(running)
         self.free_rows = max_rows - len(running)
-        loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
-        self._loading_rows_left = max(1, max_rows // 4) - len(loading)
-        self._loading_blocks = sum(len(r.blocks) for r in loading)
-        self._strict_loading = sum(r.slo_class == "strict" for r in loading)
-        self._room_is_short = False
-        self._starved = False
+        self._loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
+        self._max_loading = max(1, max_rows // 4)
+        self._shortage = _Shortage()
+        """as others than best effort have found it"""
+        self._best_effort_shortage = _Shortage()
         self._passed = False
         """one waits for rows or blocks: others may pass it with what is kept for them only"""
         self._by_light = False
@@ -174,21 +184,32 @@ class Admission:
     def _lease(self, request: Request, adapter: Adapter, need: int) -> Lease | TooLarge | LoadFailed | None:
         """None: not now."""
         ready = self.store.ready(adapter.digest)
-        if self._starved or (self._room_is_short and not self.store.on_device(adapter.digest)):
+        if self._keeps_out(request, adapter):
             return None
         if not ready and not self._may_load(request, need):
             return None
-        found = self.store.acquire(adapter)
-        if isinstance(found, NoRoom) and request.slo_class == "strict" and self._make_adapter_room(adapter):
+        found = self.store.acquire(adapter, spared=self._spared_from(request))
+        if isinstance(found, NoRoom) and request.slo_class != "best_effort" and self._make_adapter_room(adapter):
             found = self.store.acquire(adapter)
         if isinstance(found, (Pending, NoRoom)):
             self._wait(request, isinstance(found, NoRoom))
             return None
         if isinstance(found, Lease) and not ready:
-            self._loading_rows_left -= 1
-            self._loading_blocks += need
-            self._strict_loading += request.slo_class == "strict"
+            self._loading.append(request)
         return found
+
+    def _spared_from(self, request: Request) -> Collection[str]:
+        """Returns the adapters that are not evicted for the request: for best effort those that others call, as far as
+        they take half of the memory at most."""
+        return self.reserves.awaited_adapters(self.store.largest / 2) if request.slo_class == "best_effort" else ()
+
+    def _keeps_out(self, request: Request, adapter: Adapter) -> bool:
+        """Returns whether the request has to stay behind one that waits for adapter memory."""
+        behind = [self._shortage]
+        if request.slo_class == "best_effort":
+            behind.append(self._best_effort_shortage)
+        is_short = any(each.is_short for each in behind) and not self.store.on_device(adapter.digest)
+        return is_short or any(each.is_starved for each in behind)
 
     def _make_adapter_room(self, adapter: Adapter) -> bool:
         """Makes room on the device by preempting best-effort requests whose adapters nobody else uses. Returns False,
@@ -206,11 +227,16 @@ class Admission:
                 self._preempt(victim)
 
     def _may_load(self, request: Request, need: int) -> bool:
-        if request.slo_class == "strict" and self._strict_loading < self.reserves.for_strict().rows:
-            return True
-        if self._loading_rows_left <= 0:
+        if request.slo_class == "strict":
+            strict = sum(other.slo_class == "strict" for other in self._loading)
+            if strict < self.reserves.for_strict().rows:
+                return True
+        best_effort = request.slo_class == "best_effort"
+        counted = [other for other in self._loading if best_effort or other.slo_class != "best_effort"]
+        if len(counted) >= self._max_loading:
             return False
-        return not self._loading_blocks or self._loading_blocks + need <= self.blocks.total // 2
+        blocks = sum(len(other.blocks) for other in counted)
+        return not blocks or blocks + need <= self.blocks.total // 2
 
     def _wait(self, request: Request, for_room: bool) -> None:
         now = time.monotonic()
@@ -218,8 +244,9 @@ class Admission:
             request.held_at = now
             return
         request.short_since = request.short_since or now
-        self._room_is_short = True
-        self._starved = self._starved or now - request.short_since >= STARVED_AFTER
+        shortage = self._best_effort_shortage if request.slo_class == "best_effort" else self._shortage
+        shortage.is_short = True
+        shortage.is_starved = shortage.is_starved or now - request.short_since >= STARVED_AFTER
 
 
 def _note_held(queue: Iterable[Request]) -> None:

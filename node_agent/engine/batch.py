@@ -46,6 +46,13 @@ class Row:
         )
 
 
+def share_out(seconds: float, rows: list[Row]) -> None:
+    """Counts the time of a pass as its requests' device time, each one's part by its tokens."""
+    tokens = sum(row.length for row in rows)
+    for row in rows:
+        row.request.device_seconds += seconds * row.length / tokens
+
+
 def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.device) -> StepBatch:
     """Rows in order; the first `n_decode` are decode rows of one token each."""
     token_ids: list[int] = []

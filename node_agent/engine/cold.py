@@ -13,7 +13,7 @@ from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.coldstart.learning import Outcome
 from node_agent.device import ENDED, Event, EventWatch, record_event, unless_out_of_memory
-from node_agent.engine.batch import Row
+from node_agent.engine.batch import Row, share_out
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
@@ -86,6 +86,11 @@ class ColdPasses:
         self.replays = 0
 
     @property
+    def requests(self) -> list[Request]:
+        """Returns those whose passes are open."""
+        return [cold.row.request for cold in self.open]
+
+    @property
     def full(self) -> bool:
         return len(self.open) >= self.limit
 
@@ -113,24 +118,27 @@ class ColdPasses:
         self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
 
     def advance(self, tokens: int) -> int:
-        """Advance the passes, those that wait longest first, as far as they can go, and by no more than a warm pass of
-        `tokens` tokens would compute: so long it would hold up the others, too. Returns what was used of `tokens`."""
-        budget = left = tokens * self.num_layers
+        """Advance the passes, best effort's last, else those that wait longest first, as far as they can go, and by no
+        more than a warm pass of `tokens` tokens would compute, but for one layer: so long it would hold up the others,
+        too. Returns what was used of `tokens`."""
+        budget = left = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
         while (found := self._next()) is not None and left >= found[0].row.length:
             cold, ready = found
             cold.resume(time.monotonic())
             before = cold.run.layer
             upto = min(ready, before + left // cold.row.length)
             left -= (upto - before) * cold.row.length
+            begun = time.perf_counter()
             output = unless_out_of_memory(partial(self._compute, cold, upto))
             cold.enqueued = record_event(self.device, sleeps=True)
+            share_out(time.perf_counter() - begun, [cold.row])
             self._take_stock(cold, output)
         return -(-(budget - left) // self.num_layers)
 
     def _next(self) -> tuple[ColdPass, int] | None:
         """The first pass that can go on, and how far; notes which ones can't."""
         first: tuple[ColdPass, int] | None = None
-        for cold in self.open:
+        for cold in sorted(self.open, key=lambda cold: cold.row.request.slo_class == "best_effort"):
             ready = self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer)
             if ready <= cold.run.layer:
                 if cold.enqueued.query():

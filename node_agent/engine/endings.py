@@ -31,6 +31,7 @@ def finished(request: Request, reason: str, error_type: str, error: str, *, dama
         error=error,
         damaged=damaged,
         preemptions=request.preemptions,
+        device=request.device_seconds,
     )
 
 

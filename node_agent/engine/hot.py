@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from node_agent.device import unless_out_of_memory
-from node_agent.engine.batch import Row
+from node_agent.engine.batch import Row, share_out
 from node_agent.engine.joining import Joined
 from node_agent.engine.pass_size import PassSize
 from node_agent.engine.pulse import Pulse
@@ -56,7 +56,9 @@ class HotPasses:
             self._size.shrink(sum(row.length for row in rows))
             return OutOfMemory(rows)
         self._size.grow()
-        return Computed(rows, n_decode, output, 0.0 if joined else time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        share_out(seconds, rows)
+        return Computed(rows, n_decode, output, 0.0 if joined else seconds)
 
     def enqueue(self, rows: list[Row], fed: list[int] | None = None) -> StepOutput:
         """Enqueues a step of decode rows; `fed` as in StepBatch. What it computes is there after `await_output`."""

@@ -28,6 +28,7 @@ def request_of(message: GenerateRequest) -> Request:
         function=message.function,
         weight=message.weight,
         slo_class=message.slo_class,
+        reserved=message.reserved,
         ttft=message.ttft,
         tpot=message.tpot,
     )

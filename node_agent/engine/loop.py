@@ -144,7 +144,7 @@ class Engine:
         if self._blocked():
             return 0
         self._open_cold_passes()
-        return self.cold.advance(self.limits.chunk_tokens)
+        return self.cold.advance(self.scheduler.cold_tokens(self.limits, self.drift, self.cold.requests))
 
     def compute_hot(self, used: int) -> Iterator[None]:
         """The hot passes, after cold ones that have `used` so many of the iteration's prompt tokens. Yields after each:
@@ -292,7 +292,7 @@ class Engine:
                     self._fail_load(request, failure)
 
     def _open_cold_passes(self) -> None:
-        for request in self.running.values():
+        for request in sorted(self.running.values(), key=lambda request: request.slo_class == "best_effort"):
             if self.cold.full:
                 return
             if request.decoding or request.in_cold_pass or request.wants_whole or self._is_loaded(request):

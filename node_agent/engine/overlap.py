@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from node_agent.device import Event
-from node_agent.engine.batch import Row
+from node_agent.engine.batch import Row, share_out
 from node_agent.engine.hot import Computed, HotPasses
 from node_agent.engine.request import Request
 from node_agent.types import ModelRunner, SendingRunner, StepOutput
@@ -25,6 +25,7 @@ class _Step:
     output: StepOutput
     dropped: set[Row] = field(default_factory=set)
     """of requests that ended, or gave their place away, since it was enqueued"""
+    begun: float = field(default_factory=time.perf_counter)
 
 
 class Overlap:
@@ -60,6 +61,7 @@ class Overlap:
         self._hot.await_output(step.output, len(step.rows))
         now = time.perf_counter()
         seconds = now - self._last_end if self._last_end else 0.0
+        share_out(now - (self._last_end or step.begun), step.rows)
         self._last_end = now if self._step is not None else 0.0
         return Computed(step.rows, len(step.rows), step.output, seconds), step.dropped or ()
 

@@ -1,8 +1,10 @@
-"""Predicted prefetches: what the gateway wants here is brought in while link and store have nothing else to do.
+"""What the gateway wants here: predicted prefetches, brought in while link and store have nothing else to do, and
+provisioned copies, which stay.
 
 A call always comes first: a prefetch begins only while no load of a request goes on or is awaited; it stands still when
 one begins (node_agent.adapter_memory.loader_threads), and its room is a request's to take. It evicts only adapters that
-are less likely to be called (`Spared`).
+are less likely to be called (`Spared`). A provisioned copy is loaded beside requests as one of them would be, and is
+pinned: a flood of other calls must neither hold it up nor take its room.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from cluster.residency import WantedAdapter, WantedResidency
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.idle_limits import IdleLimits
 from node_agent.engine.prefetch_load import PrefetchLoad
 from node_agent.engine.prefetch_record import MOST_AT_ONCE, Bounds, PrefetchRecord
 from node_agent.types import LoadFailed, TooLarge
@@ -29,6 +32,8 @@ HYSTERESIS = 2.0
 its own calls suggest."""
 FULL_REST_S = 10.0
 """Before the next try for an adapter that found no room in a tier."""
+PROVISIONED_REST_S = 1.0
+"""The same for a provisioned copy: requests end, and then it has room."""
 FAILED_REST_S = 60.0
 """The same where it could not be loaded, or an operator evicted it."""
 LEEWAY = 8
@@ -57,9 +62,11 @@ class Prefetcher:
     """Called by the engine's thread alone."""
 
     def __init__(self, store: AdapterStore, waste: float | None) -> None:
-        """`waste`: share of the prefetched bytes above which it backs off; None: nothing is prefetched."""
+        """`waste`: share of the prefetched bytes above which it backs off; None: only provisioned copies are brought
+        in."""
         self._store, self._enabled = store, waste is not None
         self.record = PrefetchRecord(waste or 0.0, store.adapter_memory // LEEWAY)
+        self._idle_limits = IdleLimits(store, self.wants)
         self._wants: dict[str, WantedAdapter] = {}
         """Most wanted first."""
         self._until = 0.0
@@ -75,16 +82,21 @@ class Prefetcher:
 
     def want(self, residency: WantedResidency) -> None:
         """Replaces what was wanted before."""
-        if not self._enabled:
-            return
         self._until = time.monotonic() + min(residency.seconds, LONGEST_WANT_S)
         wants: dict[str, WantedAdapter] = {}
         for want in residency.adapters:
-            wants.setdefault(want.adapter.digest, want)
+            if self._enabled or want.provisioned is not None:
+                wants.setdefault(want.adapter.digest, want)
         self._replace_wants(wants)
+        self._idle_limits.set(residency)
+
+    def wants(self, digest: str) -> bool:
+        """Whether the adapter is wanted now."""
+        return digest in self._wants
 
     def clear(self) -> None:
-        """Nothing is wanted any more."""
+        """Nothing is wanted any more, and no idle limit holds."""
+        self._idle_limits.clear()
         if self._wants:
             self._replace_wants({})
 
@@ -97,8 +109,6 @@ class Prefetcher:
     def note_call(self, digest: str) -> None:
         """A request for the adapter has come, and waits for it (AdapterStore.announce): it takes over a prefetch that
         is under way."""
-        if not self._enabled:
-            return
         now = time.monotonic()
         each, brought = self._underway.pop(digest, None), self._brought.pop(digest, None)
         if each is not None:
@@ -116,18 +126,21 @@ class Prefetcher:
             self.clear()
         may_place = bool(self._underway) and not self._store.urgent_loads
         for each in list(self._underway.values()):
-            self._advance(each, now, may_place)
+            self._advance(each, now, may_place or each.want.provisioned is not None)
         if now >= self._look_at:
             self._look_at = now + LOOK_INTERVAL_S
             self._end_rests(now)
             self._judge(now)
             self._begin(now)
+        self._idle_limits.poll()
 
     def may_go(self, digest: str, wanted: str) -> bool:
         """Whether an idle adapter may be evicted for a wanted one: it is less likely to be called."""
         want, other = self._wants.get(wanted), self._wants.get(digest)
         if want is None or self._store.hosts.waiting(digest):
             return False
+        if want.provisioned is not None:
+            return other is None or other.provisioned is None
         if other is not None:
             return not other.pinned and other.chance * HYSTERESIS <= _chance(want)
         return self._store.demand.chance(digest, time.monotonic()) * HYSTERESIS <= _chance(want)
@@ -137,11 +150,14 @@ class Prefetcher:
     def _replace_wants(self, wants: dict[str, WantedAdapter]) -> None:
         self._wants = wants
         self._store.expect({digest: _chance(want) for digest, want in wants.items()})
+        provisioned = {digest: want.provisioned for digest, want in wants.items()}
+        self._store.pin(*([d for d, tier in provisioned.items() if tier == pinned] for pinned in ("device", "host")))
         for digest, each in list(self._underway.items()):
-            if digest in wants:
-                each.want = wants[digest]
+            want = wants.get(digest)
+            if want is None or (want.provisioned is None) != (each.want.provisioned is None):
+                self._drop(digest)  # what is to be provisioned, or no longer so, is loaded at another priority
             else:
-                self._drop(digest)
+                each.want = want
 
     def _drop(self, digest: str) -> None:
         """What has come of a prefetch is wasted, unless all of it lies in host memory now, for a later call."""
@@ -170,7 +186,7 @@ class Prefetcher:
         each.progress = progress
         if self._store.hosts.lacks_room(adapter.digest):
             self._drop(adapter.digest)  # others may find some
-            self._rests[adapter.digest] = now + FULL_REST_S
+            self._rests[adapter.digest] = now + _full_rest(each.want)
             return
         outcome = each.load.advance(may_place)
         if outcome is None:
@@ -182,7 +198,7 @@ class Prefetcher:
             self._rests[adapter.digest] = now + FAILED_REST_S
             return
         if outcome == "host":
-            self._rests[adapter.digest] = now + FULL_REST_S
+            self._rests[adapter.digest] = now + _full_rest(each.want)
         if outcome == "device" or not each.load.was_staged:
             self._note_brought(each)
 
@@ -196,12 +212,15 @@ class Prefetcher:
             self.record.note(now, wasted=brought.bytes)
 
     def _begin(self, now: float) -> None:
-        if not self._wants or self._store.urgent_loads:
+        if not self._wants:
             return
-        bounds = self.record.bounds(now)
+        bounds, steps_back = self.record.bounds(now), self._store.urgent_loads
         for digest, want in self._wants.items():
-            if len(self._underway) >= MOST_AT_ONCE:
-                return
+            if steps_back and want.provisioned is None:
+                continue
+            provisioned = [each.want.provisioned is not None for each in self._underway.values()]
+            if provisioned.count(want.provisioned is not None) >= MOST_AT_ONCE:
+                continue
             if digest in self._underway or digest in self._rests or self._store.hosts.waiting(digest):
                 continue
             if self._is_held_back(want, bounds) or self._is_there(want):
@@ -209,7 +228,7 @@ class Prefetcher:
             load = PrefetchLoad(
                 self._store,
                 want.adapter,
-                Priority.PREDICTED,
+                Priority.PREDICTED if want.provisioned is None else Priority.REQUEST,
                 to_device=want.tier == "device",
                 spared=Spared(self, digest),
             )
@@ -239,6 +258,10 @@ class Spared:
 
     def __contains__(self, digest: object) -> bool:
         return not self._prefetcher.may_go(str(digest), self._wanted)
+
+
+def _full_rest(want: WantedAdapter) -> float:
+    return FULL_REST_S if want.provisioned is None else PROVISIONED_REST_S
 
 
 def _chance(want: WantedAdapter) -> float:

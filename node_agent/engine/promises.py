@@ -79,10 +79,13 @@ def within_promise(
 def beside_flood(model: PerformanceModel | None, decoding: Sequence[Request], most: int) -> float:
     """Prompt tokens of the batch's next pass that don't make it long for those who come meanwhile; at least one of
     LEAST_BESIDE_FLOOD of `most`, so that prompts go on."""
-    if model is None or not decoding:
+    if model is None:
         return most // UNKNOWN_SHARE
-    sample = decode_sample([Row(request, 1) for request in decoding], 0.0)
-    spare = _spare_tokens(model, decoding, BESIDE_FLOOD * decode_forecast(model.decode, sample))
+    if not decoding:
+        spare = model.decode.seconds(1, 0, 0) / model.prefill.per_token if model.prefill.per_token > 0 else inf
+    else:
+        sample = decode_sample([Row(request, 1) for request in decoding], 0.0)
+        spare = _spare_tokens(model, decoding, BESIDE_FLOOD * decode_forecast(model.decode, sample))
     return max(spare, most // LEAST_BESIDE_FLOOD)
 
 

@@ -61,6 +61,7 @@ class Request:
     function: str = ""
     weight: float = 1.0
     slo_class: SloClass = "standard"
+    reserved: int = 0
     ttft: float | None = None
     tpot: float | None = None
     found: str = "none"
@@ -76,6 +77,8 @@ class Request:
     """when it was last kept out of the batch by its adapter's bytes alone; monotonic, 0: by something else"""
     held: float = 0.0
     """seconds in which it was"""
+    device_seconds: float = 0.0
+    """of the passes that computed it, its part"""
     admitted: float = 0.0
     first_token: float = 0.0
     cold: ColdPhases | None = None

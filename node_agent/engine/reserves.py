@@ -18,6 +18,9 @@ STRICT_SECONDS = 600.0
 """For so long after a strict request places are kept for the next ones."""
 TENANT_SECONDS = 10.0
 """For so long after a tenant's request a row is kept for its next one."""
+AWAITED_SECONDS = 10.0
+"""For so long after a call that is not best effort passes of best effort stay short for the next one, and its adapter
+is not evicted for best effort."""
 MOST_AHEAD = 2048.0
 """A tenant may use what is kept until its counter (its virtual time, service / weight) is so far ahead of the floor;
 some ten short calls."""
@@ -34,10 +37,16 @@ class Callers:
         self._tenants: dict[str, float] = {}
         """when each called last but for strict calls, the latest at the end"""
         self._strict_at = float("-inf")
+        self._awaited_at = float("-inf")
+        """When the last call came that is not best effort."""
+        self._adapters: dict[str, tuple[float, int]] = {}
+        """When each adapter was last called so, the latest at the end, and its bytes."""
 
     def note(self, request: Request) -> bool:
         """Records that a request has arrived. Returns True when it is its tenant's first for TENANT_SECONDS, strict
         ones not counted; False for any other, and for every strict one."""
+        if request.slo_class != "best_effort":
+            self._note_awaited(request)
         if request.slo_class == "strict":
             self._strict_at = request.arrived
             return False
@@ -49,6 +58,30 @@ class Callers:
 
     def strict(self, now: float) -> bool:
         return now - self._strict_at < STRICT_SECONDS
+
+    def awaited(self, now: float) -> bool:
+        """Whether a call that is not best effort came lately: the next one is likely to."""
+        return now - self._awaited_at < AWAITED_SECONDS
+
+    def awaited_adapters(self, now: float, most_bytes: float) -> set[str]:
+        """Returns digests of adapters that others than best effort called lately, the latest ones up to so many
+        bytes."""
+        found = set[str]()
+        for digest, (at, size) in reversed(self._adapters.items()):
+            most_bytes -= size
+            if now - at >= AWAITED_SECONDS or most_bytes < 0:
+                break
+            found.add(digest)
+        return found
+
+    def _note_awaited(self, request: Request) -> None:
+        self._awaited_at = request.arrived
+        if request.adapter is None:
+            return
+        self._adapters.pop(request.adapter.digest, None)
+        self._adapters[request.adapter.digest] = request.arrived, request.adapter.bytes
+        while request.arrived - next(iter(self._adapters.values()))[0] > AWAITED_SECONDS:
+            del self._adapters[next(iter(self._adapters))]
 
     def lately(self, now: float) -> Iterator[str]:
         """Tenants, but for those whose calls are all strict."""
@@ -104,6 +137,10 @@ class Reserves:
         """Returns an equal part of all rows and blocks: shared among the request's tenant and those that have rows."""
         tenants = len({request.tenant, *(tenant for tenant, rows in self._tenants.items() if rows)})
         return Room(max(1, self._all.rows // tenants), self._all.blocks // tenants)
+
+    def awaited_adapters(self, most_bytes: float) -> set[str]:
+        """Returns digests of adapters that best effort does not evict (`Callers`)."""
+        return self._callers.awaited_adapters(self._now, most_bytes)
 
     def entered(self, request: Request, blocks: int) -> None:
         """The request has a place now, with so many blocks."""

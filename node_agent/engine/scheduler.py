@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -52,6 +53,15 @@ class Scheduler:
         admission.look_at(self.queue)
         return admission
 
+    def cold_tokens(self, limits: Limits, drift: Drift | None, cold: Iterable[Request]) -> int:
+        """Returns how many prompt tokens an iteration's cold passes may have, which are those of `cold`. Where only
+        best effort has some, they are kept as short as hot ones while others call."""
+        if any(r.slo_class != "best_effort" for r in cold) or not self.callers.awaited(time.monotonic()):
+            return limits.chunk_tokens
+        decoding = [request for request in self._running.values() if request.decoding]
+        spare = beside_flood(drift.published if drift else None, decoding, limits.chunk_tokens)
+        return max(1, int(min(spare, limits.chunk_tokens)))
+
     def compose(
         self,
         limits: Limits,
@@ -64,38 +74,43 @@ class Scheduler:
         many of the iteration's prompt tokens went to cold passes; `joining`: ids of requests that decode though their
         adapter is still on its way.
 
-        Beside a flood, which is a tenant that asks for more than the node has, prompts of the others get a pass of
-        their own before the batch's, and the batch's chunk is cut so that no call waits for it long. In the batch's
-        pass, and behind whole chunks, a first token would come later than without the flood, in whatever order
-        requests are admitted. Without one, every pass more would only read the weights once more.
+        Beside a flood, which is a tenant that asks for more than the node has, or best effort, prompts of the others
+        get a pass of their own before the batch's, and the batch's chunk is cut so that no call waits for it long. In
+        the batch's pass, and behind whole chunks, a first token would come later than without the flood, in whatever
+        order requests are admitted. Without one, every pass more would only read the weights once more.
         """
         most, model = limits.chunk_tokens, drift.published if drift else None
-        light = self._light_beside_flood(limits.max_rows)
+        first = self._first_prompts(limits.max_rows)
         strict = model is not None and tightest_promise(self._running.values(), model) is not None
         overtook = 0
-        if light and not strict:
-            rows = choose_prompts(light, is_loaded, most, self.queue.turn)
+        if first and not strict:
+            rows = choose_prompts(first, is_loaded, most, self.queue.turn)
             overtook = sum(row.length for row in rows)
             if rows:
                 yield HotRows(rows, 0)
         decoding, prompts = self._parts(is_loaded, joining)
         slower = drift.both.value if drift else 1.0
         decoding, spare = within_promise(model, decoding, prompts, most, most // LEAST_BESIDE_STRICT, slower, used)
-        if light is not None and spare == inf:
-            spare = beside_flood(model, decoding, most)
+        if first is not None and spare == inf:
+            spare = beside_flood(model, decoding, most) - used
         left = max(most - used - overtook, most // LEAST_HOT_SHARE)
         rows, n_decode = choose_hot(decoding, prompts, is_loaded, left, spare, self.queue.turn)
         if rows:
             yield HotRows(rows, n_decode)
 
-    def _light_beside_flood(self, max_rows: int) -> list[Request] | None:
-        """Returns the requests without a first token whose prompts go before the batch; None where no tenant floods."""
-        if not self.queue:
+    def _first_prompts(self, max_rows: int) -> list[Request] | None:
+        """Returns the requests without a first token whose prompts go before the batch; None where the batch keeps
+        nobody waiting: no tenant floods, and no best effort runs while others call."""
+        running = self._running.values()
+        reserves = self.reserves(max_rows) if self.queue else None
+        is_flood = reserves is not None and reserves.crowded
+        beside = self.callers.awaited(time.monotonic()) and any(r.slo_class == "best_effort" for r in running)
+        if not is_flood and not beside:
             return None
-        reserves = self.reserves(max_rows)
-        if not reserves.crowded:
-            return None
-        return [r for r in self._running.values() if not r.first_token and reserves.modest(r.tenant)]
+        prompts = [r for r in running if not r.first_token]
+        light = [r for r in prompts if is_flood and reserves is not None and reserves.modest(r.tenant)]
+        awaited = [r for r in prompts if r.slo_class != "best_effort"]
+        return [r for r in light if r in awaited] or (awaited if beside else []) or light
 
     def _parts(
         self, is_loaded: Callable[[Request], bool], joining: Collection[str]

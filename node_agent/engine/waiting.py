@@ -61,13 +61,20 @@ class WaitingQueue:
     def gives_way(self, newcomer: Request) -> Request | None:
         """Returns the request that gives its place in a full queue to the newcomer: for a strict one the newest
         best-effort request, whoever's; else the newest of the tenant with most waiting for its weight, if that is more
-        than the newcomer's. Requests that have begun to answer stay. Returns None when the newcomer has to go."""
+        than the newcomer's; else, for a function with places kept for it that fewer wait in, the newest of the tenant's
+        without. Requests that have begun to answer stay. Returns None when the newcomer has to go."""
         crowded = self._queue_shares.gives_way(newcomer.tenant, newcomer.weight)
         # Who has begun to answer must not be sent away.
         going = [r for r in self._requests.values() if not r.generated]
         best_effort = [r for r in going if r.slo_class == "best_effort" and newcomer.slo_class == "strict"]
-        found = best_effort or [r for r in going if r.tenant == crowded]
+        found = best_effort or [r for r in going if r.tenant == crowded] or self._unreserved(newcomer, going)
         return found[-1] if found else None
+
+    def _unreserved(self, newcomer: Request, going: list[Request]) -> list[Request]:
+        """Returns which of the tenant's requests give way to one within its function's reserved concurrency."""
+        own = [r for r in going if r.tenant == newcomer.tenant]
+        within = sum(r.function == newcomer.function for r in own) < newcomer.reserved
+        return [r for r in own if not r.reserved] if within else []
 
     def add(self, request: Request) -> None:
         self._requests[request.id] = request

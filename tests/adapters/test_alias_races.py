@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from adapters.base_model import BaseModel
-from adapters.function_changes import function_key
 from adapters.functions import FunctionRecord, VersionEntry, with_version
 from adapters.open_store import open_store
 from adapters.records import update_record
 from adapters.registry import Registry
+from adapters.standing import function_key
 
 WRITERS = 3
 CHANGES = 8
@@ -28,7 +28,7 @@ from adapters.function_changes import FunctionChanges
 from adapters.open_store import open_store
 from adapters.records import read_record
 from adapters.functions import FunctionRecord
-from adapters.function_changes import function_key
+from adapters.standing import function_key
 
 url, number, changes, conditional = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
 store = open_store(url)

@@ -22,11 +22,11 @@ from adapters.aliases import Alias, AliasChange, checked_weights, history_room, 
 from adapters.base_model import BaseModel
 from adapters.choices import Choice, Resolved, pick
 from adapters.errors import Conflict, InvalidRequest, NotFound, PreconditionFailed
-from adapters.function_changes import function_key
 from adapters.functions import FunctionRecord, Policy, VersionEntry, with_version
 from adapters.local_store import LocalStore
 from adapters.records import update_record
 from adapters.registry import Registry
+from adapters.standing import function_key
 from tests.draws import draws
 
 NAMES = ("latest", "prod", "canary")

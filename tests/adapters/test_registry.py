@@ -181,7 +181,7 @@ def test_malformed_names_are_refused(registry: Registry, good: tuple[bytes, Path
         ({"alias": "7"}, "alias"),
         ({"alias": "../x"}, "alias"),
         ({"alias": ""}, "alias"),
-        ({"policy": {"idle_ttl": 5}}, "policy.idle_ttl"),
+        ({"policy": {"idle_ttl": 0}}, "policy.idle_ttl"),
         ({"policy": {"provisioned": 1}}, "policy.provisioned"),
         ({"policy": {"timeout": -1}}, "policy.timeout"),
         ({"policy": {"timeout": "5"}}, "policy.timeout"),

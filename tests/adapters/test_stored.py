@@ -1,7 +1,9 @@
-"""Records that a newer release has stored are read without what is new in them; requests stay strict."""
+"""Records that a newer release has stored are read without what is new in them, and written with it; requests stay
+strict."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,15 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peft_files import changed
 
 from adapters.aliases import Alias
 from adapters.functions import Defaults, FunctionRecord, Policy, VersionEntry
 from adapters.local_store import LocalStore
+from adapters.registry import Registry
 from adapters.slo import Slo
-from adapters.stored import decode_record
+from adapters.standing import function_key
+from adapters.stored import decode_record, encode_over
 from adapters.tenants import Limits, Tenant, Tenants
 
 FUNCTION = FunctionRecord(
@@ -35,7 +40,7 @@ def places(value: Any) -> list[dict[str, Any]]:
         return []
     found = [value]
     for name, each in value.items():
-        if name in ("removed", "weights"):
+        if name in ("removed", "reserved", "weights"):
             continue
         found += places(list(each.values()) if name == "aliases" else each)
     return found
@@ -70,3 +75,68 @@ def test_an_older_release_serves_and_changes_what_a_newer_one_has_stored(tmp_pat
     assert tenants.get("acme").limits == Limits(rps=3.0)
     key, _ = tenants.add_key("acme")
     assert tenants.verify(key)
+
+
+NEWER = {"device_class": "h200", "mirrors": [{"region": "eu"}], "off": None, "warm_up": {"prompts": ["x"]}}
+"""Policy fields of a release to come."""
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda registry, _: registry.changes.set_policy("acme", "f", {"timeout": 5}),
+        lambda registry, _: registry.changes.set_policy("acme", "f", {"timeout": None, "defaults": {"top_k": 3}}),
+        lambda registry, _: registry.changes.set_alias("acme", "f", "prod", {"1": 1.0}),
+        lambda registry, _: registry.changes.roll_back("acme", "f", "prod"),
+        lambda registry, good: registry.deploy("acme", "f", *good, alias="next", policy={"max_concurrency": 3}),
+    ],
+    ids=["policy", "policy-back", "alias", "rollback", "deploy"],
+)
+def test_a_policy_of_a_newer_release_survives_our_writes(
+    registry: Registry, good: tuple[bytes, Path], write: Callable[[Registry, Any], object]
+) -> None:
+    registry.deploy("acme", "f", *good, policy={"timeout": 9, "defaults": {"top_k": 2}})
+    registry.deploy("acme", "f", changed(good[0], lora_alpha=3), good[1])
+    registry.changes.set_alias("acme", "f", "prod", {"1": 1.0})
+    registry.changes.set_alias("acme", "f", "prod", {"2": 1.0})
+    key = function_key("acme", "f")
+    stored = msgspec.json.decode(registry.store.get(key).data)
+    stored["policy"] |= NEWER
+    stored["policy"]["defaults"]["chat_template"] = "x"
+    stored["owner"] = {"team": "a"}
+    stored["aliases"]["latest"]["note"] = "keep"
+    registry.store.put(key, msgspec.json.encode(stored))
+    before = registry.function("acme", "f")
+    write(registry, good)
+    after, known = msgspec.json.decode(registry.store.get(key).data), registry.function("acme", "f")
+    assert known.generation == before.generation + 1
+    assert {name: after["policy"].get(name) for name in NEWER} == NEWER
+    assert after["owner"] == {"team": "a"}
+    same = before.policy.defaults == known.policy.defaults
+    assert after["policy"].get("defaults", {}).get("chat_template") == ("x" if same else None), "a value as a whole"
+    if before.aliases["latest"] == known.aliases["latest"]:
+        assert after["aliases"]["latest"]["note"] == "keep"
+    assert decode_record(msgspec.json.encode(after), FunctionRecord) == known
+
+
+def test_a_deleted_function_leaves_nothing_for_who_takes_its_name(registry: Registry, good: tuple[bytes, Path]) -> None:
+    registry.deploy("acme", "f", *good)
+    key = function_key("acme", "f")
+    stored = msgspec.json.decode(registry.store.get(key).data)
+    stored["policy"] = NEWER
+    registry.store.put(key, msgspec.json.encode(stored))
+    registry.delete_function("acme", "f")
+    assert not set(NEWER) & set(msgspec.json.decode(registry.store.get(key).data)["policy"])
+    registry.deploy("acme", "f", *good)
+    assert msgspec.json.decode(registry.store.get(key).data)["policy"] == {}
+
+
+@given(data=st.data())
+def test_what_was_not_changed_is_written_as_it_was_stored(data: st.DataObject) -> None:
+    """Over records with unknown fields anywhere: a change of one known field changes nothing else."""
+    stored = msgspec.json.decode(msgspec.json.encode(FUNCTION))
+    for place in data.draw(st.lists(st.sampled_from(places(stored)), min_size=1, max_size=3)):
+        place["from_a_newer_release"] = data.draw(st.sampled_from([1, None, {"a": [1]}]))
+    change = data.draw(st.sampled_from([{"created": 2.0}, {"generation": 5}, {"removed": {"1": 3.0}}]))
+    new = msgspec.structs.replace(FUNCTION, **change)
+    assert msgspec.json.decode(encode_over(msgspec.json.encode(stored), FUNCTION, new)) == stored | change

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from adapters.base_model import projection_widths
-from benchmarks import coldstart_gpu, gpu_exact, gpu_peer, gpu_steps
+from benchmarks import coldstart_gpu, gpu_exact, gpu_layer_check, gpu_peer, gpu_steps
+from benchmarks.gpu_check import WrongResult
 from benchmarks.gpu_engine import adapter_bytes
 from benchmarks.gpu_parts import Skipped, failures, run_parts
 from benchmarks.gpu_suite import SECONDS, figures_of, study
 from benchmarks.random_model import SHAPES
+from kernels.gpu_reference import TorchOperations
 
 CPU = torch.device("cpu")
 PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels", "peer"]
@@ -35,12 +37,15 @@ def test_every_part_runs_or_says_why_not(tmp_path: Path) -> None:
     assert not failures(document)
     assert [row["part"] for row in document["rows"] if "took_s" in row] == PARTS, "in order of worth"
     assert len(saved) == len(PARTS) and saved[-1] == document
-    skipped = {row["part"]: row["skipped"] for row in document["rows"] if "skipped" in row and "operation" not in row}
+    skipped = {row["part"]: row["skipped"] for row in document["rows"] if "skipped" in row}
     assert skipped == {
         "graphs": "runner auto captures no graphs", "kernels": "Triton's interpreter says nothing of times",
         "peer": "vllm is not installed",
     }  # fmt: skip
-    assert {row["operation"] for row in rows_of(document, "smoke")[:-1]} >= {"bgmv", "mbgmv", "sgmv"}
+    assert {row["operation"] for row in rows_of(document, "smoke")[:-1]} == {
+        "bgmv", "mbgmv", "sgmv", "add_rms_norm", "rotate_and_store", "silu_mul", "decode_attention",
+        "prefill_attention",
+    }  # fmt: skip
     figures = document["figures"]
     for rows in (1, 2, 6):
         assert figures[f"decode_over_floor_b{rows}"] > 0 and figures[f"served_ms_b{rows}"] > 0
@@ -49,6 +54,17 @@ def test_every_part_runs_or_says_why_not(tmp_path: Path) -> None:
         assert figures[f"lora_over_base_cpu_{targets}_n3_rmixed"] > 0
     assert set(rows_of(document, "lora")[-2]["paper_r2"]) == {"bgmv", "mbgmv"}
     assert figures["merged_control_below"] > gpu_exact.TOLERANCE > figures["merged_adapter_below"]
+
+
+def test_a_layer_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(TorchOperations):
+        def silu_mul(self, gate_up: torch.Tensor, *, out: torch.Tensor) -> None:
+            super().silu_mul(gate_up, out=out)
+            out[0, 0] += 0.1 * out.abs().max()
+
+    monkeypatch.setattr(gpu_layer_check, "layer_operations", lambda _: Wrong())
+    with pytest.raises(WrongResult, match=r"silu_mul in torch\.float32"):
+        list(gpu_layer_check.check_layers(CPU, 1, gpu_layer_check.SHAPES[:1]))
 
 
 def test_floors() -> None:

@@ -241,6 +241,8 @@ def _seconds(record: OldRecord, held: list[Demand], model: PerformanceModel) -> 
         "decode_next_row": decode.per_row if there + 1 > decode.flat_rows else 0.0,
         "prompt_wait": _prompts(model, record.prompt_tokens_left, held),
         "decode_base": decode.base,
+        "decode_per_row": decode.per_row,
+        "flat_rows": decode.flat_rows,
         "decode_per_context": decode.per_context,
         "decode_per_rank": decode.per_rank,
         "rank_term": RANK_TERMS.index(decode.rank_term),

@@ -10,6 +10,7 @@ from adapters.slo import Slo
 from adapters.tenants import Limits
 from garnish.config import ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.errors import ServiceFileError
+from gateway.usage.prices import Prices
 
 ROOT = Path(__file__).parents[2]
 HEAD = "service: s\nbase_model: ./base\n"
@@ -153,8 +154,6 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
         ("gateway.policy", "gateway: {policy: best}"),
         ("node.runner", "node: {runner: vllm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
-        ("functions.f.provisioned", "functions: {f: {adapter: a, provisioned: 1}}"),
-        ("functions.f.idle_ttl", "functions: {f: {adapter: a, idle_ttl: 15m}}"),
     ],
 )
 def test_what_is_not_built_is_refused(tmp_path: Path, field: str, text: str) -> None:
@@ -256,3 +255,44 @@ def test_the_files_in_the_documentation(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guide" / "serverless-yml.md").read_text()
     examples = [block.partition("```")[0] for block in page.split("```yaml\n")[1:]]
     assert [load(tmp_path, example).service for example in examples] == ["demo", "support-desk"]
+
+
+def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
+    service = load(
+        tmp_path,
+        HEAD + "functions:\n  f: {adapter: a, alias: prod, provisioned: {device: 1, host: 2}, idle_ttl: 15m,"
+        "\n    timeout: 30s, max_age: 2h, reserved_concurrency: 2, max_concurrency: 8, retries: 1, slo_class: strict,"
+        "\n    defaults: {temperature: 0}, warm: [{cron: '45 8 * * 1-5', for: 3600, copies: 2}]}\n  g: {adapter: a}",
+    )
+    assert service.functions["f"].policy() == {
+        "provisioned": {"device": 1, "host": 2}, "idle_ttl": 900, "timeout": 30, "max_age": 7200,
+        "reserved_concurrency": 2, "max_concurrency": 8, "retries": 1, "slo_class": "strict",
+        "defaults": {"temperature": 0}, "warm": [{"cron": "45 8 * * 1-5", "for": 3600, "copies": 2}],
+    }  # fmt: skip
+    assert service.functions["g"].policy() == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "field"),
+    [
+        ("provisioned: 1", "provisioned"),
+        ("provisioned: {disk: 1}", "provisioned.disk"),
+        ("idle_ttl: soon", "idle_ttl"),
+        ("warm: [{cron: '0 99 * * *', for: 60}]", "warm"),
+        ("reserved_concurrency: 3, max_concurrency: 2", "reserved_concurrency"),
+        ("on_failure: {}", "on_failure"),
+        ("prefetch: off", "prefetch"),
+    ],
+)
+def test_a_policy_that_would_be_refused_is_refused_here(tmp_path: Path, written: str, field: str) -> None:
+    with pytest.raises(ServiceFileError) as refused:
+        load(tmp_path, HEAD + f"functions: {{f: {{adapter: a, {written}}}}}")
+    assert (refused.value.field, refused.value.line) == (f"functions.f.{field}", 3)
+
+
+def test_prices_are_numbers(tmp_path: Path) -> None:
+    service = load(tmp_path, HEAD + "prices: {input_tokens_1m: 0.2, adapter_gb_hour: 1}")
+    assert service.prices == Prices(input_tokens_1m=0.2, adapter_gb_hour=1)
+    with pytest.raises(ServiceFileError) as refused:
+        load(tmp_path, HEAD + "prices: {input_tokens: 0.2}")
+    assert refused.value.field == "prices.input_tokens"

@@ -132,8 +132,13 @@ class _Stream(StreamingResponse):
         self._ended = True
 
 
+DEVICE_SECONDS = 0.015
+"""Of each request, by its Done."""
+
+
 def timing() -> Timing:
-    return Timing(queue=0.001, prefill=0.02, total=0.05, cold_start=ColdStart("host", "wait", 0.03, 0.01))
+    cold = ColdStart("host", "wait", 0.03, 0.01)
+    return Timing(queue=0.001, prefill=0.02, total=0.05, cold_start=cold, device=DEVICE_SECONDS)
 
 
 def done(asked: GenerateRequest, completion: int, reason: str = "length", text: str = "") -> Done:

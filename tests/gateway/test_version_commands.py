@@ -101,5 +101,15 @@ def test_commands(deployed: Running, tmp_path: Path) -> None:
     assert late.stderr.startswith("garnish: precondition_failed: function f has changed meanwhile")
     assert json.loads(run("rollback", "f", "--alias", "prod", "--json").stdout)["version"] == 2
     assert run("delete", "f", "--version", "1").stdout == "f:1: deleted\n"
+    changed = run("policy", "f", "idle_ttl=15m", "slo_class=standard", 'defaults={"top_k": 3}', "max_concurrency=8")
+    assert changed.stdout.splitlines() == [
+        'defaults: {"top_k":3}', "max_concurrency: 8", "idle_ttl: 900.0", 'slo_class: "standard"'
+    ]  # fmt: skip
+    back = run("policy", "f", "max_concurrency=", "slo_class=null", "defaults=", "--json")
+    assert json.loads(back.stdout) == {"idle_ttl": 900.0}
+    odd = run("policy", "f", "provisioned=1")
+    assert (odd.returncode, odd.stdout) == (1, "")
+    assert odd.stderr.startswith("garnish: validation_failed: provisioned: ")
+    assert run("policy", "f", "idle_ttl=soon").returncode == 2
     refused = run("deploy", "g", "s3://acme-training/runs/7")
     assert (refused.returncode, refused.stderr.splitlines()[-1][:19]) == (1, "garnish: forbidden:")

@@ -14,7 +14,7 @@ from kernels.gpu_triton import TritonOperations
 from kernels.view import KernelArgumentError
 from tests.draws import draws
 from tests.kernels.drawn import DEVICE
-from tests.kernels.paged import Sequences, check, counted_loads, drawn_heads, make_sequences
+from tests.kernels.paged import GARBAGE, Sequences, check, counted_loads, drawn_heads, make_sequences
 
 BOTH = [TritonOperations(), TorchOperations()]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -33,10 +33,8 @@ def decode(operations: LayerOperations, drawn: Sequences, splits: int) -> torch.
 def decode_rows(
     contexts: list[int], heads: Heads, dtype: torch.dtype, block_tokens: int = 16, seed: int = 0
 ) -> Sequences:
-    """A token per row; context 0 is a padding row, whose token nobody computes."""
-    drawn = make_sequences(contexts, [1] * len(contexts), heads, dtype, block_tokens, seed=seed, device=DEVICE)
-    drawn.queries = [min(1, context) for context in contexts]
-    return drawn
+    """A token per row."""
+    return make_sequences(contexts, [1] * len(contexts), heads, dtype, block_tokens, seed=seed, device=DEVICE)
 
 
 @pytest.mark.parametrize("operations", BOTH)
@@ -60,16 +58,14 @@ def test_decode(
     splits: int,
     seed: int,
 ) -> None:
-    """Rows of context 0 at the end are padding."""
-    drawn = decode_rows(contexts, heads, dtype, block_tokens, seed)
-    padded = make_padded(drawn, padding)
+    padded = add_padding(decode_rows(contexts, heads, dtype, block_tokens, seed), padding)
     check(decode(operations, padded, splits), padded)
 
 
-def make_padded(drawn: Sequences, padding: int) -> Sequences:
-    """As many rows of context 0 behind the others, whose tables and queries are garbage."""
+def add_padding(drawn: Sequences, padding: int) -> Sequences:
+    """Adds so many rows of context 0 at the end, whose tables and queries are garbage."""
     table, context_len = drawn.rows.block_table, drawn.rows.context_len
-    more = table.new_full((padding, table.shape[1]), 2**20)
+    more = table.new_full((padding, table.shape[1]), GARBAGE)
     rows = Rows(torch.cat((context_len, context_len.new_zeros(padding))), torch.cat((table, more)))
     q = torch.cat((drawn.q, drawn.q.new_full((padding, drawn.q.shape[1]), torch.nan)))
     queries, contexts = drawn.queries + [0] * padding, drawn.contexts + [0] * padding
@@ -87,9 +83,9 @@ def test_decode_in_several_pieces(operations: LayerOperations, window: int | Non
 
 def test_a_row_has_the_same_bits_beside_any_others() -> None:
     heads = Heads(6, 2, 24, 0.3)
-    drawn = decode_rows([150, 20, 290], heads, torch.bfloat16)
+    drawn = decode_rows([150, 20], heads, torch.bfloat16)
     found = decode(TritonOperations(), drawn, 2)
-    for row in range(3):
+    for row in range(2):
         rows = Rows(drawn.rows.context_len[row : row + 1], drawn.rows.block_table[row : row + 1])
         alone = Sequences(heads, drawn.cache, rows, drawn.contexts[row : row + 1], [1], 0, drawn.q[row : row + 1])
         assert torch.equal(decode(TritonOperations(), alone, 2)[0], found[row])
@@ -109,10 +105,9 @@ def test_decode_reads_a_context_once() -> None:
     """However many query heads share it; and of a window, what is in it alone."""
     for window, positions in ((None, 150 + 20), (30, 30 + 20)):
         drawn = decode_rows([150, 20], Heads(6, 2, 24, 0.3, window), torch.float32)
-        for part in (drawn.cache.keys, drawn.cache.values):
-            with counted_loads(part) as count:
-                decode(TritonOperations(), drawn, 2)
-            assert count[0] == positions * 2 * 24
+        with counted_loads(drawn.cache.keys) as keys, counted_loads(drawn.cache.values) as values:
+            decode(TritonOperations(), drawn, 2)
+        assert keys == values == [positions * 2 * 24]
 
 
 @pytest.mark.parametrize("operations", BOTH)

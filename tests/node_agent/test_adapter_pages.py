@@ -252,7 +252,7 @@ def test_usage_and_pins(world: World, make_store: Callable[..., AdapterStore]) -
     assert usage.utilisation == usage.live_bytes / usage.pool_bytes
     assert usage.adapters_per_gib == pytest.approx(2 * (1 << 30) / usage.pool_bytes)
     assert host_usage(store).adapters == 2
-    store.pin(first.digest)
+    store.pin([first.digest])
     for held in (first, second):
         store.release(held, [])
     assert device_usage(store).pages["pinned"] == len(store.device[first.digest].pages)

@@ -141,11 +141,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, 5), pinned=st.booleans())
     def pin(self, i: int, pinned: bool) -> None:
-        digest = self.world.adapters[i].digest
-        if pinned and len(self.store.room.pinned) < 2:  # all of a slot's adapters pinned would stop every load
-            self.store.pin(digest)
+        digest, others = self.world.adapters[i].digest, self.store.room.pinned
+        if pinned and len(others) < 2:  # all of a slot's adapters pinned would stop every load
+            self.store.pin(others | {digest})
         elif not pinned:
-            self.store.unpin(digest)
+            self.store.pin(others - {digest})
 
     @rule()
     def end_late_reader(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.messages import Adapter
 from cluster.residency import (
+    MAX_IDLE_TTLS,
     MAX_WANTED,
     AdapterState,
     AdapterStates,
@@ -152,7 +153,9 @@ def test_what_is_wanted_reaches_the_engine(tmp_path: Path, stories_dir: Path) ->
     """As many as may be, with long names; fields of a later version are left out."""
     artifact = "artifacts/" + "n" * 1000
     adapters = [Adapter(f"{i:064x}", artifact, 1000, tuple(range(1, 129))) for i in range(MAX_WANTED)]
-    most = WantedResidency([WantedAdapter(adapter, "host", 0.5, pinned=True) for adapter in adapters], 30.0)
+    idle = {f"{i:064x}": 60.0 for i in range(MAX_IDLE_TTLS)}
+    wants = [WantedAdapter(adapter, "host", 0.5, pinned=True, provisioned="host") for adapter in adapters]
+    most = WantedResidency(wants, 30.0, idle)
     later = {**msgspec.to_builtins(most), "a_later_field": 1}
 
     async def scenario() -> None:
@@ -169,8 +172,9 @@ def test_what_is_wanted_reaches_the_engine(tmp_path: Path, stories_dir: Path) ->
 def test_wants_that_are_none_do_not_reach_the_engine(tmp_path: Path, stories_dir: Path) -> None:
     def body(seconds: float = 1.0, count: int = 1, v: int = 3, **changes: object) -> bytes:
         adapter = {**msgspec.to_builtins(ADAPTER), **{k: changes.pop(k) for k in ("digest", "bytes") if k in changes}}
+        idle = changes.pop("idle_ttls", {})
         entry = {"adapter": adapter, "tier": "device", "chance": 0.5, **changes}
-        return msgspec.msgpack.encode({"adapters": [entry] * count, "seconds": seconds, "v": v})
+        return msgspec.msgpack.encode({"adapters": [entry] * count, "seconds": seconds, "idle_ttls": idle, "v": v})
 
     bodies = [
         (b"", 400),
@@ -184,6 +188,9 @@ def test_wants_that_are_none_do_not_reach_the_engine(tmp_path: Path, stories_dir
         *((body(seconds=seconds), 422) for seconds in (-1.0, float("nan"), float("inf"))),
         (body(digest="../../secret"), 422),
         (body(bytes=-1), 422),
+        *((body(idle_ttls={DIGEST: seconds}), 422) for seconds in (0.0, -1.0, float("nan"), float("inf"))),
+        (body(idle_ttls={"../../secret": 1.0}), 422),
+        (body(idle_ttls={f"{i:064x}": 1.0 for i in range(MAX_IDLE_TTLS + 1)}), 422),
         (b"x" * (api_adapters.WANTED_BYTES + 1), 413),
     ]
 

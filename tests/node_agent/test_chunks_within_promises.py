@@ -171,7 +171,9 @@ def test_best_effort_goes_on_in_every_fourth_pass(make_engine: MakeEngine, monke
     prompts = [engine.submit([1] * 100, 1, slo_class="strict", tpot=0.1, ignore_eos=True) for _ in range(5)]
     monkeypatch.setattr(engine.engine.hot, "compute", counted)
     engine.run(until=lambda: engine.outcomes[call].finished is not None)
-    assert taking_part[:8] == [False, False, False, True] * 2
+    first = taking_part.index(True)  # it may have sat out some before
+    assert first <= MOST_PAUSES
+    assert taking_part[first + 1 : first + 9] == [False, False, False, True] * 2
     passes = zip(*(taking_part[i:] for i in range(MOST_PAUSES + 1)), strict=False)
     assert all(sum(four) == 1 for four in passes)
     assert not any(engine.outcomes[each].finished for each in prompts[1:])

@@ -186,7 +186,7 @@ def test_a_load_goes_on_for_whoever_else_wants_it(
     if how == "queued":
         store.announce(adapter)
     elif how == "pinned":
-        store.pin(adapter.digest)
+        store.pin([adapter.digest])
     leave_after(store, turnstile, world, adapter, 1)
     turnstile.open_all()
     until(store, lambda: store.ready(adapter.digest))

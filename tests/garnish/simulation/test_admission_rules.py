@@ -6,6 +6,7 @@ other tenants' calls, and preemption, are not simulated (docs/guide/simulate.md)
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -50,7 +51,7 @@ class Store:
         entry = self.jobs[lease.slot].entry
         return entry is not None and entry.whole
 
-    def acquire(self, adapter: Adapter) -> Lease | NoRoom:
+    def acquire(self, adapter: Adapter, spared: Collection[str] = ()) -> Lease | NoRoom:
         job = adapter_job(adapter.digest)
         if not self.loads.lease(job, self.now):
             return NoRoom()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
 from cluster.errors import ServiceError
 from gateway.batches import files as files_module
+from gateway.batches import line_reader
 from gateway.batches import runner as runner_module
 from gateway.batches.answers import Answer
 from gateway.batches.lines import Line
-from gateway.batches.records import BatchRecord, BatchStore, bits_for
+from gateway.batches.records import BatchRecord, BatchStore, Held, bits_for
 from gateway.batches.run import FLUSH_LINES
 
 
@@ -194,7 +196,8 @@ def test_calls_that_were_refused_run_later_and_failing_ones_are_tried_again(worl
 
 
 @pytest.mark.parametrize("why", ["cancelled", "expired", "key_revoked", "input_deleted"])
-def test_a_batch_that_ends_early_keeps_its_answers(world: World, why: str) -> None:
+def test_a_batch_that_ends_early_keeps_its_answers(world: World, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_reader, "HELD_BYTES", 0)  # each line is read when its call begins
     batch = world.submit("acme", ["f"] * 30, key_id="k")
 
     async def run() -> BatchRecord:
@@ -252,6 +255,32 @@ def test_calls_that_have_not_run_are_all_named_also_after_a_takeover(
     _, errors = world.outcome(record)
     assert (record.status, record.failed, world.began) == ("expired", 30, [])
     assert errors.keys() == {f"acme-{number}" for number in range(30)}
+
+
+def test_a_gateway_that_could_not_say_the_end_leaves_it_to_the_next_at_once(world: World) -> None:
+    """It is stopped while its store takes no end: the batch is no one's then, and not ended."""
+    batch, refused = world.submit("acme", ["f"] * 10), threading.Event()
+
+    class Endless(BatchStore):
+        def write(self, record: BatchRecord, etag: str) -> Held | None:
+            if record.ended:
+                refused.set()
+                raise StoreUnavailable("it takes no end")
+            return super().write(record, etag)
+
+    async def run() -> BatchRecord:
+        living, world.batches = world.batches, Endless(world.store)
+        async with world.gateway("first", good):
+            await until(refused.is_set)
+        left = world.read(batch)
+        assert (left.status, left.holder, left.completed) == ("finalizing", "", 10)
+        world.batches = living
+        async with world.gateway("second", good):
+            return await world.ended(batch)
+
+    record = asyncio.run(run())
+    output, _ = world.outcome(record)
+    assert (record.status, len(output), len(world.began)) == ("completed", 10, 10)
 
 
 def test_a_batch_expires_also_without_its_input(world: World) -> None:

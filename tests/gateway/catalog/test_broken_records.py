@@ -7,8 +7,8 @@ from typing import Any
 
 from running_gateway import Running
 
-from adapters.function_changes import function_key
 from adapters.local_store import LocalStore
+from adapters.standing import function_key
 
 TOLD = "the record of function b is damaged: the operator restores it from a backup"
 

@@ -16,10 +16,10 @@ from stub_node import StubNode
 
 from adapters.artifact import artifact_key
 from adapters.contents import blob_key
-from adapters.function_changes import function_key
 from adapters.functions import FunctionRecord
 from adapters.local_store import LocalStore
 from adapters.records import update_record
+from adapters.standing import function_key
 from adapters.validate import file_sha256
 from cluster.messages import Event, Failed, GenerateRequest
 from gateway.catalog import rebuilds

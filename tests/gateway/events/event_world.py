@@ -4,6 +4,7 @@ known of each event from outside."""
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from gateway.events.events import Events, make_channel
 from gateway.events.lost import release_lost
 from gateway.events.records import ENDED, EventRecord, markers_of, new_nonce, parse_marker
 from gateway.events.worker import Worker
+from gateway.leader.turn import Turn
 
 RESULT = schema.InvokeReply(
     id="inv_0",
@@ -61,7 +63,9 @@ class World:
     def recover(self) -> int:
         """What the leader does once those who died have been silent for long enough."""
         self.pass_time(120)
-        return release_lost(EventStore(self.store()), lambda: None)
+        turn = Turn(math.inf, lambda: 0.0, lambda: True)
+        release_lost(EventStore(self.store()), turn)
+        return turn.work
 
 
 class MortalStore(LocalStore):

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from event_world import World, all_ended, leftovers, make_worker, new_event, open_events
+from prometheus_client import CollectorRegistry
 
 from adapters.destinations import Destination
 from adapters.errors import NotFound, StoreUnavailable
 from adapters.local_store import LocalStore
 from cluster.errors import ServiceError
 from gateway.catalog.threads import StoreThreads
-from gateway.events import poller, worker
+from gateway.events import jobs, poller, worker
 from gateway.events.event_store import EventStore, Stored
-from gateway.events.events import Events
-from gateway.events.jobs import DEAD_KEPT_S, KEPT_S, remove_old
+from gateway.events.events import Events, make_channel
+from gateway.events.jobs import COUNTED, DEAD_KEPT_S, KEPT_S, count_events, event_jobs, remove_old
+from gateway.events.lost import release_lost
+from gateway.events.metrics import EventMetrics
 from gateway.events.poller import Poller
-from gateway.events.records import EventRecord, markers_of, parse_marker
+from gateway.events.records import ENDED, EventRecord, markers_of, parse_marker
 from gateway.events.store_clock import VALID_S, StoreClock
 from gateway.events.transitions import cancelled, claimed, expired, failed
-from gateway.leader.turn import Turn
+from gateway.leader.turn import Turn, TurnEnded
 
 
 @pytest.fixture
@@ -191,6 +196,57 @@ def test_a_full_worker_rests_although_more_is_queued(world: World) -> None:
     run(work())
 
 
+def test_a_store_that_takes_no_changes_is_not_asked_again_and_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may answer each look all the same, and at each the event is due."""
+    monkeypatch.setattr(poller, "AWAY_S", 3600.0)
+
+    async def work() -> None:
+        events, looks = open_events(world.store()), 0
+
+        async def handle(_: Stored) -> None:
+            raise StoreUnavailable("it can be read alone")
+
+        class Counting(Poller):
+            async def _look(self) -> None:
+                nonlocal looks
+                looks += 1
+                await super()._look()
+
+        await add_some(events, 40)
+        counting = Counting(events, "queued", handle, at_once=4)
+        task = asyncio.create_task(counting.run())
+        await asyncio.sleep(0.5)
+        await add_some(events, 1, first=40)
+        await asyncio.sleep(0.3)
+        task.cancel()
+        assert looks == 1
+        monkeypatch.setattr(poller, "AWAY_S", 0.0)
+        counting._away_until = 0.0
+        task = asyncio.create_task(counting.run())
+        while looks < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    run(work())
+
+
+def test_a_worker_whose_word_is_too_old_claims_nothing(world: World) -> None:
+    """Others could take it for lost amid an execution."""
+
+    async def work() -> None:
+        events = open_events(world.store())
+        [event_id] = await add_some(events, 1)
+        stored = events.store.get("acme", event_id)
+        assert stored is not None
+        with pytest.raises(StoreUnavailable):
+            await make_worker(world, events, lambda *_: None)._run(stored)
+        assert (await events.get("acme", event_id)).state == "queued"
+
+    run(work())
+
+
 def test_a_store_that_is_slow_to_list_reaches_all_tenants(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller, "LONGEST_LOOK_S", 0.0)  # each look reaches one tenant
 
@@ -222,6 +278,36 @@ def test_an_event_that_can_not_be_read_holds_up_no_other_that_is_lost(world: Wor
         assert EventStore(store).add(claimed(new_event(number, store.now()), "dead", store.now())) is not None
     store.put("tenants/acme/invocations/inv_0000.json", b"{")
     assert world.recover() == 2
+
+
+@pytest.mark.parametrize("ends_after", [1, 9])
+def test_what_was_lost_waits_neither_for_removals_nor_for_the_next_look(
+    world: World, monkeypatch: pytest.MonkeyPatch, ends_after: int
+) -> None:
+    """While a removal hangs; and workers hear of what was queued again by a turn that ended amid it."""
+    store, hangs, told, checks = world.store(), threading.Event(), list[str](), 0
+    for number in range(3):
+        assert EventStore(store).add(claimed(new_event(number, store.now()), "dead", store.now())) is not None
+    world.pass_time(120)
+    monkeypatch.setattr(jobs, "remove_old", lambda *_: hangs.wait(60))
+
+    def leads() -> bool:
+        nonlocal checks
+        checks += 1
+        return checks <= ends_after
+
+    async def work() -> None:
+        release, retain, _ = event_jobs(EventStore(store), lambda: told.append("queued"))
+        removal = asyncio.create_task(retain.run(Turn(float("inf"), lambda: 0.0, lambda: True)))
+        await asyncio.sleep(0.05)
+        turn = Turn(float("inf"), lambda: 0.0, leads)
+        with pytest.raises(TurnEnded) if ends_after < 3 else nullcontext():
+            await release.run(turn)
+        assert (turn.work, told) == (min(ends_after, 3), ["queued"])
+        hangs.set()
+        await removal
+
+    run(work())
 
 
 def test_what_runs_at_the_end_is_queued_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +376,45 @@ def test_old_events_are_removed(world: World) -> None:
         assert not list(world.store().list("tenants/"))
 
     run(work())
+
+
+def test_metrics_tell_what_became_of_events(world: World) -> None:
+    """Also of those that another process has lost, cancelled or queued again."""
+    registry = CollectorRegistry()
+    store = EventStore(world.store(), EventMetrics(registry))
+
+    def told(name: str, **labels: str) -> float:
+        return registry.get_sample_value(f"garnish_{name}", labels) or 0.0
+
+    def error(event_id: str, number: int) -> ServiceError | None:
+        kinds = {"inv_0001": "validation_failed", "inv_0002": "node_failed" if number == 1 else ""}
+        return ServiceError(kind, "no") if (kind := kinds.get(event_id)) else None
+
+    async def work() -> None:
+        events = Events(store, StoreThreads(10.0, 4), make_channel(None))
+        ids = await add_some(events, 3)
+        async with make_worker(world, events, error).running():
+            await all_ended(events, ids)
+            await events.redrive("acme", ids[1])
+            await all_ended(events, ids)
+        [waits] = await add_some(events, 1, first=3)
+        await add_some(events, 2, "other", first=4)
+        await events.cancel("acme", waits)
+        count_events(store, Turn(float("inf"), lambda: 0.0, lambda: True))
+
+    run(work())
+    assert (told("events_accepted_total"), told("events_redriven_total")) == (6, 1)
+    attempts = {name: told("event_attempts_total", outcome=name) for name in ("succeeded", "retried", "failed")}
+    assert attempts == {"succeeded": 2, "retried": 1, "failed": 2}
+    ended = {state: told("events_ended_total", state=state) for state in ENDED}
+    assert ended == {"succeeded": 2, "failed": 2, "cancelled": 1, "expired": 0}
+    there = {index: told("events", index=index) for index in COUNTED}
+    assert there == {"queued": 2, "running": 0, "failed": 1, "expired": 0, "delivering": 0}
+    lost = store.add(claimed(new_event(9, world.store().now(), retries=0), "dead", world.store().now()))
+    assert lost is not None
+    world.pass_time(120)
+    release_lost(store, Turn(float("inf"), lambda: 0.0, lambda: True))
+    assert told("events_ended_total", state="failed") == 3
 
 
 def test_an_event_past_its_deadline_is_not_run(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from numbered_adapters import DIGESTS, adapter
@@ -42,7 +43,7 @@ def test_no_node_is_asked_for_more_than_it_may_be(seed: int) -> None:
         assert 0 < len(wants) <= MAX_WANTED
         for tier, memory in (("device", each.adapter_bytes), ("host", each.host_bytes)):
             assert sum(want.adapter.bytes for want in wants if want.tier == tier) <= WANTED_SHARE * memory
-        order = [(not want.pinned, -want.chance) for want in wants]
+        order = [(not want.pinned, -want.steps, want.adapter.digest) for want in wants]
         assert order == sorted(order)
         for tenant in ("t0", "t1", "t2", "t3"):
             own = [
@@ -52,6 +53,21 @@ def test_no_node_is_asked_for_more_than_it_may_be(seed: int) -> None:
             assert len(own) <= TENANT_WANTED
             assert sum(want.adapter.bytes for want in own) <= TENANT_SHARE * each.adapter_bytes
     assert any(want.pinned for wants in asked.values() for want in wants.values())
+
+
+def test_a_list_that_says_the_same_is_the_same() -> None:
+    """In whatever order wishes come, and however their chances differ by less than is told: nothing is sent again."""
+    rng = random.Random(3)
+    wishes = [Wish(f"t/f{number}", adapter(number), "forecast", 0.31) for number in range(20)]
+    lists = []
+    for _ in range(5):
+        rng.shuffle(wishes)
+        drawn = [replace(wish, chance=wish.chance + rng.uniform(-0.005, 0.005)) for wish in wishes]
+        plan = Plan(table_of(node("n")), "b")
+        for wish in drawn:
+            plan.add(wish)
+        lists.append([want.message() for want in plan.wants()["n"]])
+    assert lists[0] and all(each == lists[0] for each in lists)
 
 
 def test_what_is_ordered_and_scheduled_counts_once() -> None:

@@ -21,12 +21,14 @@ from adapters.functions import Policy
 from gateway.leader.turn import Turn, TurnEnded
 from gateway.residency import history, residency
 from gateway.residency.arrivals import Arrival
+from gateway.residency.held import Held
 from gateway.residency.history import CallHistory
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
-from gateway.residency.plan import Wish
+from gateway.residency.plan import TENANT_WANTED, Wish
 from gateway.residency.reports import make_channel
 from gateway.residency.residency import Parts, Residency
+from gateway.usage.residents import Owners
 
 
 class Functions:
@@ -51,6 +53,8 @@ class World:
         self.parts = Parts(
             history=calls,
             schedules=SimpleNamespace(wishes=wishes),  # type: ignore[arg-type]
+            standing=SimpleNamespace(wishes=[], idle_ttls={}),  # type: ignore[arg-type]
+            owners=Owners(),
             orders=ResidencyOrders(SimpleNamespace(order=self.order), metrics, time.monotonic),  # type: ignore[arg-type]
             metrics=metrics,
         )
@@ -87,6 +91,36 @@ def test_what_takes_long_to_look_up_holds_up_nothing() -> None:
         assert sorted(world.functions.asked) == ["called", "changed", "slow", "slow"]
         with pytest.raises(TurnEnded):
             await world.turn(deadline=-1.0)
+
+    asyncio.run(main())
+
+
+def test_of_a_tenants_orders_the_latest_are_carried_out() -> None:
+    """It may order more than a node is asked to have for one tenant."""
+
+    async def main() -> None:
+        world = World({}, [])
+        await world.parts.history.observe()
+        count = TENANT_WANTED + 5
+        for number in range(count):
+            world.residency.hold(Held("t", f"f{number}", adapter(number), "n", "device"))
+        await world.turn()
+        assert set(world.told["n"]) == {DIGESTS[number] for number in range(5, count)}
+        world.residency.hold(Held("t", "f0", adapter(0), "n", "device"))
+        await world.turn()
+        assert set(world.told["n"]) == {DIGESTS[number] for number in (0, *range(6, count))}
+
+    asyncio.run(main())
+
+
+def test_nothing_is_forecast_of_adapters_with_an_idle_limit() -> None:
+    async def main() -> None:
+        world = World({"t/f": 0.9, "t/g": 0.9}, [Wish("t/f", adapter(1), "schedule", 1.0)])
+        await world.parts.history.observe()
+        world.parts.history.count([Arrival("t", "f", adapter(0), 1), Arrival("t", "g", adapter(2), 1)])
+        world.parts.standing.idle_ttls = {DIGESTS[0]: 5.0, DIGESTS[1]: 5.0}
+        await world.turn()
+        assert sorted(chain.from_iterable(world.told.values())) == sorted([DIGESTS[1], DIGESTS[2]])
 
     asyncio.run(main())
 

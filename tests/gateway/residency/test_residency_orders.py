@@ -18,7 +18,7 @@ from gateway.calls.node_calls import PathUnknown
 from gateway.leader.turn import Turn, TurnEnded
 from gateway.residency import orders as orders_module
 from gateway.residency.metrics import ResidencyMetrics
-from gateway.residency.orders import ORDER_SECONDS, ResidencyOrders
+from gateway.residency.orders import ORDER_SECONDS, NodeOrder, ResidencyOrders
 
 NODE = NodeRecord(
     id="n", epoch="1", seq=1, url="http://n", state="ready", base="b", base_id="b", max_context=1, running=0, queued=0,
@@ -58,7 +58,7 @@ class World:
         self.nodes.told = []
         turn = Turn(deadline, lambda: self.now, lambda: True)
         targets = nodes or (NODE,)
-        asyncio.run(self.orders.send(turn, targets, {node.id: wanted for node in targets}))
+        asyncio.run(self.orders.send(turn, targets, {node.id: NodeOrder(tuple(wanted)) for node in targets}))
         return self.nodes.told
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -163,6 +164,21 @@ def test_what_does_not_get_warm_takes_calls_with_a_warning(
     moved = client.put("/functions/f/aliases/prod", json={"version": 1}, params={"warm": "true"})
     assert (moved.status_code, len(moved.json()["warnings"])) == (200, 1)
     assert "on its way" in moved.json()["warnings"][0]
+
+
+def test_what_can_never_get_warm_is_not_waited_for(running: Running, stories_adapters: dict) -> None:
+    """An adapter that is too large for its node, and a node of a release that takes no such orders: each is asked once
+    in the minute that a deploy would wait."""
+    client = running.client()
+    node = wanting_node(running, "n", refusal=(413, "too_large"))
+    began = time.monotonic()
+    cases = (("dragon", (413, "too_large"), "not here"), ("ocean", (404, ""), "does not know"))
+    for number, (adapter, refusal, why) in enumerate(cases, 1):
+        node.refusal = refusal
+        reply = client.post("/deploy/f", files=upload(stories_adapters[adapter]), params={"warm": "true"})
+        assert why in reply.json()["warnings"][0]
+        assert len(node.ordered) == number
+    assert time.monotonic() - began < before_traffic.WARM_SECONDS
 
 
 def test_the_client_and_the_command_line(running: Running) -> None:

@@ -26,7 +26,7 @@ class WantingNode(StubNode):
     loads: bool = True
     """Whether a prefetch ends; else the node answers that it goes on."""
     refusal: tuple[int, str] | None = None
-    """Status and error type of its answer to prefetches."""
+    """Status and error type of its answer to prefetches; 404 and no type: it knows none, like an earlier release."""
     knows_wanted: bool = True
     ordered: list[str] = field(default_factory=list)
     wanted: list[tuple[float, WantedResidency]] = field(default_factory=list)
@@ -46,6 +46,8 @@ class WantingNode(StubNode):
             return Response(status_code=401)
         digest = msgspec.msgpack.decode(await request.body(), type=PrefetchOrder).adapter.digest
         self.ordered.append(digest)
+        if self.refusal == (404, ""):
+            return Response("Not Found", 404)
         if self.refusal is not None:
             return JSONResponse({"error": {"type": self.refusal[1], "message": "not here"}}, self.refusal[0])
         if not self.loads:

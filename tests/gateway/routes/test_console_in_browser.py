@@ -32,6 +32,8 @@ PLACES = {
     "functions": "#function-story",
     "functions/story": ".waterfall rect",
     "deploy": "#drop",
+    "events": "#back",
+    "batches": "main p",
     "nodes": "meter",
     "tenants": "tbody a",
     "tenants/acme": "tbody th",
@@ -205,6 +207,8 @@ def test_a_tenants_key_sees_only_its_own(page: Browser, story: Running) -> None:
     assert page.run("[...document.querySelectorAll('nav a')].map((link) => link.textContent)") == [
         "Functions",
         "Deploy",
+        "Events",
+        "Batches",
     ]
     page.run("location.hash = '#/functions/story'")
     page.until_text("not current")

@@ -32,7 +32,7 @@ class Folder:
         self.root = root
         self.environment = {**os.environ, "GARNISH_URL": url, "GARNISH_API_KEY": key, "XDG_CONFIG_HOME": str(root)}
 
-    def write(self, **functions: dict[str, str]) -> None:
+    def write(self, **functions: dict[str, Any]) -> None:
         content = {"service": "s", "base_model": "./base", "tenants": {"acme": {}}, "functions": functions}
         (self.root / "serverless.yml").write_text(json.dumps(content))
 
@@ -79,6 +79,19 @@ def test_create_then_nothing_then_move(folder: Folder, gateway: Running) -> None
     client = gateway.client()
     assert client.get("/functions/f").json()["aliases"]["prod"] == 1
     assert client.get("/functions/g").status_code == 200, "what is no longer declared is left alone"
+
+
+def test_policies_are_set_where_they_are_not_so(folder: Folder, gateway: Running) -> None:
+    folder.write(f={"adapter": "./pirate", "timeout": "30s", "max_concurrency": 4}, g={"adapter": "./dragon"})
+    assert actions(folder.deploy()) == {"f": "create", "g": "create"}
+    client = gateway.client()
+    assert client.get("/functions/f").json()["policy"] == {"timeout": 30.0, "max_concurrency": 4}
+    assert client.patch("/functions/f", json={"max_concurrency": 9, "retries": 1}).status_code == 200
+    again = folder.deploy()
+    assert again["plan"]["functions"][0]["policy"] == {"max_concurrency": 4}, "the rest is so already"
+    assert (actions(again), again["deployed"]) == ({"f": "set", "g": "none"}, [])
+    left = client.get("/functions/f").json()["policy"]
+    assert left == {"timeout": 30.0, "max_concurrency": 4, "retries": 1}, "what the file does not state is left alone"
 
 
 def test_nothing_is_done_before_yes(folder: Folder, gateway: Running) -> None:

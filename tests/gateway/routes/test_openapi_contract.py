@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from running_gateway import Running, plain_client
 
+from gateway.residency import before_traffic
 from gateway.routes.openapi import document
 
 DOCUMENT = document()
@@ -67,6 +69,14 @@ def validators() -> dict[str, Draft202012Validator]:
         )
         for name in schemas
     }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    """What is drawn to be warm first is not waited for as long as the client waits for its answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(before_traffic, "WARM_SECONDS", 0.1)
+        yield
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

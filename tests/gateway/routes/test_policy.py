@@ -39,7 +39,11 @@ def test_what_is_not_enforced_is_refused(client: httpx.Client) -> None:
     for field, value, param in [
         ("slo_class", "gold", "slo_class"),
         ("provisioned", 1, "provisioned"),
-        ("idle_ttl", 60, "idle_ttl"),
+        ("provisioned", {"device": 17}, "provisioned.device"),
+        ("provisioned", {"disk": 1}, "provisioned"),
+        ("idle_ttl", 0, "idle_ttl"),
+        ("reserved_concurrency", 0, "reserved_concurrency"),
+        ("prefetch", "off", "prefetch"),
         ("odd", 1, "odd"),
         ("timeout", 0, "timeout"),
         ("timeout", "5", "timeout"),
@@ -83,3 +87,33 @@ def test_a_function_runs_no_more_at_once_than_its_policy_says(gateway: Running, 
     more = client.post("/v1/completions", json=CALL | {"model": "f", "n": 3})  # a call that is three generations
     assert more.status_code == 400, "never, with this policy"
     assert len(node.received) == 3
+
+
+def test_a_flood_leaves_another_function_its_places(gateway: Running, client: httpx.Client, pirate: dict) -> None:
+    assert client.post("/deploy/g", files=pirate).status_code == 201
+    limits = {"limits": {"concurrent": 3}}
+    assert gateway.client("admin").put("/tenants/acme", json=limits).status_code == 200
+    assert client.patch("/functions/f", json={"reserved_concurrency": 1}).status_code == 200
+    (node,) = gateway.nodes
+    node.script = hang_before_first
+
+    def call(name: str) -> int:
+        return client.post(f"/invoke/{name}", json=CALL).status_code
+
+    with ThreadPoolExecutor(4) as pool:
+        flood = [pool.submit(call, "g") for _ in range(2)]
+        until_received(node, 2, flood)
+        refused = client.post("/invoke/g", json=CALL)
+        assert refused.status_code == 429
+        assert "3 generations under way at once, 1 of which are reserved" in refused.json()["error"]["message"]
+        kept = pool.submit(call, "f")
+        until_received(node, 3, [*flood, kept])
+        assert [request.reserved for request in node.received] == [0, 0, 1]
+        more = client.post("/invoke/f", json=CALL)
+        assert more.status_code == 429
+        node.go_on.set()
+        assert [future.result() for future in [*flood, kept]] == [200] * 3
+    sums = client.patch("/functions/g", json={"reserved_concurrency": 3})
+    assert (sums.status_code, sums.json()["error"]["message"]) == (
+        409, "reserved_concurrency: 4 in all, and the tenant may have 3 generations at once",
+    )  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_gateway import Running, upload
-from stub_node import die_after_first, die_at_once, hang_after_first, refuse_for_good
+from stub_node import DEVICE_SECONDS, die_after_first, die_at_once, hang_after_first, refuse_for_good
 
 from adapters.local_store import LocalStore
 from garnish.client import Client
@@ -25,6 +25,7 @@ from gateway.leader.turn import Turn
 from gateway.usage.compaction import compact_tenant
 from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import usage_key
+from gateway.usage.prices import Prices
 from tests.draws import draws
 
 NUMBERS = ("requests", "prompt_tokens", "completion_tokens")
@@ -208,6 +209,39 @@ def test_the_command(deployed: Running, tmp_path: Path) -> None:
     rows = [line.split("\t") for line in garnish("admin", "--all-tenants", "--group-by", "version,tenant").splitlines()]
     assert [row[:3] for row in rows] == [["TENANT", "VERSION", "REQUESTS"], ["acme", "2", "1"], ["total", "", "1"]]
     assert garnish("acme", "--group-by", "", "--no-header").startswith("total\t1\t")
+
+
+def test_device_time_and_costs(start: Callable[..., Running], pirate: dict[str, Any], tmp_path: Path) -> None:
+    """The device's part is that of all choices; costs are only there where there are prices."""
+    prices = Prices(input_tokens_1m=1e6, output_tokens_1m=2e6, device_second=100.0)
+    running = start(prices=prices)
+    running.node()
+    client = running.client()
+    assert client.post("/deploy/f", files=pirate).status_code == 201
+    body = {"model": "f", "prompt": "x", "n": 2, "max_tokens": 2}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    (row,) = usage(running, "acme")["rows"]
+    assert row["device_seconds"] == 2 * DEVICE_SECONDS
+    assert row["cost"] == row["prompt_tokens"] + 2 * row["completion_tokens"] + 200 * DEVICE_SECONDS
+    assert {name: row[name] for name in row if name.endswith("gb_seconds")} == {
+        "device_gb_seconds": 0.0, "host_gb_seconds": 0.0,
+        "device_pinned_gb_seconds": 0.0, "host_pinned_gb_seconds": 0.0,
+    }  # fmt: skip
+    told = client.post("/invoke/f", json={"prompt": "x", "max_tokens": 1}).json()
+    assert told["timing"]["device_ms"] == DEVICE_SECONDS * 1000
+    environment = {**os.environ, "GARNISH_URL": running.url, "GARNISH_API_KEY": running.keys["acme"]}
+    command = [sys.executable, "-m", "garnish.cli.main", "usage"]
+    shown = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
+    header, first, total = (line.split("\t") for line in shown.stdout.splitlines())
+    assert (header[5], header[-1]) == ("DEVICE S", "COST")
+    assert (first[5], first[-1]) == (f"{3 * DEVICE_SECONDS:.3f}", f"{usage(running, 'acme')['total']['cost']:.3f}")
+    assert total[1:] == first[1:]
+
+
+def test_no_costs_without_prices(deployed: Running) -> None:
+    assert usage(deployed, "acme")["total"]["cost"] is None
 
 
 def test_the_client(deployed: Running) -> None:

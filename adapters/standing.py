@@ -1,0 +1,254 @@
+"""What of functions' policies holds while no call runs: provisioned copies, idle limits, reserved concurrency.
+
+Copies and idle limits of all functions are in one object, so that the leader need not look at all records; places that
+are reserved are in the tenant's record, which every call reads. Both are claimed before a policy is committed, so that
+it is refused if the sum does not fit, and settled by the committed record behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from adapters.epoch import update_marked
+from adapters.errors import Conflict, CorruptRecord, StoreUnavailable
+from adapters.functions import FunctionRecord, Policy, Provisioned, VersionEntry
+from adapters.records import read_record, update_record
+from adapters.store import ObjectStore
+from adapters.tenants import MAX_RESERVED, Tenant, tenant_key
+
+STANDING_KEY = "standing.json"
+MAX_STANDING = 5000
+MAX_TENANT_STANDING = 1000
+MAX_DIGESTS = 16
+"""Versions of one function, the newest that an alias names, for which an idle limit holds."""
+
+log = logging.getLogger("gateway")
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function of which something is wanted while nobody calls it."""
+
+    since: float
+    """By the store's clock."""
+    device: int = 0
+    host: int = 0
+    """Copies."""
+    bytes: int = 0
+    """Of one copy of all that `latest` stands for."""
+    idle_ttl: float | None = None
+    digests: tuple[str, ...] = ()
+    reserved: int = 0
+    """Places."""
+
+    def says(self, policy: Policy) -> bool:
+        """Whether it is what the policy asks for."""
+        copies = policy.provisioned or Provisioned()
+        asked = (copies.device, copies.host, policy.idle_ttl, policy.reserved_concurrency or 0)
+        return asked == (self.device, self.host, self.idle_ttl, self.reserved)
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """standing.json"""
+
+    functions: dict[str, Entry] = {}
+    """By `tenant/function`."""
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """What provisioned copies may take of the nodes that serve, all together; None: not known, and not checked."""
+
+    nodes: int | None = None
+    device: float | None = None
+    """Bytes."""
+    host: float | None = None
+    copies: int | None = None
+    """Of all functions, in either tier."""
+    tenant_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Of these bytes, that one tenant may have."""
+
+
+def update_function(
+    store: ObjectStore,
+    tenant: str,
+    name: str,
+    change: Callable[[FunctionRecord | None], FunctionRecord],
+    memory: Memory | None = None,
+) -> FunctionRecord:
+    """Does what `update_marked` does for function.json. What stands of its policy is claimed first, and settled last.
+
+    Raises what `change` and `update_marked` do, and Conflict for a claim that does not fit beside the others; `memory`
+    is checked only where a policy asks for more copies than before.
+    """
+    stands = False
+
+    def claimed(record: FunctionRecord | None) -> FunctionRecord:
+        nonlocal stands
+        changed = change(record)
+        before = Policy() if record is None else record.policy
+        if changed is not record and (stands_in(before) or stands_in(changed.policy)):
+            stands = True
+            _claim(store, tenant, before, changed, memory or Memory())
+        return changed
+
+    key = function_key(tenant, name)
+    try:
+        return update_marked(store, key, FunctionRecord, claimed)
+    finally:
+        if stands:
+            settle(store, tenant, name)
+
+
+def settle(store: ObjectStore, tenant: str, name: str) -> None:
+    """Makes both records say what the function's own says now. What can't be written is logged, and is settled with the
+    function's next change, or by the leader."""
+    key, owner = function_key(tenant, name), f"{tenant}/{name}"
+
+    def standing(known: Standing | None) -> Standing:
+        known = known or Standing()
+        found = read_record(store, key, FunctionRecord)  # read here: of two who settle at once, the later one sees more
+        entry = None if found is None else _entry(found[0], known.functions.get(owner), store.now())
+        if entry == known.functions.get(owner):
+            return known
+        others = {each: kept for each, kept in known.functions.items() if each != owner}
+        return Standing(others if entry is None else {**others, owner: entry})
+
+    def reserved(known: Tenant | None) -> Tenant:
+        known = known or Tenant(tenant)
+        found = read_record(store, key, FunctionRecord)
+        places = 0 if found is None or found[0].deleted else found[0].policy.reserved_concurrency or 0
+        return _with_reserved(known, name, places)
+
+    try:
+        update_record(store, STANDING_KEY, Standing, standing)
+        if read_record(store, tenant_key(tenant), Tenant) is not None:
+            update_marked(store, tenant_key(tenant), Tenant, reserved)
+    except (StoreUnavailable, CorruptRecord) as error:
+        log.warning("what stands of a policy is not noted yet", extra={"function": owner, "why": str(error)})
+
+
+def read_standing(store: ObjectStore) -> Standing:
+    """Raises StoreUnavailable, CorruptRecord."""
+    found = read_record(store, STANDING_KEY, Standing)
+    return found[0] if found else Standing()
+
+
+def function_key(tenant: str, name: str) -> str:
+    """Returns the key under which a FunctionRecord is kept."""
+    return f"tenants/{tenant}/functions/{name}/function.json"
+
+
+def live_versions(record: FunctionRecord) -> list[VersionEntry]:
+    """Returns the versions that `latest` stands for."""
+    latest = record.aliases.get("latest")
+    weights = {} if latest is None else latest.weights
+    return [entry for entry in record.versions if str(entry.version) in weights]
+
+
+def stands_in(policy: Policy) -> bool:
+    """Whether anything of the policy holds while no call runs."""
+    return policy.provisioned is not None or policy.idle_ttl is not None or policy.reserved_concurrency is not None
+
+
+# --- inside
+
+
+def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRecord, memory: Memory) -> None:
+    """Raises Conflict with the sum that does not fit."""
+    policy, owner = changed.policy, f"{tenant}/{changed.name}"
+    places = policy.reserved_concurrency or 0
+    if places > (before.reserved_concurrency or 0) and read_record(store, tenant_key(tenant), Tenant) is not None:
+        update_marked(store, tenant_key(tenant), Tenant, lambda known: _claimed(known, tenant, changed.name, places))
+    if not stands_in(policy):
+        return
+
+    def standing(known: Standing | None) -> Standing:
+        known = known or Standing()
+        entry = _entry(changed, known.functions.get(owner), store.now())
+        assert entry is not None  # it stands
+        claimed = Standing({**known.functions, owner: entry})
+        own = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
+        if len(claimed.functions) > MAX_STANDING or own > MAX_TENANT_STANDING:
+            raise Conflict(f"at most {MAX_TENANT_STANDING} functions of a tenant, and {MAX_STANDING} in all, may have "
+                           "provisioned copies, an idle_ttl or reserved_concurrency")  # fmt: skip
+        if _rises(before, policy):
+            _check_room(claimed, owner, memory)
+        return claimed if claimed != known else known
+
+    update_record(store, STANDING_KEY, Standing, standing)
+
+
+def _rises(before: Policy, policy: Policy) -> bool:
+    """Whether more copies are asked for than before, in either tier."""
+    old, new = before.provisioned or Provisioned(), policy.provisioned or Provisioned()
+    return new.device > old.device or new.host > old.host
+
+
+def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | None:
+    """Returns what standing.json is to have of the function; None: nothing."""
+    policy = record.policy
+    if record.deleted or not stands_in(policy):
+        return None
+    named = {version for alias in record.aliases.values() for version in alias.weights}
+    digests = [entry.digest for entry in record.versions if str(entry.version) in named]
+    copies = policy.provisioned
+    return Entry(
+        since=now if known is None else known.since,
+        device=0 if copies is None else copies.device,
+        host=0 if copies is None else copies.host,
+        bytes=sum(entry.bytes for entry in live_versions(record)),
+        idle_ttl=policy.idle_ttl,
+        digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
+        reserved=policy.reserved_concurrency or 0,
+    )
+
+
+def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
+    """Raises Conflict where the entry of `owner` does not fit beside the others."""
+    entry, tenant = standing.functions[owner], owner.partition("/")[0]
+    copies = entry.device + entry.host
+    if memory.nodes is not None and copies > memory.nodes:
+        raise Conflict(
+            f"provisioned: {copies} copies ({entry.device} device, {entry.host} host) need as many nodes; "
+            f"{memory.nodes} serve this model"
+        )
+    every = sum(each.device + each.host for each in standing.functions.values())
+    if memory.copies is not None and every > memory.copies:
+        raise Conflict(f"provisioned: {every} copies in all, and the nodes that serve this model keep {memory.copies}")
+    for tier, room in (("device", memory.device), ("host", memory.host)):
+        if room is None or not getattr(entry, tier):
+            continue
+        sums = {key: getattr(each, tier) * each.bytes for key, each in standing.functions.items()}
+        own = sum(size for key, size in sums.items() if key.startswith(f"{tenant}/"))
+        for whose, needed, allowed in (("all tenants", sum(sums.values()), room),
+                                       ("the tenant", own, room * memory.tenant_share)):  # fmt: skip
+            if needed > allowed:
+                raise Conflict(
+                    f"provisioned: {entry.bytes} bytes x {getattr(entry, tier)} {tier} copies make {needed} bytes for "
+                    f"the functions of {whose}, and {int(allowed)} of the nodes' {tier} memory may be provisioned for "
+                    "them; take other copies back, or add nodes"
+                )
+
+
+def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
+    """Raises Conflict when the tenant may not have as many places, or has too many functions that reserve some."""
+    known = known or Tenant(tenant)
+    changed = _with_reserved(known, name, places)
+    limit, total = known.limits.concurrent, sum(changed.reserved.values())
+    if limit is not None and total > limit:
+        raise Conflict(f"reserved_concurrency: {total} in all, and the tenant may have {limit} generations at once")
+    if len(changed.reserved) > MAX_RESERVED:
+        raise Conflict(f"reserved_concurrency: {MAX_RESERVED} functions of a tenant have some already")
+    return changed
+
+
+def _with_reserved(known: Tenant, name: str, places: int) -> Tenant:
+    """Returns the same object if it says so already."""
+    if known.deleted or known.reserved.get(name, 0) == places:
+        return known
+    others = {function: kept for function, kept in known.reserved.items() if function != name}
+    return msgspec.structs.replace(known, reserved={**others, name: places} if places else others)

@@ -1,0 +1,82 @@
+"""Reads the lines of calls as they come to run, neighbours with one request to the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
+
+from gateway.batches.lines import Line, LineScanner, read_line
+from gateway.catalog.threads import LeavableThreads
+
+AHEAD_LINES = 256
+"""That a read looks for neighbours among."""
+GAP_BYTES = 32 << 10
+"""Between two neighbours, which are read in vain: a request to an object store takes longer."""
+SPAN_BYTES = 1 << 20
+"""Of one read, but for a line that is longer."""
+HELD_BYTES = 4 << 20
+"""Of lines that are kept for calls which have not begun."""
+
+Span = dict[int, bytes]
+"""Lines by the indices of their calls."""
+
+
+class LineReader:
+    """Of one batch. `read` blocks: it returns so many bytes of the file from a place on."""
+
+    def __init__(self, scanned: LineScanner, read: Callable[[int, int], bytes], threads: LeavableThreads) -> None:
+        self._starts, self._sizes = scanned.starts, scanned.sizes
+        self._read, self._threads = read, threads
+        self._held: Span = {}
+        self._coming: dict[int, asyncio.Task[Span]] = {}
+        """Reads under way, by each call whose line they bring."""
+
+    async def line(self, index: int, ahead: Iterable[int]) -> Line:
+        """Returns the call's line. `ahead`: calls that will be asked for next, of which AHEAD_LINES are looked at.
+        Raises NotFound when the file was deleted, StoreUnavailable."""
+        text = self._held.pop(index, None)
+        if text is None:
+            task = self._coming.get(index) or self._begin(self._neighbours(index, ahead))
+            text = (await asyncio.shield(task))[index]  # others wait for it, too
+            self._held.pop(index, None)
+        return read_line(text)
+
+    def _neighbours(self, index: int, ahead: Iterable[int]) -> list[int]:
+        """Returns the calls whose lines lie so close that one read brings them, `index` among them, as they lie."""
+        known = self._held.keys() | self._coming.keys()
+        calls = sorted({index, *islice(ahead, AHEAD_LINES)} - known, key=self._starts.__getitem__)
+        most = min(SPAN_BYTES, HELD_BYTES - sum(map(len, self._held.values())))
+        first = last = calls.index(index)
+
+        def joins(one: int, other: int, begin: int, end: int) -> bool:
+            gap = self._starts[calls[other]] - self._end(calls[one])
+            return gap <= GAP_BYTES and self._end(calls[end]) - self._starts[calls[begin]] <= most
+
+        while first > 0 and joins(first - 1, first, first - 1, last):
+            first -= 1
+        while last + 1 < len(calls) and joins(last, last + 1, first, last + 1):
+            last += 1
+        return calls[first : last + 1]
+
+    def _begin(self, calls: list[int]) -> asyncio.Task[Span]:
+        task = asyncio.create_task(self._read_span(calls))
+        self._coming.update(dict.fromkeys(calls, task))
+
+        def end(_: asyncio.Task[Span]) -> None:
+            for call in calls:
+                del self._coming[call]
+            if not task.cancelled() and task.exception() is None:
+                self._held.update(task.result())
+
+        task.add_done_callback(end)
+        return task
+
+    async def _read_span(self, calls: list[int]) -> Span:
+        start = self._starts[calls[0]]
+        data = await self._threads.run(partial(self._read, start, self._end(calls[-1]) - start))
+        return {call: data[self._starts[call] - start : self._end(call) - start] for call in calls}
+
+    def _end(self, call: int) -> int:
+        return self._starts[call] + self._sizes[call]

@@ -1,0 +1,49 @@
+"""What /metrics says of asynchronous calls: how many there are, and what became of them. No label is a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from gateway.events.records import ENDED, EventRecord
+
+
+class EventMetrics:
+    """Made once per process and `registry`; safe to use from any thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._accepted = Counter("garnish_events_accepted", "Asynchronous calls accepted", registry=registry)
+        self._attempts = Counter(
+            "garnish_event_attempts", "Executions of them by outcome", ("outcome",), registry=registry
+        )
+        self._ended = Counter("garnish_events_ended", "Their ends by state", ("state",), registry=registry)
+        self._redriven = Counter("garnish_events_redriven", "Dead letters queued again", registry=registry)
+        self._told = Counter(
+            "garnish_event_deliveries", "Ends of telling destinations by outcome", ("outcome",), registry=registry
+        )
+        self._there = Gauge(
+            "garnish_events",
+            "Asynchronous calls that there are by index, of all tenants, by the leader",
+            ("index",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+
+    def note_added(self) -> None:
+        self._accepted.inc()
+
+    def note_changed(self, before: EventRecord, now: EventRecord) -> None:
+        """The store has the event as it is `now`."""
+        if before.state == "running":
+            self._attempts.labels("retried" if now.state == "queued" else now.state).inc()
+        if before.state not in ENDED and now.state in ENDED:
+            self._ended.labels(now.state).inc()
+        if before.state in ENDED and now.state == "queued":
+            self._redriven.inc()
+        if before.delivery is not None and now.delivery is not None and before.delivery.state != now.delivery.state:
+            self._told.labels(now.delivery.state).inc()
+
+    def show_there(self, counts: Mapping[str, int]) -> None:
+        for index, count in counts.items():
+            self._there.labels(index).set(count)

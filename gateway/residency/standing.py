@@ -1,0 +1,142 @@
+"""Carries provisioned copies and idle limits out: what functions' policies want of nodes while nobody calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from adapters.errors import CorruptRecord, NoSuchFunction, NotFound, StoreUnavailable
+from adapters.functions import Policy
+from adapters.slo import CLASSES
+from adapters.standing import Entry, Memory, Standing, read_standing, settle, stands_in
+from adapters.store import ObjectStore
+from cluster.news import NodeRecord
+from cluster.residency import MAX_WANTED
+from gateway.catalog.functions import Functions, adapter_of
+from gateway.catalog.threads import StoreThreads
+from gateway.leader.turn import Job, Turn
+from gateway.residency.messages import Tier
+from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
+
+LOOK_SECONDS = 3.0
+"""Between two looks at the policies: a change is carried out so late at most."""
+SETTLED_SECONDS = 60.0
+"""After which an entry that no policy asks for is taken out: before, its policy may be about to be committed."""
+TOGETHER = 64
+"""Functions that are looked at without a pause for the event loop."""
+
+log = logging.getLogger("gateway")
+
+
+class _Found(NamedTuple):
+    """What a function's policy wants of nodes."""
+
+    since: float
+    policy: Policy
+    wishes: list[Wish]
+    is_settled: bool = True
+    """standing.json says what the policy does."""
+
+
+class StandingPolicies:
+    """Of the leader."""
+
+    def __init__(self, store: ObjectStore, threads: StoreThreads, functions: Functions) -> None:
+        self._store, self._threads, self._functions = store, threads, functions
+        self._failing = False
+        self.has_looked = False
+        """Before, it is not known what nodes are to keep."""
+        self.wishes: list[Wish] = []
+        """Provisioned copies, the most important first, as of the last look; while the registry is away, as before."""
+        self.idle_ttls: Mapping[str, float] = {}
+        """Seconds, by digest; of an adapter that several functions have, the longest."""
+
+    def job(self) -> Job:
+        return Job("standing", self.look, LOOK_SECONDS, "nodes")
+
+    async def look(self, turn: Turn) -> None:
+        try:
+            await self._look(turn, await self._threads.read(read_standing, self._store))
+            self._failing = False
+        except (StoreUnavailable, CorruptRecord) as error:
+            if not self._failing:
+                log.warning("standing policies can't be read; those that are known go on", extra={"why": str(error)})
+            self._failing = True
+        self.has_looked = True
+
+    async def _look(self, turn: Turn, standing: Standing) -> None:
+        found, idle, stale = list[_Found](), dict[str, float](), list[str]()
+        for number, (key, entry) in enumerate(standing.functions.items()):
+            if number % TOGETHER == 0:
+                await asyncio.sleep(0)
+                turn.check()
+            wanted = await self._wanted(key, entry)
+            if wanted is None or not wanted.is_settled:
+                stale.append(key)
+            if wanted is None:
+                continue
+            found.append(wanted)
+            for digest in entry.digests if entry.idle_ttl is not None else ():
+                idle[digest] = max(idle.get(digest, 0.0), entry.idle_ttl or 0.0)
+        self.wishes, self.idle_ttls = _in_order(found), idle
+        turn.work += len(self.wishes)
+        for key in stale:
+            turn.check()
+            await self._threads.write(_settle_old, self._store, key, standing.functions[key])
+
+    async def _wanted(self, key: str, entry: Entry) -> _Found | None:
+        """Returns None where the function is gone, or nothing stands of its policy. Raises StoreUnavailable."""
+        tenant, _, name = key.partition("/")
+        try:
+            choices = await self._functions.choices(tenant, name, None)
+        except NoSuchFunction:
+            return None
+        except (NotFound, CorruptRecord):  # it may get a `latest` again, or be mended
+            return _Found(entry.since, Policy(), [])
+        policy = choices[0].version.policy
+        if not stands_in(policy):
+            return None
+        adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole]
+        copies = policy.provisioned
+        tiers: list[tuple[Tier, int]] = []
+        if copies is not None:
+            tiers = [("device", copies.device), ("host", copies.host)]
+        wishes = [
+            Wish(key, adapter, "provisioned", 1.0, tier, copies=count)
+            for adapter in adapters
+            for tier, count in tiers
+            if count
+        ]
+        return _Found(entry.since, policy, wishes, entry.says(policy))
+
+
+def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
+    """Returns what may be provisioned of the nodes that serve the base, or are starting: these don't say yet what they
+    serve and have. Nothing is known while there are none."""
+    nodes = [record for record in records if record.state != "draining" and record.base in (base, "")]
+    if not nodes:
+        return Memory()
+    device, host = ([getattr(node, name) for node in nodes] for name in ("adapter_bytes", "host_bytes"))
+    return Memory(
+        nodes=len(nodes),
+        device=PROVISIONED_SHARE * sum(device) if all(device) else None,
+        host=PROVISIONED_SHARE * sum(host) if all(host) else None,  # nor does a node of an earlier release
+        tenant_share=TENANT_PROVISIONED_SHARE,
+        copies=MAX_WANTED * len(nodes),
+    )
+
+
+def _in_order(found: list[_Found]) -> list[Wish]:
+    """By class, the highest first, then by age; copies on devices before those in host memory."""
+    ordered = sorted(found, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
+    wishes = [wish for each in ordered for wish in each.wishes]
+    return sorted(wishes, key=lambda wish: wish.tier != "device")
+
+
+def _settle_old(store: ObjectStore, key: str, entry: Entry) -> None:
+    """Blocks."""
+    if store.now() - entry.since >= SETTLED_SECONDS:
+        tenant, _, name = key.partition("/")
+        settle(store, tenant, name)

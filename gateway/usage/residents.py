@@ -1,0 +1,181 @@
+"""Meters adapters in nodes' memory: GB-seconds by tier, of provisioned copies apart, for whoever has the adapter.
+
+The leader looks every few seconds at what nodes hold, and counts each adapter for the time since its last look. Whose
+an adapter is it learns from calls and from policies: nodes know digests alone. An adapter of several functions counts
+for each of them in equal parts. What no call and no policy has named since this worker leads is not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
+from adapters.registry import Registry
+from cluster.news import Resident
+from cluster.state import ClusterState
+from gateway.catalog.threads import StoreThreads
+from gateway.leader.turn import Job, Turn
+from gateway.usage.counts import UsageCounts
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+METER_SECONDS = 10.0
+LONGEST_GAP = 60.0
+"""Seconds: after a longer one this worker did not lead meanwhile, and nothing is counted for it."""
+MAX_DIGESTS = 40_000
+"""Whose owners are known; those of the one that was named least recently are forgotten."""
+MAX_OWNERS = 16
+"""Of one adapter."""
+MAX_LOOKUPS = 32
+"""Functions whose versions are read in one turn."""
+GB = 1e9
+TIERS = ("device", "host")
+TOGETHER = 256
+"""Counts that are made without a pause for the event loop."""
+
+Owner = tuple[str, str]
+"""Tenant and function."""
+Count = Callable[[str, str, str, UsageCounts], None]
+
+
+class Owners:
+    """Which functions have an adapter."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, dict[Owner, str | None]] = OrderedDict()
+        """By digest: owners, each with its version; None: not known yet."""
+        self._digests: dict[Owner, set[str]] = {}
+        self.unknown: dict[Owner, None] = {}
+        """Owners of whose digests the versions are to be looked up, the first first."""
+
+    def note(self, tenant: str, function: str, digest: str) -> None:
+        """A call or a policy of the function names the adapter."""
+        owners, owner = self._owners.setdefault(digest, {}), (tenant, function)
+        self._owners.move_to_end(digest)
+        if owner not in owners and len(owners) < MAX_OWNERS:
+            owners[owner] = None
+            self._digests.setdefault(owner, set()).add(digest)
+            self.unknown[owner] = None
+        if len(self._owners) > MAX_DIGESTS:
+            oldest, lost = self._owners.popitem(last=False)
+            for each in lost:
+                self._remove(each, oldest)
+
+    def forget(self, tenant: str, function: str) -> None:
+        """The function was changed: it may have lost versions."""
+        if (tenant, function) in self._digests:
+            self.unknown[tenant, function] = None
+
+    def learn(self, owner: Owner, versions: Mapping[str, str]) -> None:
+        """`versions`: all that the function has, by digest; other adapters are no longer its own."""
+        self.unknown.pop(owner, None)
+        for digest in list(self._digests.get(owner, ())):
+            if digest in versions:
+                self._owners[digest][owner] = versions[digest]
+            else:
+                self._owners[digest].pop(owner, None)
+                self._remove(owner, digest)
+
+    def of(self, digest: str) -> list[tuple[Owner, str]]:
+        """Returns the adapter's owners whose version is known, with that."""
+        owners = self._owners.get(digest, {})
+        return [(owner, version) for owner, version in owners.items() if version is not None]
+
+    def _remove(self, owner: Owner, digest: str) -> None:
+        digests = self._digests.get(owner, set())
+        digests.discard(digest)
+        if not digests:
+            self._digests.pop(owner, None)
+            self.unknown.pop(owner, None)
+
+
+class ResidentMeter:
+    """Of the leader. `pinned`: by node, the tier in which each digest is provisioned there; `count`: the ledger's
+    `add`; `clock`: monotonic seconds."""
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        registry: Registry,
+        threads: StoreThreads,
+        owners: Owners,
+        *,
+        pinned: Callable[[], Mapping[str, Mapping[str, str]]],
+        count: Count,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cluster, self._registry, self._threads, self._owners = cluster, registry, threads, owners
+        self._pinned, self._count, self._clock = pinned, count, clock
+        self._at = -math.inf
+        """Of the last look."""
+
+    def job(self) -> Job:
+        return Job("residents", self.look, METER_SECONDS, "nodes")
+
+    async def look(self, turn: Turn) -> None:
+        """Counts what lies in memory for the time since the last look."""
+        for owner in list(self._owners.unknown)[:MAX_LOOKUPS]:
+            turn.check()
+            await self._learn(owner)
+        turn.check()
+        now, before = self._clock(), self._at
+        self._at = now
+        if now - before > LONGEST_GAP:
+            return
+        sums = await self._sums(now - before)
+        for number, ((owner, version), counts) in enumerate(sums.items()):
+            if number % TOGETHER == TOGETHER - 1:
+                await asyncio.sleep(0)
+            self._count(*owner, version, counts)
+            turn.work += 1
+
+    async def _learn(self, owner: Owner) -> None:
+        """While the registry is away, nothing changes."""
+        try:
+            record = await self._threads.read(self._registry.function, *owner)
+        except (StoreUnavailable, CorruptRecord):
+            return
+        except NotFound:
+            self._owners.learn(owner, {})
+        else:
+            self._owners.learn(owner, {entry.digest: str(entry.version) for entry in record.versions})
+
+    async def _sums(self, seconds: float) -> dict[tuple[Owner, str], UsageCounts]:
+        """Returns what `seconds` of what nodes hold now come to, by owner and version."""
+        table, pinned = await self._cluster.table(), self._pinned()
+        sums: dict[tuple[Owner, str], UsageCounts] = {}
+        for row in list(table.rows()):
+            await asyncio.sleep(0)
+            for resident in list(table.residents(row).values()) if table.live[row] else ():
+                kept = pinned.get(table.ids[row] or "", {}).get(resident.digest)
+                owners = self._owners.of(resident.digest) if resident.tier in TIERS else []
+                for owner in owners:
+                    part = _counted(resident, kept == resident.tier, seconds / len(owners))
+                    sums.setdefault(owner, UsageCounts()).add(part)
+        return sums
+
+
+def meter_of(services: Services) -> ResidentMeter:
+    residency = services.residency
+    return ResidentMeter(
+        services.cluster,
+        services.registry,
+        services.threads,
+        residency.owners,
+        pinned=residency.provisioned,
+        count=services.usage.add,
+        clock=time.monotonic,
+    )
+
+
+def _counted(resident: Resident, pinned: bool, seconds: float) -> UsageCounts:
+    amount = resident.bytes / GB * seconds
+    if resident.tier == "device":
+        return UsageCounts(device_pinned_gb_seconds=amount) if pinned else UsageCounts(device_gb_seconds=amount)
+    return UsageCounts(host_pinned_gb_seconds=amount) if pinned else UsageCounts(host_gb_seconds=amount)

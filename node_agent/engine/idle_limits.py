@@ -1,0 +1,74 @@
+"""Takes adapters away that nobody has called for as long as their functions' policies say: from the device first, and
+from host memory after as long again.
+
+What is wanted here (a provisioned copy, a warm window) stays. Files on the disk stay, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from cluster.residency import WantedResidency
+from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
+from node_agent.adapter_memory.store import AdapterStore
+
+LOOK_INTERVAL_S = 0.5
+LONGEST_ORDER_S = 600.0
+"""For so long at most a message holds."""
+
+
+class IdleLimits:
+    """Called by the engine's thread alone. `wanted`: whether an adapter is to stay, by digest."""
+
+    def __init__(
+        self, store: AdapterStore, wanted: Callable[[str], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store, self._wanted, self._clock = store, wanted, clock
+        self._ttls: Mapping[str, float] = {}
+        """Seconds, by digest."""
+        self._until = 0.0
+        self._look_at = 0.0
+        self._used: dict[str, float] = {}
+        """When adapters with a limit were last seen in use, or wanted."""
+
+    def set(self, residency: WantedResidency) -> None:
+        """Replaces the limits that held before."""
+        self._ttls = residency.idle_ttls
+        self._until = self._clock() + min(residency.seconds, LONGEST_ORDER_S)
+        self._used = {digest: at for digest, at in self._used.items() if digest in self._ttls}
+
+    def clear(self) -> None:
+        """No limit holds any more."""
+        self._ttls, self._used = {}, {}
+
+    def poll(self) -> None:
+        """Takes away what has been idle for too long."""
+        now = self._clock()
+        if now < self._look_at or not self._ttls:
+            return
+        self._look_at = now + LOOK_INTERVAL_S
+        if now >= self._until:
+            self.clear()
+        for digest, seconds in self._ttls.items():
+            self._expire(digest, seconds, now)
+
+    def _expire(self, digest: str, seconds: float, now: float) -> None:
+        entry, host = self._store.device.get(digest), self._store.hosts.get(digest)
+        if entry is None and host is None:
+            self._used.pop(digest, None)
+            return
+        in_use = entry is not None and not entry.idle
+        if in_use or self._store.hosts.waiting(digest) or self._wanted(digest):
+            self._used[digest] = now
+            return
+        idle = now - max(self._used.get(digest, 0.0), self._store.demand.last_call(digest), _arrived(entry, host))
+        if entry is not None and idle >= seconds:
+            self._store.discard(digest)
+        if host is not None and host.complete and not host.in_use and idle >= 2 * seconds:
+            self._store.hosts.forget(host)
+
+
+def _arrived(entry: DeviceAdapter | None, host: HostAdapter | None) -> float:
+    """Returns when the adapter came to where it is now; 0 where it is not there as a whole."""
+    return max(entry.copy.arrived if entry is not None else 0.0, host.arrived if host is not None else 0.0)
