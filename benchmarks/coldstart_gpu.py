@@ -36,6 +36,7 @@ from benchmarks.peft_reference import TIE, PeftReference, draw_adapter, make_ada
 from benchmarks.random_model import HALF_TOLERANCE, write_half_llama
 from benchmarks.report import ROOT, arguments, publish, report, save
 from benchmarks.stream_baselines import plain_torch, synced
+from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
 from node_agent.config import RUNNERS
 from node_agent.cores import usable_cores
@@ -146,7 +147,8 @@ def handoff(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
 
 def _round_trip(pool: StreamPool, x: torch.Tensor) -> None:
     one = pool.begin_pass()
-    found = one.open(x, 0, 0, None, max(1, x.shape[0] // pool.layout.workers)) if one is not None else None
+    segment = Segment(0, x.shape[0], max(1, x.shape[0] // pool.layout.workers))
+    found = one.open(x, [segment], 0, None) if one is not None else None
     if one is None or found is None:
         raise RuntimeError(f"a handoff failed: {pool.counters()}")
     found.wait()

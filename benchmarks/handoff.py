@@ -1,14 +1,17 @@
 """Handoff to CPU LoRA workers: the empty round trip, the same payload over a socket, and slices against threads.
 
-The engine's side runs on the first core with one thread, the workers on the others. An empty round trip copies x into
-shared memory, signals, and waits for the workers' answers, which compute nothing; over the socket x is sent and as many
-bytes come back. `pinned` computes the q, k, v adapters of one layer on pinned workers; `threads` computes the same
-products in this process with as many torch threads as there are workers, on the workers' cores; `bf16` and `fp32` are
-these by torch in either dtype, whichever workers choose here.
+The engine's side runs on the first core with one thread, the workers on the others, 1, 2, 4 and 8 of them and as many
+as there are cores. An empty round trip copies x into shared memory, signals, and waits for the workers' answers, which
+compute nothing; a ping-pong does no more than that with one process, over the same memory and its flags; over the
+socket x is sent and as many bytes come back. `pinned` computes the q, k, v adapters of one layer on pinned workers;
+`threads` computes the same products in this process with as many torch threads as there are workers, on the workers'
+cores; `bf16` and `fp32` are these by torch in either dtype, whichever workers choose here. What more workers would take
+is predicted (handoff_model.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -18,13 +21,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
+from benchmarks.handoff_model import engine_us_per_worker, fit, predictions, worst_error
 from benchmarks.host_case import HostCase, draw_host, square_widths
 from benchmarks.report import arguments, contention_probe, publish, report
 from node_agent.coldstart.product import Product
 from node_agent.coldstart.shared import DTYPES, Layout
+from node_agent.coldstart.slices import Segment
+from node_agent.coldstart.worker import load_flags
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.cores import spare_cores
 from node_agent.types import GROUPS
@@ -34,6 +41,7 @@ TOKENS = (16, 64, 256, 512)
 RANK = 64
 DTYPE = torch.bfloat16
 START_LIMIT_S = 120.0
+PING_LIMIT_NS = 60_000_000_000
 FEW_PRODUCTS = 20
 """Calls of each dtype: one may take most of a second."""
 
@@ -50,10 +58,51 @@ def percentiles(call: Callable[[], None], calls: int) -> tuple[float, float]:
 
 
 def hand_over(pool: WorkerPool, x: torch.Tensor, group: str | None) -> None:
-    handoff = pool.open(x, 0, 0, group, -(-x.shape[0] // pool.layout.workers))
+    handoff = pool.open(x, [Segment(0, x.shape[0], -(-x.shape[0] // pool.layout.workers))], 0, group)
     if handoff is None or not handoff.wait():
         raise RuntimeError(f"a handoff failed: {pool.counters()}")
     handoff.close()
+
+
+def ping_pong(pool: WorkerPool, x: torch.Tensor, calls: int, core: int) -> tuple[float, float]:
+    """A child on `core`, in place of the first worker, which sleeps, answers flags and does nothing else."""
+    memory, flags = pool.memory, load_flags()
+    own = pool.layout.command_flag(0, 0), pool.layout.done_flag(0, 0)
+    rounds = calls // 10 + calls
+    command = [sys.executable, "-c", PING_SERVER, *map(str, (pool.fd, pool.layout.size, *own, rounds, core))]
+    area = memory.x(0, x.shape[0], x.shape[1])
+    values = itertools.count(1)
+    with subprocess.Popen(command, pass_fds=(pool.fd,), stdout=subprocess.PIPE) as child:
+
+        def call() -> None:
+            value = next(values)
+            area.copy_(x)
+            flags.post(memory.command_flags[0][0], value)
+            if not flags.wait(memory.done_flags[0][0], value, PING_LIMIT_NS):
+                raise RuntimeError("the ping-pong's child does not answer")
+
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            return percentiles(call, calls)
+        finally:
+            child.kill()
+
+
+PING_SERVER = """
+import ctypes, mmap, os, sys
+from kernels.handoff import CompiledFlags
+fd, size, command, done, rounds, core = map(int, sys.argv[1:])
+os.sched_setaffinity(0, {core})
+memory = mmap.mmap(fd, size)
+base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+flags = CompiledFlags()
+print("ready", flush=True)
+for value in range(1, rounds + 1):
+    while not flags.wait(base + command, value, 10**9):
+        pass
+    flags.post(base + done, value)
+"""
 
 
 def echo_over_socket(x: torch.Tensor, calls: int, core: int) -> tuple[float, float]:
@@ -128,6 +177,8 @@ def run(width: int, cores: Sequence[int], tokens: Sequence[int], calls: int, see
         for n in tokens:
             x = torch.randn(n, width, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
             row: dict[str, Any] = {"width": width, "workers": len(cores), "tokens": n}
+            row["bytes"], row["elements"] = x.nbytes, RANK * sum(sum(widths[p]) for p in GROUPS["qkv"])
+            row["pingpong_p50_us"], row["pingpong_p99_us"] = ping_pong(pool, x, calls, cores[0])
             pool.arm()
             row["roundtrip_p50_us"], row["roundtrip_p99_us"] = percentiles(lambda: hand_over(pool, x, None), calls)  # noqa: B023
             few = max(20, calls // 20)
@@ -152,6 +203,7 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
         name = f"{row['workers']}_{row['tokens']}x{row['width']}"
         found.setdefault(f"roundtrip_p50_us_{row['workers']}", row["roundtrip_p50_us"])
         found[f"over_socket_{name}"] = row["socket_p50_us"] / row["roundtrip_p50_us"]
+        found[f"roundtrip_over_pingpong_{name}"] = row["roundtrip_p50_us"] / row["pingpong_p50_us"]
         found[f"pinned_over_threads_{name}"] = row["threads_p50_us"] / row["pinned_p50_us"]
         found[f"bf16_over_fp32_{name}"] = row["bf16_p50_us"] / row["fp32_p50_us"]
     return found
@@ -171,9 +223,19 @@ def main() -> None:
     rows = [
         row for width in BASES for count in counts for row in run(width, spare[:count], tokens, calls, options.seed)
     ]
-    settings = {"rank": RANK, "dtype": "bf16", "calls": calls, "spare_cores": len(spare)}
-    figures = {**figures_of(rows), "probe_before_ms": before, "probe_after_ms": contention_probe()}
-    publish(report("handoff", settings, options.seed, rows, figures), options.json)
+    case = draw_host(BASES[576], np.full((1, 1, 7), RANK), DTYPE, options.seed, scattered=False)
+    model = fit(rows, engine_us_per_worker(case, lambda call: percentiles(call, calls)[0]))
+    case.close()
+    settings = {
+        "rank": RANK,
+        "dtype": "bf16",
+        "calls": calls,
+        "spare_cores": len(spare),
+        "model": msgspec.to_builtins(model),
+    }
+    figures = {**figures_of(rows), "model_worst_error": worst_error(model, rows)}
+    figures |= {"probe_before_ms": before, "probe_after_ms": contention_probe()}
+    publish(report("handoff", settings, options.seed, [*rows, *predictions(model, rows)], figures), options.json)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.handoffs import Handoff
+from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
-from node_agent.coldstart.workers import Handoff, WorkerPool
+from node_agent.coldstart.workers import WorkerPool
 from node_agent.runner.lora import SegmentedLora
 from node_agent.runner.lora_choice import StartLora
 
@@ -22,15 +24,14 @@ def plain_torch(store: AdapterStore) -> StartLora:
 class SyncedPass:
     """PassHandoffs by explicit synchronisation: x is copied to the host, which signals, waits and copies back."""
 
-    failed = False
+    failed, quiet = False, True
+    """The host waits for each handoff."""
 
     def __init__(self, pool: StreamPool) -> None:
         self._pool = pool
 
-    def open(
-        self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int
-    ) -> SyncedHandoff | None:
-        found = WorkerPool.open(self._pool, x.cpu(), host_slot, layer, group, slice_tokens)
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> SyncedHandoff | None:
+        found = WorkerPool.open(self._pool, x.cpu(), segments, layer, group)
         return None if found is None else SyncedHandoff(found, x.device)
 
     def end(self) -> None:

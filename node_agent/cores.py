@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,15 @@ def core_share(host_nodes: int, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return max(1, usable_cores(cgroup) // host_nodes)
 
 
-def spare_cores(engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup")) -> list[int]:
+def spare_cores(
+    engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup"), order: Sequence[int] | None = None
+) -> list[int]:
     """Numbers of the cores that are left for CPU LoRA workers when the engine computes with so many threads, one worker
-    each: the highest of this process's affinity, none where the engine has use for all."""
-    cores = sorted(os.sched_getaffinity(0))
+    each; none where the engine has use for all. They are those behind the engine's in `order`, which by default is the
+    cores of this process's affinity by their numbers."""
+    cores = sorted(os.sched_getaffinity(0)) if order is None else order
     spare = max(0, usable_cores(cgroup) - engine_threads)
-    return cores[len(cores) - spare :]
+    return list(cores[engine_threads:][:spare])
 
 
 @dataclass(frozen=True)

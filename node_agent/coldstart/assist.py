@@ -1,4 +1,4 @@
-"""What a cold pass needs of the CPU workers: its adapter held in host memory, workers that poll, and handoffs."""
+"""What a cold pass needs of the CPU workers: its adapters held in host memory, workers that poll, and handoffs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from node_agent.adapter_memory.loads import HostHold
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_lora import Handoff
 from node_agent.coldstart.costs import group_elements, group_shares
+from node_agent.coldstart.handoffs import PassHandoffs
+from node_agent.coldstart.messages import PassMessages
 from node_agent.coldstart.profile import Profile
-from node_agent.coldstart.workers import PassHandoffs, WorkerPool
+from node_agent.coldstart.slices import Segment
+from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import Lease
 
 
@@ -24,18 +27,27 @@ class Assist:
         self._ended: list[tuple[HostHold, PassHandoffs]] = []
 
     def begin(self, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
-        """Begins the assisted part of one cold pass. Returns None when no worker is there or can be given the pass, or
-        the adapter is not in host memory (any more)."""
-        if not self.workers.usable:
+        """Begins the assisted part of a cold pass of one adapter. Returns None when no worker is there or can be given
+        the pass, or the adapter is not in host memory (any more)."""
+        messages = self.messages(at_once=True)
+        if messages is None:
             return None
+        begun = self.join(messages, lease, layout)
+        if begun is None:
+            messages.end()
+        return begun
+
+    def messages(self, at_once: bool = False) -> PassMessages | None:
+        """Opens the handoffs of a pass; without `at_once`, what its adapters hand over waits for `send`. The caller
+        ends them. Returns None when no worker is there or can be given the pass."""
+        handoffs = self.workers.begin_pass() if self.workers.usable else None
+        return PassMessages(handoffs, at_once, self.poll) if handoffs is not None else None
+
+    def join(self, messages: PassMessages, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
+        """Begins an adapter's assisted part of the pass that these messages are of. Returns None when the adapter is
+        not in host memory (any more)."""
         hold = self.store.hold_host(lease)
-        if hold is None:
-            return None
-        handoffs = self.workers.begin_pass()
-        if handoffs is None:
-            self.store.release_host(hold)
-            return None
-        return AssistedPass(self, hold, layout, handoffs)
+        return AssistedPass(self, hold, layout, messages) if hold is not None else None
 
     def slice_tokens(self, elements: int, tokens: int, group: str) -> int:
         """c: tokens that one worker computes while the device computes the group's base product (Toppings 4.2)."""
@@ -43,8 +55,8 @@ class Assist:
         return self.profile.slice_tokens(elements, budget)
 
     def end(self, hold: HostHold, handoffs: PassHandoffs) -> None:
+        """The pass reads the held rows no more; they are let go of once its handoffs have ended, and are quiet."""
         self._ended.append((hold, handoffs))
-        self.poll()
 
     def poll(self) -> None:
         """Let go of host rows that no worker can read any more: a late one may still read those of an ended pass."""
@@ -58,10 +70,10 @@ class Assist:
 
 
 class AssistedPass:
-    """The handoffs of one cold pass."""
+    """One adapter's part in the handoffs of a pass."""
 
-    def __init__(self, assist: Assist, hold: HostHold, layout: AdapterLayout, handoffs: PassHandoffs) -> None:
-        self._assist, self._hold, self._layout, self._handoffs = assist, hold, layout, handoffs
+    def __init__(self, assist: Assist, hold: HostHold, layout: AdapterLayout, messages: PassMessages) -> None:
+        self._assist, self._hold, self._layout, self._messages = assist, hold, layout, messages
         self._armed, self._open = False, True
         self._arm()
 
@@ -69,12 +81,11 @@ class AssistedPass:
         self._arm()
         elements = group_elements(self._layout, layer, self._assist.base)[group]
         slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
-        handoff: Handoff | None = self._handoffs.open(x, self._hold.slot, layer, group, slice_tokens)
-        return handoff
+        return self._messages.add(x, Segment(self._hold.slot, x.shape[0], slice_tokens), layer, group)
 
     @property
     def failed(self) -> bool:
-        return self._handoffs.failed
+        return self._messages.handoffs.failed
 
     def rest(self) -> None:
         """The pass goes on on the device: workers need not spin, until the next `open`."""
@@ -83,12 +94,14 @@ class AssistedPass:
             self._assist.workers.disarm()
 
     def end(self) -> None:
-        """Stops the workers' polling and closes the pass's handoffs, however the pass ended; twice does no harm."""
+        """Stops the workers' polling and closes the handoffs that are this adapter's alone, however the pass ended;
+        twice does no harm."""
         self.rest()
         if self._open:
             self._open = False
-            self._handoffs.end()
-            self._assist.end(self._hold, self._handoffs)
+            self._assist.end(self._hold, self._messages.handoffs)
+            if self._messages.at_once:
+                self._messages.end()
 
     def _arm(self) -> None:
         if not self._armed:

@@ -4,7 +4,7 @@ workers are. Whether the link is a simulated one plays no part.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -25,6 +25,14 @@ LEAST_GAIN = 0.1
 """Of a warm prefill, that such a call's adapter must keep it waiting without workers."""
 MOST_WORKERS = 16
 """A prompt's slices fill no more."""
+TOO_SLOW = WorkersDecision(0, "they are slower than the load is: prompts are pipelined")
+
+
+@dataclass(frozen=True)
+class PlannedWorkers:
+    """What forecasts ask of workers that are not started yet."""
+
+    usable: int
 
 
 def decide_workers(
@@ -65,6 +73,17 @@ def workers_gain(starts: ColdStarts, config: EngineConfig, profile: Profile) -> 
     pipelined = _costs(starts.store, base, profile, config.max_cold)
     cpu = np.array([starts.worker_layer_seconds(profile, layout, i, PROMPT_TOKENS) for i in range(base.num_layers)])
     return choose(replace(pipelined, cpu=cpu)).name == "assist"
+
+
+def known_too_slow(starts: ColdStarts, config: EngineConfig, profile: Profile) -> bool:
+    """Returns whether the profile, which was measured with as many workers as were decided on, has them slower than the
+    pipeline: then `auto` need not start them to see that. `garnish profile` measures them again."""
+    count = starts.decision.count
+    if config.cpu_workers is not None or not count or profile.cpu is None or profile.key.workers != count:
+        return False
+    planned = PlannedWorkers(count)
+    asked = ColdStarts(starts.store, starts.base, starts.way, profile, planned)  # type: ignore[arg-type]
+    return not workers_gain(asked, config, profile)
 
 
 def _costs(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> ChunkCosts:

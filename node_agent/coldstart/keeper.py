@@ -75,6 +75,8 @@ class Keeper:
         self._config, self._fds, self._stall_limit, self._on_end = config, tuple(fds), stall_limit, on_end
         self._places = [_Place() for _ in range(count)]
         self._epochs = 0
+        self.workers: tuple[WorkerState, ...] = ()
+        """Those that are warm and alive, as far as is known, by index; replaced whole by the keeper's thread."""
         self._closing = False
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -83,12 +85,6 @@ class Keeper:
 
     def start(self) -> None:
         self._thread.start()
-
-    @property
-    def workers(self) -> list[WorkerState]:
-        """Those that are warm and alive, as far as is known."""
-        found = (place.worker for place in self._places)
-        return [worker for worker in found if worker is not None and worker.ready is not None and not worker.ended]
 
     def wait_ready(self, count: int, timeout: float) -> int:
         """Waits until `count` workers are warm, or `timeout` seconds have passed. Returns how many are warm."""
@@ -203,8 +199,13 @@ class Keeper:
             ready = msgspec.json.decode(place.output, type=WorkerReady)
             with self._changed:
                 worker.ready = ready
-                self._changed.notify_all()
+                self._list_workers()
             log.info("worker ready", extra={"worker": worker.index, "pid": worker.process.pid})
+
+    def _list_workers(self) -> None:
+        found = (place.worker for place in self._places)
+        self.workers = tuple(worker for worker in found if worker is not None and worker.ready and not worker.ended)
+        self._changed.notify_all()
 
     def _end(self, worker: WorkerState, why: str) -> None:
         log.warning("worker killed", extra={"worker": worker.index, "pid": worker.process.pid, "reason": why})
@@ -224,7 +225,7 @@ class Keeper:
         worker.process.wait(JOIN_LIMIT_S)
         with self._changed:
             worker.ended = True
-            self._changed.notify_all()
+            self._list_workers()
         if worker.ready is not None:
             self._on_end(worker)
         os.close(worker.pidfd)

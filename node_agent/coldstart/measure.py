@@ -21,6 +21,7 @@ from node_agent.adapter_memory.layout import AdapterLayout, lay_out
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.costs import group_elements
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey
+from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.device import device_seconds
@@ -152,7 +153,8 @@ def measure_handoff(workers: StreamPool, rounds: int) -> LinkCost:
 
 def _hand_over(workers: StreamPool, x: torch.Tensor) -> None:
     one = workers.begin_pass()
-    handoff = one.open(x, 0, 0, None, x.shape[0]) if one is not None else None
+    segment = Segment(0, x.shape[0], x.shape[0])
+    handoff = one.open(x, [segment], 0, None) if one is not None else None
     if one is None or handoff is None:
         raise ProfileError("no CPU worker takes a handoff")
     handoff.wait()
@@ -186,7 +188,7 @@ def _slice_seconds(workers: WorkerPool, base: BaseModel, slot: int, tokens: int,
     times = []
     for _ in range(rounds + 1):
         begin = time.perf_counter()
-        handoff = workers.open(x, slot, 0, GROUP, tokens)
+        handoff = workers.open(x, [Segment(slot, tokens, tokens)], 0, GROUP)
         if handoff is None:
             return None
         arrived = handoff.wait()

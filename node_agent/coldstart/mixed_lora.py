@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +21,19 @@ class LoadingPart:
 
 
 class MixedLora:
-    """A PassLora. Each part that fails poisons its own rows alone: rows of a pass share no numbers."""
+    """A PassLora. A failure poisons the rows of loading parts alone: rows of a pass share no numbers."""
 
-    def __init__(self, on_device: PassLora | None, parts: Sequence[LoadingPart]) -> None:
-        """`on_device` adds the other tokens' adapters; None where these have none."""
-        self._on_device, self._parts = on_device, parts
+    def __init__(self, on_device: PassLora | None, parts: Sequence[LoadingPart], send: Callable[[], object]) -> None:
+        """`on_device` adds the other tokens' adapters; None where these have none. `send` hands over, as one message,
+        what the parts have for the workers."""
+        self._on_device, self._parts, self._send = on_device, parts, send
         self._adds = False
         self._adding: list[LoadingPart] = []
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
         # workers first: they compute while the device does all the rest
         self._adding = [part for part in self._parts if part.lora.begin(layer, group, x[part.begin : part.end])]
+        self._send()
         self._adds = self._on_device is not None and self._on_device.begin(layer, group, x)
         return self._adds or bool(self._adding)
 

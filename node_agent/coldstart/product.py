@@ -11,7 +11,6 @@ import torch
 from adapters.base_model import PROJECTIONS
 from kernels.build import CompileError
 from kernels.compiled import CompiledGroup, Operators, Segments, load_operators
-from kernels.grouped import Part, add_pieces
 from kernels.level import multiplies_bf16
 from kernels.reference import ROW_ALIGN
 from kernels.view import group_view
@@ -109,16 +108,23 @@ class Product:
     ) -> None:
         firsts = [self._first[(*where, p)].tolist() for p in members]
         rows = [self._row_offset[a : a + rank] for (a, _), rank in zip(firsts, ranks, strict=True)]
-        parts: list[Part] = []
-        at = 0
-        for i, (y, p, (_, b), rank) in enumerate(zip(ys, members, firsts, ranks, strict=True)):
-            y.zero_()
+        a = self._matrix(np.concatenate(rows), x.shape[1])
+        xa, at = x.to(self.multiplied) @ a.to(self.multiplied).t(), 0
+        for y, p, (_, b), rank in zip(ys, members, firsts, ranks, strict=True):
             if rank:
                 rows_b = self._matrix(self._row_offset[b : b + rank], y.shape[1])
-                parts.append((i, at, at + rank, rows_b, float(self._scale[(*where, p)])))
+                self._put(y, xa[:, at : at + rank], rows_b, float(self._scale[(*where, p)]))
+            else:
+                y.zero_()
             at += rank
-        a = self._matrix(np.concatenate(rows), x.shape[1])
-        add_pieces(ys, x, 0, x.shape[0], [(a.t(), parts)], self.multiplied)
+
+    def _put(self, y: torch.Tensor, xa: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        """y = scale * xa @ b. What y held, NaN too, is not even read: its lines are in the engine's cache, and come one
+        by one."""
+        out = y if y.dtype is self.multiplied else y.new_empty(y.shape, dtype=self.multiplied)
+        out.addmm_(xa, b.to(self.multiplied), beta=0, alpha=scale)
+        if out is not y:
+            y.copy_(out)
 
     def _matrix(self, offsets: np.ndarray, width: int) -> torch.Tensor:
         """[rows, width]: a view where the rows follow each other, else a copy of their stretches, one or two more than

@@ -19,8 +19,7 @@ from node_agent.types import GROUPS
 
 NAMES = tuple(GROUPS)
 MOST_JOINED = 4
-"""Adapters that join one step while they are on their way. Each has a handoff open at a time, of which there are
-eight."""
+"""Adapters that join one step while they are on their way."""
 
 
 class RowCosts:

@@ -14,7 +14,7 @@ from adapters.base_model import BaseModel
 from kernels.build import CompileError
 from kernels.handoff_device import stream_kernels
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.auto_workers import decide_workers, workers_gain
+from node_agent.coldstart.auto_workers import TOO_SLOW, decide_workers, known_too_slow, workers_gain
 from node_agent.coldstart.cold_starts import WAYS, WorkersDecision
 from node_agent.coldstart.measure import SHORT, measure, measure_cpu, measure_handoff
 from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, check, read_profile, write_profile
@@ -25,6 +25,7 @@ from node_agent.config import EngineConfig
 from node_agent.cores import move_threads, spare_cores
 from node_agent.device import device_name
 from node_agent.engine.loop import Engine
+from node_agent.gpu.numa import home_node, memory_near, nearest_first
 from node_agent.types import GROUPS
 
 log = logging.getLogger("garnish.engine")
@@ -52,11 +53,17 @@ def set_up_cold_starts(engine: Engine, config: EngineConfig, base: BaseModel, th
     file = Path(config.profile) if config.profile else None
     kept = _from_file(file, key)
     profile = kept or measure(key, engine.runner, engine.blocks, store, None, SHORT)
-    cores = spare_cores(threads) if config.host_nodes == 1 else []
+    allowed = os.sched_getaffinity(0)
+    home = home_node(config.gpu, allowed)
+    cores = spare_cores(threads, order=nearest_first(allowed, home)) if config.host_nodes == 1 else []
     starts.decision = decide_workers(config, store, base, profile, len(cores))
+    if known_too_slow(starts, config, profile):
+        starts.decision = TOO_SLOW
     workers = None
     if starts.decision.count:
-        workers = _start_workers(config, store, base, threads, cores[-starts.decision.count :])
+        with memory_near(home, allowed):
+            workers = make_pool(config, store, base, cores[: starts.decision.count])
+        _start_workers(config, threads, workers)
         profile = _with_workers(profile, store, workers)
         workers = _worth_keeping(engine, config, profile, workers)
     if profile is not kept:
@@ -85,11 +92,9 @@ def _check_wanted(config: EngineConfig, store: AdapterStore, threads: int) -> No
         )
 
 
-def _start_workers(
-    config: EngineConfig, store: AdapterStore, base: BaseModel, threads: int, cores: Sequence[int]
-) -> WorkerPool:
-    """Returns the workers, warm, one on each of the cores. Raises ValueError when the handoff does not work."""
-    workers = make_pool(config, store, base, cores)
+def _start_workers(config: EngineConfig, threads: int, workers: WorkerPool) -> None:
+    """Starts the workers, each on its core, and waits until they are warm. Raises ValueError when the handoff does not
+    work."""
     workers.memory.repeats = config.worker_repeats
     if config.worker_repeats > 1:
         log.warning("CPU workers are slowed: each repeats its work", extra={"repeats": config.worker_repeats})
@@ -98,11 +103,10 @@ def _start_workers(
     if threads > 1:  # a team, which has come into being with the model
         move_threads(workers.all_cores, workers.other_cores)
     ready = workers.wait_ready(START_LIMIT_S)
-    if ready < len(cores):
-        log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": len(cores)})
+    if ready < workers.layout.workers:
+        log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": workers.layout.workers})
     if ready and isinstance(workers, StreamPool):
         _check_handoff(workers)
-    return workers
 
 
 def _with_workers(profile: Profile, store: AdapterStore, workers: WorkerPool) -> Profile:
@@ -126,7 +130,7 @@ def _worth_keeping(engine: Engine, config: EngineConfig, profile: Profile, worke
         starts.use(profile, workers)
         if config.cpu_workers is not None or workers_gain(starts, config, profile):
             return workers
-        starts.decision = WorkersDecision(0, "they are slower than the load is: prompts are pipelined")
+        starts.decision = TOO_SLOW
     workers.close()
     move_threads(workers.other_cores, workers.all_cores)
     return None
@@ -137,7 +141,9 @@ def make_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cores:
     UnsupportedMachine."""
     device, dtype = store.pool.data.device, DTYPES.index(store.pool.data.dtype)
     if device.type == "cpu":
-        layout = Layout(HANDOFF_SLOTS, len(cores), config.chunk_tokens, base.widths, dtype)
+        layout = Layout(
+            HANDOFF_SLOTS, len(cores), most_tokens(config), base.widths, dtype, spares=spare_workers(len(cores))
+        )
         return WorkerPool(store.host_map, layout, cores)
     layout = stream_layout(config, base, len(cores), dtype)
     try:
@@ -150,7 +156,19 @@ def stream_layout(config: EngineConfig, base: BaseModel, workers: int, dtype: in
     """Returns the layout of the handoffs' memory on a GPU: a slot for each open cold pass, and SPARE_SLOTS for ending
     ones; in each a step for each handoff that a pass can have. `dtype`: an index into DTYPES."""
     steps = base.num_layers * len(GROUPS)
-    return Layout(config.max_cold + SPARE_SLOTS, workers, config.chunk_tokens, base.widths, dtype, steps)
+    slots, spares = config.max_cold + SPARE_SLOTS, spare_workers(workers)
+    return Layout(slots, workers, most_tokens(config), base.widths, dtype, steps, spares)
+
+
+def most_tokens(config: EngineConfig) -> int:
+    """Returns how many tokens one handoff can have: a prompt's chunk, or the rows of a step that join it."""
+    return max(config.chunk_tokens, config.max_rows)
+
+
+def spare_workers(workers: int) -> int:
+    """Returns how many redundant workers wait beside so many. Where there is one worker alone, a failure costs the same
+    pass as it does with a spare one, which would double what workers take of the host."""
+    return int(workers > 1)
 
 
 def _check_handoff(workers: StreamPool) -> None:

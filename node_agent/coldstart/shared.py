@@ -1,11 +1,12 @@
 """The memory that engine and CPU LoRA workers share: one memfd of flags, commands, inputs and outputs.
 
-Every slot has an x area [tokens, d_in] and a y area [tokens, sum of the group's d_out]. For each of its `steps` and
-each worker there are three lines of 64 bytes: a command flag (written by the engine or its device), what it commands
-(by the engine, before the flag), and a done flag (by the worker). On a CPU a slot has one step and belongs to one
-handoff; on a GPU it belongs to a pass, whose handoffs follow each other on the device's stream and have a step each
-(stream.py). It has its owner until all workers have answered or are dead; only then are its areas and lines written
-again. The memory belongs to one engine process: the next one makes its own, and never maps this.
+Every slot has an x area [tokens, d_in] and a y area, [tokens, d_out] for one projection of the group after the other.
+For each of its `steps` there are the segments, that is whose the tokens are, and for each worker three lines of 64
+bytes: a command flag (written by the engine or its device), what it commands (by the engine, before the flag), and a
+done flag (by the worker). On a CPU a slot has one step and belongs to one handoff; on a GPU it belongs to a pass, whose
+handoffs follow each other on the device's stream and have a step each (stream.py). It has its owner until all workers
+have answered or are dead; only then are its areas and lines written again. The memory belongs to one engine process:
+the next one makes its own, and never maps this.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -27,21 +28,24 @@ MAX_BYTES = 4 << 30
 MAX_WORKERS = 64
 MAX_SLOTS = 64
 MAX_STEPS = 1024
+MAX_SEGMENTS = 16
+"""Adapters of one handoff; fewer join a pass."""
+MOST_VIEWS = 4096
+"""Of the areas that are kept; each takes half a kilobyte."""
 DTYPES = (torch.float32, torch.bfloat16)
 ECHO = len(GROUPS)
 """In a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
 GROUP_NAMES = tuple(GROUPS)
 PAGE = mmap.PAGESIZE
-_COMMAND, _WORD = struct.Struct("<Q7i"), struct.Struct("<Q")
+_COMMAND, _WORD, _SEGMENT = struct.Struct("<Q7i"), struct.Struct("<Q"), struct.Struct("<2i")
 _REPEATS = _WORD.size
-"""Offset of the simulated slow-down, in the line of the armed flag: written before any command that it is for."""
+"""Offset of the simulated slow-down, in the line of the first armed flag: written before any command that it is for."""
 
 
 class Command(NamedTuple):
     """What a worker is to compute. `value` is its flag's: a command that was overwritten meanwhile is told by it."""
 
     value: int
-    host_slot: int
     layer: int
     group: int
     """index into GROUP_NAMES, or ECHO"""
@@ -52,6 +56,8 @@ class Command(NamedTuple):
     """in the x area"""
     dtype: int
     """index into DTYPES"""
+    segments: int
+    """whose tokens these are: so many entries of the command's segments"""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -66,19 +72,25 @@ class Layout(msgspec.Struct, frozen=True):
     """index into DTYPES: of the host pool's weights, x and y"""
     steps: int = 1
     """commands to each worker that a slot's owner may have given before the first is answered"""
+    spares: int = 0
+    """workers beyond `workers`, which get work only while others of them get none (workers.py)"""
 
     def check(self) -> None:
         """Raises ValueError with the size that is wrong."""
         for name, value, most in (
             ("slots", self.slots, MAX_SLOTS),
             ("steps", self.steps, MAX_STEPS),
-            ("workers", self.workers, MAX_WORKERS),
+            ("workers", self.processes, MAX_WORKERS),
             ("max_tokens", self.max_tokens, 1 << 20),
         ):
             if not 1 <= value <= most:
                 raise ValueError(f"{name} is {value}; 1 to {most} are possible")
         if self.size > MAX_BYTES:
             raise ValueError(f"handoffs of {self.max_tokens} tokens take {self.size} bytes, the limit is {MAX_BYTES}")
+
+    @property
+    def processes(self) -> int:
+        return self.workers + self.spares
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -96,11 +108,15 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def _lines(self) -> int:
-        return self.commands * self.workers * LINE
+        return self.commands * self.processes * LINE
+
+    def armed(self, worker: int) -> int:
+        """Offset of the word that keeps the worker polling while it is not 0, like those below in bytes."""
+        return worker * LINE
 
     def command_flag(self, command: int, worker: int) -> int:
-        """Offsets, in bytes; those of one worker's commands are `workers` lines apart."""
-        return LINE + (command * self.workers + worker) * LINE
+        """Those of one worker's commands are `processes` lines apart."""
+        return self.armed(self.processes) + (command * self.processes + worker) * LINE
 
     def command(self, command: int, worker: int) -> int:
         return self.command_flag(command, worker) + self._lines
@@ -112,6 +128,10 @@ class Layout(msgspec.Struct, frozen=True):
         """i32, written by a GPU: an answer did not come in time."""
         return self.command_flag(0, 0) + 3 * self._lines + slot * LINE
 
+    def segments(self, command: int) -> int:
+        """(host slot, end) of each segment, i32; written by the engine before the command flag."""
+        return self.failed(self.slots) + command * MAX_SEGMENTS * _SEGMENT.size
+
     @property
     def x_bytes(self) -> int:
         return _pages(self.max_tokens * max(d_in for d_in, _ in self.widths) * self.torch_dtype.itemsize)
@@ -122,7 +142,7 @@ class Layout(msgspec.Struct, frozen=True):
         return _pages(self.max_tokens * widest * self.torch_dtype.itemsize)
 
     def x_area(self, slot: int) -> int:
-        return _pages(self.failed(self.slots)) + slot * (self.x_bytes + self.y_bytes)
+        return _pages(self.segments(self.commands)) + slot * (self.x_bytes + self.y_bytes)
 
     def y_area(self, slot: int) -> int:
         return self.x_area(slot) + self.x_bytes
@@ -150,11 +170,16 @@ class HandoffMemory:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._elements = whole.view(layout.torch_dtype)
         self._words64, self._words32 = whole.view(torch.int64), whole.view(torch.int32)
-        self.armed: int = whole.data_ptr()
+        self.address: int = whole.data_ptr()
+        self.armed = [self.address + layout.armed(worker) for worker in range(layout.processes)]
         """Addresses of flags, the latter two by command and worker."""
-        self.command_flags = self._by_worker(layout.command_flag, self.armed)
-        self.done_flags = self._by_worker(layout.done_flag, self.armed)
+        self.command_flags = self._by_worker(layout.command_flag, self.address)
+        self.done_flags = self._by_worker(layout.done_flag, self.address)
         self._commands = self._by_worker(layout.command, 0)
+        self._views: dict[tuple[int, int, int], torch.Tensor] = {}
+        """of the areas, by their arguments: a pass asks for the same in each layer, and making one takes a
+        microsecond"""
+        self._segments = [layout.segments(at) for at in range(layout.commands)]
         itemsize = layout.torch_dtype.itemsize
         self._areas = [(layout.x_area(s) // itemsize, layout.y_area(s) // itemsize) for s in range(layout.slots)]
         self.group_widths = [layout.group_widths(group) for group in range(ECHO)]
@@ -167,14 +192,28 @@ class HandoffMemory:
     def read_command(self, at: int, worker: int) -> Command:
         return Command._make(_COMMAND.unpack_from(self._bytes, self._commands[at][worker]))
 
+    def write_segments(self, at: int, segments: Iterable[tuple[int, int]]) -> None:
+        """(host slot, end) of each, MAX_SEGMENTS at most, for command `at` of all workers."""
+        begin = self._segments[at]
+        for host_slot, end in segments:
+            _SEGMENT.pack_into(self._bytes, begin, host_slot, end)
+            begin += _SEGMENT.size
+
+    def read_segments(self, at: int, count: int) -> list[tuple[int, int]]:
+        """Raises IndexError when there can't be so many."""
+        if not 1 <= count <= MAX_SEGMENTS:
+            raise IndexError(f"{count} segments; 1 to {MAX_SEGMENTS} are possible")
+        begin = self._segments[at]
+        return list(_SEGMENT.iter_unpack(self._bytes[begin : begin + count * _SEGMENT.size]))
+
     def command_value(self, at: int, worker: int) -> int:
         """Returns what the command flag holds now, without any promise of memory order."""
-        value: int = _WORD.unpack_from(self._bytes, self.command_flags[at][worker] - self.armed)[0]
+        value: int = _WORD.unpack_from(self._bytes, self.command_flags[at][worker] - self.address)[0]
         return value
 
     def lines(self, offset: int) -> torch.Tensor:
-        """i64[workers, 8] from a command's first flag, command or done flag on: its lines, one for each worker."""
-        return self._words64.as_strided((self.layout.workers, LINE // 8), (LINE // 8, 1), offset // 8)
+        """i64[processes, 8] from a command's first flag, command or done flag on: its lines, one for each worker."""
+        return self._words64.as_strided((self.layout.processes, LINE // 8), (LINE // 8, 1), offset // 8)
 
     def failed(self, slot: int) -> torch.Tensor:
         """i32[1]"""
@@ -189,20 +228,32 @@ class HandoffMemory:
     def repeats(self, value: int) -> None:
         _WORD.pack_into(self._bytes, _REPEATS, value)
 
-    def x(self, slot: int, tokens: int, width: int) -> torch.Tensor:
-        """[tokens, width], the x area's beginning."""
-        return self._matrix(self._areas[slot][0], tokens, width)
+    def x(self, slot: int, end: int, width: int, begin: int = 0) -> torch.Tensor:
+        """[end - begin, width]: tokens `begin` to `end` of the x area."""
+        return self._matrix(self._areas[slot][0] + begin * width, end - begin, width)
 
-    def y(self, slot: int, tokens: int, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """[tokens, width] for each width, side by side in the y area's rows."""
-        return self._matrix(self._areas[slot][1], tokens, sum(widths)).split_with_sizes(widths, dim=1)
+    def y(
+        self, slot: int, tokens: int, widths: Sequence[int], begin: int = 0, end: int | None = None
+    ) -> list[torch.Tensor]:
+        """[tokens, width] for each width, one behind the other from the y area's beginning; of each the tokens `begin`
+        to `end`, which is all of them by default."""
+        at, rows, found = self._areas[slot][1], (tokens if end is None else end) - begin, []
+        for width in widths:
+            found.append(self._matrix(at + begin * width, rows, width))
+            at += tokens * width
+        return found
 
     def _matrix(self, at: int, rows: int, width: int) -> torch.Tensor:
-        return self._elements.as_strided((rows, width), (width, 1), at)
+        found = self._views.get((at, rows, width))
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            found = self._views[at, rows, width] = self._elements.as_strided((rows, width), (width, 1), at)
+        return found
 
     def _by_worker(self, offset: Callable[[int, int], int], base: int) -> list[list[int]]:
         layout = self.layout
-        return [[base + offset(at, worker) for worker in range(layout.workers)] for at in range(layout.commands)]
+        return [[base + offset(at, worker) for worker in range(layout.processes)] for at in range(layout.commands)]
 
 
 def make_memory(layout: Layout) -> int:

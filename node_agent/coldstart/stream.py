@@ -7,7 +7,8 @@ wait; the answer is copied to the device and added. The host learns of a failed 
 the pass's last event has ended, and only then are the slot's lines and areas anyone else's.
 
 A worker that ends is answered for by the engine's keeper of workers, at once: the stream stands still no longer than it
-takes to notice the end, and the pass fails. `WAIT_LIMIT_S` bounds the wait for one that lives.
+takes to notice the end, and the pass fails. `WAIT_LIMIT_S` bounds the wait for one that lives. Nobody takes over a
+slice here, for the stream has gone on by the time at which that could be told; a spare worker serves the next pass.
 
 What a failed wait leaves: later steps of the pass neither signal nor wait, so their commands never reach a worker. What
 was signalled is quarantined until its worker has answered or is dead, as on a CPU.
@@ -27,9 +28,11 @@ from kernels.handoff import SEQUENCE_BITS
 from kernels.handoff_device import StreamKernels
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.adapter_memory.pinned import Pinned
+from node_agent.coldstart.handoffs import WAIT_LIMIT_S, Part
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout
-from node_agent.coldstart.workers import STALL_LIMIT_S, WAIT_LIMIT_S, Counters, Part, WorkerPool
+from node_agent.coldstart.slices import Segment, slices_wanted
+from node_agent.coldstart.workers import STALL_LIMIT_S, Counters, WorkerPool
 from node_agent.device import Event, record_event
 
 
@@ -116,7 +119,8 @@ class StreamPool(WorkerPool):
             for tokens in sorted({1, 3, layout.max_tokens}):
                 x = torch.randn(tokens, width, generator=generator).to(layout.torch_dtype)
                 one = self.begin_pass()
-                handoff = one.open(x.to(self.device), 0, 0, None, max(1, tokens // layout.workers)) if one else None
+                segment = Segment(0, tokens, max(1, tokens // layout.workers))
+                handoff = one.open(x.to(self.device), [segment], 0, None) if one else None
                 if one is None or handoff is None:
                     raise BrokenHandoff("no CPU worker takes a handoff")
                 handoff.wait()
@@ -139,15 +143,12 @@ class StreamPool(WorkerPool):
             self._pinned = None
         super().close()
 
-    def command(self, at: int, host_slot: int, layer: int, code: int, tokens: int, most: int) -> list[Part]:
-        """Write a handoff's commands for at most `most` workers, and value 0 for all others. Raises no flag."""
+    def command(self, at: int, segments: Sequence[Segment], layer: int, code: int) -> list[Part]:
+        """Write a handoff's commands, and value 0 for all workers that get none. Raises no flag."""
         self.lines[at][1][:, 0].zero_()
         # the stream gives them one handoff at a time: whoever is not late is free when this one's turn comes
-        chosen = [worker for worker in self._keeper.workers if not worker.late][:most]
-        parts = []
-        for i, worker in enumerate(chosen):
-            begin, end = tokens * i // len(chosen), tokens * (i + 1) // len(chosen)
-            parts.append(self.write(at, worker, (host_slot, layer, code, begin, end, tokens, self.layout.dtype)))
+        chosen = self.able[: slices_wanted(segments)]
+        parts = self.write(at, chosen, segments, layer, code) if chosen else []
         self._handoffs += bool(parts)
         for part in parts:
             if part.worker.ended:  # before its command was there for the keeper's thread to find
@@ -172,7 +173,7 @@ class StreamPool(WorkerPool):
         """The device is through with the pass."""
         self._timeouts += one.failed
         if one.awaited == len(one.handoffs) and not one.failed:  # every wait saw its workers' flags
-            self._release(one.slot, one.parts, arrived=True)
+            self.release(one.slot, one.parts, arrived=True)
             return
         signalled = []
         for part in one.parts:
@@ -181,7 +182,7 @@ class StreamPool(WorkerPool):
             else:
                 part.worker.commands -= 1
                 self.lines[part.at][1][part.worker.index, 0] = 0  # no command any more: nobody is to answer it
-        self._release(one.slot, signalled, arrived=False)
+        self.release(one.slot, signalled, arrived=False)
 
 
 class StreamPass:
@@ -206,20 +207,18 @@ class StreamPass:
         """A worker did not answer in time. False is certain once work that was enqueued later has ended."""
         return bool(self.pool.failed[self.slot].item())
 
-    def open(
-        self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int
-    ) -> StreamHandoff | None:
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> StreamHandoff | None:
         """Enqueue that workers compute the group's part for x [T, d_in], as `WorkerPool.open` says.
 
         None: no worker is there, or the pass has had all its steps.
         """
         pool, step, tokens = self.pool, len(self.handoffs), x.shape[0]
         code = ECHO if group is None else GROUP_NAMES.index(group)
-        pool._check(x, host_slot, layer, code, slice_tokens)
+        pool._check(x, segments, layer, code)
         if step == pool.layout.steps:
             return None
         at = self.slot * pool.layout.steps + step
-        parts = pool.command(at, host_slot, layer, code, tokens, -(-tokens // slice_tokens))
+        parts = pool.command(at, segments, layer, code)
         if not parts:
             return None
         self.handoffs.append(parts)
@@ -256,23 +255,22 @@ class StreamHandoff:
     def wait(self) -> bool:
         """Work that is enqueued from now on sees the answer, or belongs to a pass that has failed. Always True."""
         self._pass.wait(self._at)
-        if self._widths:
+        size = self._tokens * sum(self._widths)
+        if size:
             pool = self._pass.pool
-            (found,) = pool.memory.y(self._pass.slot, self._tokens, (sum(self._widths),))
-            self._answer().copy_(found, non_blocking=True)
+            (found,) = pool.memory.y(self._pass.slot, 1, (size,))
+            pool.answer[:size].copy_(found.view(-1), non_blocking=True)
         return True
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
         """[T, d_out] per projection, on the device; the next handoff's `wait` overwrites them, on the stream."""
-        return self._answer().split_with_sizes(self._widths, dim=1)
+        sizes = [self._tokens * width for width in self._widths]
+        parts = self._pass.pool.answer[: sum(sizes)].split_with_sizes(sizes)
+        return [part.view(self._tokens, width) for part, width in zip(parts, self._widths, strict=True)]
 
     def close(self) -> None:
         """The stream orders what reads `outputs`."""
-
-    def _answer(self) -> torch.Tensor:
-        width = sum(self._widths)
-        return self._pass.pool.answer[: self._tokens * width].view(self._tokens, width)
 
 
 def _ranges(memory: HandoffMemory) -> Iterator[tuple[int, int]]:
@@ -280,4 +278,4 @@ def _ranges(memory: HandoffMemory) -> Iterator[tuple[int, int]]:
     layout = memory.layout
     borders = [0, *(layout.x_area(slot) for slot in range(layout.slots + 1))]
     for begin, end in pairwise(borders):
-        yield memory.armed + begin, end - begin
+        yield memory.address + begin, end - begin

@@ -19,6 +19,7 @@ from kernels.handoff import (
 from node_agent.adapter_memory.host_map import attach
 from node_agent.coldstart.product import LONG_SLICE, Product
 from node_agent.coldstart.shared import DTYPES, ECHO, Command, HandoffMemory, Layout
+from node_agent.coldstart.slices import within
 from node_agent.coldstart.worker_process import WorkerConfig
 
 
@@ -49,7 +50,7 @@ class Worker:
         layout, index, memory = self._layout, self._index, self._memory
         first = memory.command_flags[0][index]
         while True:
-            at = self._flags.next(first, layout.workers, self._seen, self._start, memory.armed, poll_ns)
+            at = self._flags.next(first, layout.processes, self._seen, self._start, memory.armed[index], poll_ns)
             if at == DISARMED:
                 return
             if at == TIMED_OUT:
@@ -59,21 +60,22 @@ class Worker:
             self._seen[at] = value
             command = memory.read_command(at, index)
             if value >> SEQUENCE_BITS == self._epoch and command.value == value:
-                self._serve(at // layout.steps, command)
+                self._serve(at, command)
                 self._flags.post(memory.done_flags[at][index], value)
 
-    def _serve(self, slot: int, command: Command) -> None:
+    def _serve(self, at: int, command: Command) -> None:
         if command.group == ECHO:
             return
-        layout = self._layout
+        layout, memory, slot = self._layout, self._memory, at // self._layout.steps
         begin, end, tokens = command.begin, command.end, command.tokens
-        if not 0 <= begin <= end <= tokens <= layout.max_tokens or command.dtype != layout.dtype:
+        segments = memory.read_segments(at, command.segments)
+        if not 0 <= begin <= end <= tokens == segments[-1][1] <= layout.max_tokens or command.dtype != layout.dtype:
             raise IndexError(f"{command} does not fit into {layout.max_tokens} tokens of {DTYPES[layout.dtype]}")
-        d_in, widths = self._memory.group_widths[command.group]
-        x = self._memory.x(slot, tokens, d_in)[begin:end]
-        ys = [y[begin:end] for y in self._memory.y(slot, tokens, widths)]
-        for _ in range(self._memory.repeats):
-            self.product.compute(ys, x, command.host_slot, command.layer, command.group)
+        d_in, widths = memory.group_widths[command.group]
+        for _ in range(memory.repeats):
+            for host_slot, low, high in within(segments, begin, end):
+                x, ys = memory.x(slot, high, d_in, low), memory.y(slot, tokens, widths, low, high)
+                self.product.compute(ys, x, host_slot, command.layer, command.group)
 
 
 def warm_up(product: Product, layout: Layout) -> None:

@@ -1,4 +1,5 @@
-"""A CPU LoRA worker: one core, one thread, the adapters' part of the tokens that it is handed, never a GPU.
+"""A CPU LoRA worker: one core (a spare one: any of the workers'), one thread, the adapters' part of the tokens that it
+is handed, never a GPU.
 
 It maps the host tier and the handoff memory by inheritance, reports on standard output that it is warm, and then
 blocks until it is armed. Armed, it polls its command flags, so that nothing has to wake it. What can't be computed ends
@@ -28,12 +29,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent: int
     """process id of the engine"""
     index: int
-    core: int
+    cores: tuple[int, ...]
+    """on which it may run: one of its own; a spare worker has those of all"""
     epoch: int
     """of the flag values that are meant for this process, and not for one that had its place before"""
     handoff_fd: int
     armed_fd: int
-    """eventfd: counts up when the workers are armed"""
+    """eventfd: counts up when the worker is armed"""
     layout: Layout
     host: HostMap
 
@@ -52,7 +54,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the engine, which then ends us
     report = os.dup(sys.stdout.fileno())  # and whatever a library prints goes to the log
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    os.sched_setaffinity(0, {config.core})  # before torch counts the cores
+    os.sched_setaffinity(0, config.cores)  # before torch counts the cores
     stop_collecting()
     import torch
 

@@ -7,19 +7,20 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 
 from kernels.handoff import Flags, flag_value
 from node_agent.adapter_memory.host_map import HostMap
+from node_agent.coldstart.handoffs import Handoff, HostPass, Part, PassHandoffs
 from node_agent.coldstart.keeper import Keeper, WorkerState
-from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout, make_memory
+from node_agent.coldstart.shared import ECHO, GROUP_NAMES, MAX_SEGMENTS, HandoffMemory, Layout, make_memory
+from node_agent.coldstart.slices import Segment, cut, slices_wanted, within
 from node_agent.coldstart.worker import load_flags
 from node_agent.coldstart.worker_process import WorkerConfig
 
-WAIT_LIMIT_S = 1.0
-"""For a worker's answer; a slice takes a hundredth of it."""
+TAKEOVER_S = 0.25
+"""A slice that is not answered within this time is computed by another worker, too, where there is one."""
 STALL_LIMIT_S = 5.0
 """A worker that answers nothing for so long after a time-out is killed and started again."""
 CHECK_NS = 200_000
@@ -38,25 +39,26 @@ class Counters:
     """slots that were closed before all their workers had answered"""
     in_quarantine: int
     """of these, how many still are"""
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """One worker's slice of a handoff."""
-
-    worker: WorkerState
-    flag: int
-    """address of the done flag"""
-    value: int
-    at: int
-    """command, among the worker's"""
+    takeovers: int
+    """slices that another worker computed instead"""
 
 
 class WorkerPool:
     """One worker per core of `cores`, which must be none of the engine's (cores.spare_cores). Made before CUDA is
-    touched; all but `close` is for one thread."""
+    touched; all but `close` is for one thread.
 
-    def __init__(self, host: HostMap, layout: Layout, cores: Sequence[int], stall_limit: float = STALL_LIMIT_S) -> None:
+    `layout.spares` redundant workers, as Toppings (section 8) has them, wait beside those: each is warm, sleeps, has no
+    core of its own, and takes the place of a worker that is dead or late for as long as it is.
+    """
+
+    def __init__(
+        self,
+        host: HostMap,
+        layout: Layout,
+        cores: Sequence[int],
+        stall_limit: float = STALL_LIMIT_S,
+        takeover: float = TAKEOVER_S,
+    ) -> None:
         """`layout.workers` must be len(cores). Raises ValueError, UnsupportedMachine."""
         if len(cores) != layout.workers or len(set(cores)) != len(cores):
             raise ValueError(f"{layout.workers} workers need as many cores, not {list(cores)}")
@@ -66,16 +68,19 @@ class WorkerPool:
         self.layout, self._host, self._cores = layout, host, list(cores)
         self.all_cores = os.sched_getaffinity(0)
         """of whoever makes the workers"""
-        self._fd = make_memory(layout)
-        self.memory = HandoffMemory(self._fd, layout)
-        self._armed_fds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in cores]
-        fds = (self._fd, host.pool_fd, host.table_fd, *self._armed_fds)
-        self._keeper = Keeper(len(cores), self._worker_config, fds, stall_limit, self._worker_ended)
+        self.fd = make_memory(layout)
+        self.memory = HandoffMemory(self.fd, layout)
+        self._armed_fds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(layout.processes)]
+        fds = (self.fd, host.pool_fd, host.table_fd, *self._armed_fds)
+        self._keeper = Keeper(layout.processes, self._worker_config, fds, stall_limit, self._worker_ended)
         self._free = list(range(layout.slots))
         self._quarantine: list[tuple[int, list[Part]]] = []
-        self._sequence = self._armed = self._handoffs = self._timeouts = self._quarantined = 0
+        self._sequence = self._armed = self._handoffs = self._timeouts = self._quarantined = self._takeovers = 0
+        self._polling: set[int] = set()
+        """indices of the workers that were armed"""
+        self.takeover_ns = int(takeover * 1e9)
         self._closed = False
-        self._x_bytes = layout.x_bytes
+        self._x_bytes, self._dtype, self._host_dtype = layout.x_bytes, layout.dtype, layout.torch_dtype
 
     def start(self) -> None:
         """Begin to start the workers; they warm up while the caller goes on."""
@@ -93,9 +98,15 @@ class WorkerPool:
         return self.all_cores - set(self._cores) or self.all_cores
 
     @property
+    def able(self) -> list[WorkerState]:
+        """Returns the workers that would take a slice now, one for each core at most: a spare one, which comes last,
+        is among them while another is dead or late."""
+        return [worker for worker in self._keeper.workers if not worker.late][: len(self._cores)]
+
+    @property
     def usable(self) -> int:
         """Workers that would take a slice now."""
-        return sum(not worker.late for worker in self._keeper.workers)
+        return len(self.able)
 
     def pids(self) -> list[int]:
         """Returns the process ids of the workers that are warm."""
@@ -105,37 +116,51 @@ class WorkerPool:
         """Have the workers poll. Each `arm` needs its `disarm`."""
         self._armed += 1
         if self._armed == 1:
-            self._flags.post(self.memory.armed, 1)
-            for fd in self._armed_fds:
-                os.eventfd_write(fd, 1)
+            for index in range(len(self._cores)):
+                self.rouse(index)
+
+    def rouse(self, index: int) -> None:
+        """Has the worker poll until all are disarmed."""
+        self._polling.add(index)
+        self._flags.post(self.memory.armed[index], 1)
+        os.eventfd_write(self._armed_fds[index], 1)
 
     def disarm(self) -> None:
         """After the last one workers answer what is posted, and sleep."""
         self._armed -= 1
         if not self._armed:
-            self._flags.post(self.memory.armed, 0)
+            for index in self._polling:
+                self._flags.post(self.memory.armed[index], 0)
+            self._polling.clear()
 
-    def open(self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int) -> Handoff | None:
-        """Let workers compute the group's part for x [T, d_in], in slices of about `slice_tokens` tokens, one worker
-        each: ceil(T / slice_tokens) of them or as many as are free; when all are busy, those with the least to do.
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None:
+        """Let workers compute the group's part for x [T, d_in], whose tokens are the segments', in slices of as many
+        tokens as these say, one worker each, or as many workers as are free; when all are busy, those with the least to
+        do.
 
         `group` None: the workers answer at once and compute nothing. None: no slot is free or no worker is there.
         Raises ValueError for an x that doesn't fit, RuntimeError when the workers aren't armed.
         """
-        code, tokens = ECHO if group is None else GROUP_NAMES.index(group), x.shape[0]
-        self._check(x, host_slot, layer, code, slice_tokens)
+        code = ECHO if group is None else GROUP_NAMES.index(group)
+        self._check(x, segments, layer, code)
         self._sweep()
-        workers = self._choose(-(-tokens // slice_tokens))
-        if not workers or not self._free:
+        return self._hand_over(x, segments, layer, code, self._choose(slices_wanted(segments)))
+
+    def take_over(self, part: Part) -> Handoff | None:
+        """Opens a handoff of the part's slice to another worker, a spare one before others. Returns None when no
+        worker or no slot can be had."""
+        others = [worker for worker in self._keeper.workers if not worker.late and worker is not part.worker]
+        if not others:
             return None
-        slot = self._free.pop()
-        self.memory.x(slot, tokens, x.shape[1]).copy_(x)
-        parts = []
-        for i, worker in enumerate(workers):
-            begin, end = tokens * i // len(workers), tokens * (i + 1) // len(workers)
-            parts.append(self._post(slot, worker, (host_slot, layer, code, begin, end, tokens, self.layout.dtype)))
-        self._handoffs += 1
-        return Handoff(self, slot, parts, () if group is None else self.memory.y(slot, tokens, self._widths(code)))
+        command = self.memory.read_command(part.at, part.worker.index)
+        width = 1 if command.group == ECHO else self.memory.group_widths[command.group][0]
+        x = self.memory.x(part.at // self.layout.steps, part.end, width, part.begin)
+        found = within(self.memory.read_segments(part.at, command.segments), part.begin, part.end)
+        segments = [Segment(host_slot, high - low, high - low) for host_slot, low, high in found]
+        other = min(others, key=lambda worker: (worker.commands, -worker.index))
+        handoff = self._hand_over(x, segments, command.layer, command.group, [other])
+        self._takeovers += handoff is not None
+        return handoff
 
     def begin_pass(self) -> PassHandoffs | None:
         """Opens the handoffs of one cold pass; a subclass may return None, when no slot is free."""
@@ -154,72 +179,103 @@ class WorkerPool:
         self._sweep()
         keeper = self._keeper
         counted = (self._handoffs, self._timeouts, keeper.deaths, keeper.restarts, self._quarantined)
-        return Counters(*counted, len(self._quarantine))
+        return Counters(*counted, len(self._quarantine), self._takeovers)
 
     def close(self) -> None:
         """End the workers. Open handoffs fail; the memory goes with the last view of it."""
         if not self._closed:
             self._closed = True
             self._keeper.close()
-            for fd in (self._fd, *self._armed_fds):
+            for fd in (self.fd, *self._armed_fds):
                 os.close(fd)
 
     def _worker_ended(self, worker: WorkerState) -> None:
         """Called by the keeper's thread. Whoever awaits the worker here looks by itself whether it has ended."""
 
     def _worker_config(self, index: int, epoch: int) -> WorkerConfig:
-        return WorkerConfig(
-            os.getpid(), index, self._cores[index], epoch, self._fd, self._armed_fds[index], self.layout, self._host
-        )
+        cores = tuple(self._cores) if index >= len(self._cores) else (self._cores[index],)
+        return WorkerConfig(os.getpid(), index, cores, epoch, self.fd, self._armed_fds[index], self.layout, self._host)
 
     def _widths(self, code: int) -> tuple[int, ...]:
         return self.memory.group_widths[code][1]
 
-    def _check(self, x: torch.Tensor, host_slot: int, layer: int, code: int, slice_tokens: int) -> None:
-        layout = self.layout
-        d_in = x.shape[-1] if code == ECHO else self.memory.group_widths[code][0]
-        if x.dim() != 2 or x.dtype is not layout.torch_dtype or x.shape[1] != d_in:
-            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; {layout.torch_dtype} [T, {d_in}] is needed")
-        if not 1 <= x.shape[0] <= layout.max_tokens or x.nbytes > self._x_bytes or slice_tokens < 1:
-            raise ValueError(f"{x.shape[0]} tokens in slices of {slice_tokens}: 1 to {layout.max_tokens} are possible")
-        if not (0 <= host_slot < self._host.slots and 0 <= layer < self._host.layers):
-            raise ValueError(f"the host table has no slot {host_slot}, layer {layer}")
+    def _check(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, code: int) -> None:
+        shape, most = x.shape, self.layout.max_tokens
+        d_in = shape[-1] if code == ECHO else self.memory.group_widths[code][0]
+        if len(shape) != 2 or x.dtype is not self._host_dtype or shape[1] != d_in:
+            raise ValueError(f"x is {x.dtype} {tuple(shape)}; {self._host_dtype} [T, {d_in}] is needed")
+        if not 1 <= shape[0] <= most or x.nbytes > self._x_bytes:
+            possible = f"1 to {most} tokens, {self._x_bytes} bytes"
+            raise ValueError(f"x has {shape[0]} tokens, {x.nbytes} bytes; {possible} are possible")
+        left = shape[0]
+        for host_slot, tokens, slice_tokens in segments:
+            left -= tokens
+            if tokens < 1 or slice_tokens < 1:
+                raise ValueError(f"a segment of {tokens} tokens in slices of {slice_tokens}: 1 at least are possible")
+            if not (0 <= host_slot < self._host.slots and 0 <= layer < self._host.layers):
+                raise ValueError(f"the host table has no slot {host_slot}, layer {layer}")
+        if left or not 1 <= len(segments) <= MAX_SEGMENTS:
+            raise ValueError(f"{len(segments)} segments of {shape[0]} tokens; 1 to {MAX_SEGMENTS} have all of them")
         if not self._armed:
             raise RuntimeError("handoffs are opened between arm() and disarm() only: nobody would look")
 
+    def _hand_over(
+        self, x: torch.Tensor, segments: Sequence[Segment], layer: int, code: int, workers: Sequence[WorkerState]
+    ) -> Handoff | None:
+        if not workers or not self._free:
+            return None
+        slot, tokens = self._free.pop(), x.shape[0]
+        self.memory.x(slot, tokens, x.shape[1]).copy_(x)
+        parts = self.write(slot * self.layout.steps, workers, segments, layer, code)
+        for part in parts:
+            self._flags.post(self.memory.command_flags[part.at][part.worker.index], part.value)
+        self._handoffs += 1
+        return Handoff(self, slot, parts, [] if code == ECHO else self.memory.y(slot, tokens, self._widths(code)))
+
     def _choose(self, most: int) -> list[WorkerState]:
-        able = [worker for worker in self._keeper.workers if not worker.late]
+        able = self.able
         free = [worker for worker in able if not worker.commands]
         return free[:most] if free else sorted(able, key=lambda worker: worker.commands)[:most]
 
-    def write(self, at: int, worker: WorkerState, command: tuple[int, int, int, int, int, int, int]) -> Part:
-        """Writes the command that the worker carries out once its command flag `at` has the part's value; leaves the
-        flag to the caller."""
-        self._sequence += 1
-        value = flag_value(worker.epoch, self._sequence)
-        self.memory.write_command(at, worker.index, (value, *command))
-        worker.commands += 1
-        return Part(worker, self.memory.done_flags[at][worker.index], value, at)
-
-    def _post(self, slot: int, worker: WorkerState, command: tuple[int, int, int, int, int, int, int]) -> Part:
-        part = self.write(slot * self.layout.steps, worker, command)
-        self._flags.post(self.memory.command_flags[part.at][worker.index], part.value)
-        return part
+    def write(
+        self, at: int, workers: Sequence[WorkerState], segments: Sequence[Segment], layer: int, code: int
+    ) -> list[Part]:
+        """Writes the command that each of the workers, or as many as there are slices, carries out once its command
+        flag `at` has its part's value; leaves the flags to the caller."""
+        memory, tokens, ends = self.memory, 0, []
+        for segment in segments:
+            tokens += segment.tokens
+            ends.append((segment.host_slot, tokens))
+        memory.write_segments(at, ends)
+        parts = []
+        slices = cut(segments, len(workers)) if len(workers) > 1 else ((0, tokens),)
+        for worker, (begin, end) in zip(workers, slices, strict=False):
+            index = worker.index
+            if index not in self._polling:
+                self.rouse(index)
+            self._sequence += 1
+            value = flag_value(worker.epoch, self._sequence)
+            memory.write_command(at, index, (value, layer, code, begin, end, tokens, self._dtype, len(ends)))
+            worker.commands += 1
+            parts.append(Part(worker, memory.done_flags[at][index], value, at, begin, end))
+        return parts
 
     def _answered(self, part: Part) -> bool:
         return bool(self._flags.wait(part.flag, part.value, 0))
 
-    def _await(self, part: Part, end_ns: int) -> bool:
+    def await_part(self, part: Part, end_ns: int) -> bool:
         """Whether its worker answered before it ended and before `end_ns`, monotonic."""
         while not self._flags.wait(part.flag, part.value, CHECK_NS):
             if part.worker.ended:
                 return self._answered(part)
             if time.monotonic_ns() >= end_ns:
-                self._timeouts += 1
                 return False
         return True
 
-    def _release(self, slot: int, parts: list[Part], arrived: bool) -> None:
+    def note_timeout(self) -> None:
+        self._timeouts += 1
+
+    def release(self, slot: int, parts: list[Part], arrived: bool) -> None:
         """The slot is free as soon as nobody writes to it any more."""
         waiting = [part for part in parts if not self._settle(part, arrived)]
         if not waiting:
@@ -253,76 +309,3 @@ class WorkerPool:
         self._quarantine = kept
         for worker in self._keeper.workers:
             worker.late = tuple(answered for answered in worker.late if not answered())
-
-
-class PassHandoffs(Protocol):
-    """One cold pass's handoffs: the part that differs between a CPU and a device with a stream (stream.py)."""
-
-    @property
-    def failed(self) -> bool:
-        """A worker did not answer a handoff; on a device with a stream it is certain once the pass has ended there."""
-
-    def open(self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int) -> Any:
-        """Does what `WorkerPool.open` does: returns a handoff with `wait`, `outputs` and `close`, or None."""
-
-    def end(self) -> None:
-        """The pass opens no more."""
-
-    @property
-    def quiet(self) -> bool:
-        """It has ended, and no worker reads anything for it any more, as far as the last `poll` knows."""
-
-
-class HostPass:
-    """Handoffs of an engine that computes on a CPU: each is awaited by its caller, who sees there how it went."""
-
-    failed = False
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-        self._opened: list[Handoff] = []
-        self._ended = False
-
-    def open(self, x: torch.Tensor, host_slot: int, layer: int, group: str | None, slice_tokens: int) -> Handoff | None:
-        handoff = self._pool.open(x, host_slot, layer, group, slice_tokens)
-        if handoff is not None:
-            self._opened.append(handoff)
-        return handoff
-
-    def end(self) -> None:
-        self._ended, self._opened = True, [handoff for handoff in self._opened if not handoff._arrived]
-
-    @property
-    def quiet(self) -> bool:
-        return self._ended and not any(self._pool.reads(handoff._parts) for handoff in self._opened)
-
-
-class Handoff:
-    """One projection group's adapter part, being computed. A worker that times out or dies fails it."""
-
-    def __init__(self, pool: WorkerPool, slot: int, parts: list[Part], outputs: tuple[torch.Tensor, ...]) -> None:
-        self._pool, self._slot, self._parts, self._outputs = pool, slot, parts, outputs
-        self._arrived: bool | None = None
-        self._open = True
-
-    def wait(self, timeout: float = WAIT_LIMIT_S) -> bool:
-        """Waits until all slices have arrived, `timeout` seconds at most. Returns False when they have not; at once
-        when a worker has ended. Later calls return the same."""
-        if self._arrived is None:
-            end_ns = time.monotonic_ns() + int(timeout * 1e9)
-            self._arrived = all(self._pool._await(part, end_ns) for part in self._parts)
-        return self._arrived
-
-    @property
-    def outputs(self) -> Sequence[torch.Tensor]:
-        """[T, d_out] per projection: views, valid after a `wait` that was True and until `close`."""
-        if not (self._arrived and self._open):
-            raise RuntimeError("a handoff's outputs are there between a successful wait and its close only")
-        return self._outputs
-
-    def close(self) -> None:
-        """Nobody reads `outputs` any more. Before all workers have answered, this abandons the handoff."""
-        if self._open:
-            self._open = False
-            self._outputs = ()
-            self._pool._release(self._slot, self._parts, bool(self._arrived))

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
+from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora, PassWorkers
+from node_agent.coldstart.messages import PassMessages
 from node_agent.coldstart.mixed_lora import LoadingPart, MixedLora
 from node_agent.engine.batch import Row, build_lora
 from node_agent.engine.cold import ColdPasses
@@ -58,6 +60,8 @@ class Joined:
 
     def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
         self._cold, self._runner, self._start_lora = cold, runner, start_lora
+        self._messages: PassMessages | None = None
+        """what goes to the workers, of all adapters together"""
         self._workers: dict[str, PassWorkers | None] = {}
         self._parts: list[tuple[list[Row], Lease, LoadingPart]] = []
         self.left_out: list[Row] = []
@@ -69,7 +73,7 @@ class Joined:
     def add(self, row: Row, lease: Lease) -> None:
         starts = self._cold.cold_start
         if lease.digest not in self._workers:
-            workers = starts.assist.begin(lease, starts.store.layout(lease)) if starts.assist is not None else None
+            workers = self._begin(lease, starts.assist)
             if workers is None and not starts.on_device(lease):
                 self.left_out.append(row)
                 return
@@ -78,6 +82,18 @@ class Joined:
         if cold is not None and cold.waits_since:
             cold.exposed += time.monotonic() - cold.waits_since
             cold.waits_since = 0.0
+
+    def _begin(self, lease: Lease, assist: Assist | None) -> PassWorkers | None:
+        """Returns None where no worker can be had for the adapter."""
+        if assist is None:
+            return None
+        self._messages = self._messages or assist.messages()
+        layout = assist.store.layout(lease)
+        return assist.join(self._messages, lease, layout) if self._messages is not None else None
+
+    def _send(self) -> None:
+        if self._messages is not None:
+            self._messages.send()
 
     def lora(self, rows: list[Row], decodes: bool) -> PassLora | None:
         """Returns the LoRA of a pass of these rows; None where none of them has an adapter. `decodes`: all rows do."""
@@ -90,7 +106,7 @@ class Joined:
             if lease is not None and lease.digest in self._workers:
                 self._parts.append((of_one, lease, LoadingPart(at, end, self._loading_lora(of_one, lease))))
             at = end
-        return MixedLora(on_device, [part for _, _, part in self._parts]) if self._parts else on_device
+        return MixedLora(on_device, [part for _, _, part in self._parts], self._send) if self._parts else on_device
 
     def _loading_lora(self, rows: list[Row], lease: Lease) -> ColdLora:
         on_device = self._start_lora(build_lora(rows, batch_device(self._runner)), True)
@@ -113,6 +129,8 @@ class Joined:
         for workers in self._workers.values():  # also those of rows for which the pass was too large
             if workers is not None:
                 workers.end()
+        if self._messages is not None:
+            self._messages.end()
         return failed
 
     def _note(self, request: Request, lora: ColdLora) -> None:

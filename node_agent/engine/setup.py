@@ -25,6 +25,7 @@ from node_agent.engine.loop import Engine
 from node_agent.engine.open_lora import open_lora
 from node_agent.engine.reserves import Callers
 from node_agent.engine.sizes import kv_blocks, with_sizes
+from node_agent.gpu.numa import home_node, memory_near
 from node_agent.ipc import Finished
 from node_agent.runner.lora_choice import kernel_of
 from node_agent.types import OpenRunner, RunnerSettings
@@ -65,7 +66,9 @@ def build_engine(
         num_blocks=partial(kv_blocks, config, base, device),
     )
     runner = (open_runner or find_runner(config.runner))(settings)
-    store = AdapterStore(config, open_store(config.registry), base, device, runner.dtype, on_change)
+    cores = os.sched_getaffinity(0)
+    with memory_near(home_node(config.gpu, cores), cores):
+        store = AdapterStore(config, open_store(config.registry), base, device, runner.dtype, on_change)
     capacity = (runner.num_blocks - 1) * config.block_tokens
     limits = Limits(
         max_context=min(base.max_context, capacity),

@@ -1,4 +1,4 @@
-"""Which cores are near which GPU, by /sys."""
+"""Which NUMA node and which cores are near which GPU, by /sys."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ def parse_cpulist(text: str) -> set[int]:
     return cores
 
 
+def numa_node_of(bus: str, sys: Path = SYS) -> int | None:
+    """Returns the NUMA node of the device at a PCI address as /sys writes it; None where the host does not say."""
+    try:
+        node = int((sys / "bus/pci/devices" / bus / "numa_node").read_text()) if bus else -1
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
 def near_cores(gpu: Gpu, allowed: Collection[int], sys: Path = SYS) -> set[int]:
     """Returns those of the `allowed` cores that are on the GPU's NUMA node; all of them where the host does not say
     which those are, or none of them is allowed."""
     try:
-        node = int((sys / "bus/pci/devices" / gpu.bus / "numa_node").read_text()) if gpu.bus else -1
-        near = parse_cpulist((sys / f"devices/system/node/node{node}/cpulist").read_text()) if node >= 0 else set()
+        node = numa_node_of(gpu.bus, sys)
+        near = parse_cpulist((sys / f"devices/system/node/node{node}/cpulist").read_text())
     except (OSError, ValueError):
         near = set()
     return near & set(allowed) or set(allowed)

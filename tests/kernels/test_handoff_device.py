@@ -129,7 +129,7 @@ def test_they_touch_nothing_that_is_not_theirs(kernels: StreamKernels, dtype: in
         os.ftruncate(fd, layout.size)
         assert not pages_of(fd)
         for worker in range(layout.workers):
-            memory.write_command(at, worker, (flag_value(1, 1), 0, 0, 0, 0, 40, 40, dtype))
+            memory.write_command(at, worker, (flag_value(1, 1), 0, 0, 0, 40, 40, dtype, 1))
         flags, commands, done = (
             memory.lines(offset(at, 0)) for offset in (layout.command_flag, layout.command, layout.done_flag)
         )
@@ -162,8 +162,9 @@ def test_with_real_workers(kernels: StreamKernels) -> None:
             values = words(*[flag_value(epoch, 100) for epoch in epochs])
             for worker in range(count):
                 begin, end = tokens * worker // count, tokens * (worker + 1) // count
-                command = Command(int(values[worker, 0]), 2, 0, 0, begin, end, tokens, layout.dtype)
+                command = Command(int(values[worker, 0]), 0, 0, begin, end, tokens, layout.dtype, 1)
                 memory.write_command(slot, worker, command)
+            memory.write_segments(slot, [(2, tokens)])
             flags, done = (memory.lines(offset(slot, 0)) for offset in (layout.command_flag, layout.done_flag))
             poisoned, failed = word(), word()
             kernels.wait(done, values, 1000, poisoned, failed)

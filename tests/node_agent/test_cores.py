@@ -20,7 +20,8 @@ CORES = sorted(os.sched_getaffinity(0))
 def test_spare_cores(threads: int) -> None:
     spare = spare_cores(threads)
     assert len(spare) == max(0, usable_cores() - threads)
-    assert spare == CORES[len(CORES) - len(spare) :]
+    assert spare == CORES[threads:][: len(spare)]
+    assert spare_cores(threads, order=CORES[::-1]) == CORES[::-1][threads:][: len(spare)]
 
 
 @given(nodes=st.integers(1, 3 * len(CORES)))

@@ -12,7 +12,7 @@ import torch
 
 from node_agent.config import EngineProcessConfig
 from node_agent.cores import spare_cores
-from tests.node_agent.coldstart.pools import LONG, drawn_case, started
+from tests.node_agent.coldstart.pools import LONG, drawn_case, hand_over, started
 from tests.node_agent.served_node import node_config
 
 DENORMAL = 1e-39
@@ -79,7 +79,7 @@ def test_cpu_workers_flush_them(tokens: int) -> None:
     case = drawn_case(torch.float32)
     try:
         with started(case, 1) as pool:
-            handoff = pool.open(torch.full((tokens, 40), DENORMAL), 2, 0, "qkv", tokens)
+            handoff = hand_over(pool, torch.full((tokens, 40), DENORMAL), 2, 0, "qkv", tokens)
             assert handoff is not None and handoff.wait(LONG)
             assert not any(y.any() for y in handoff.outputs)
             handoff.close()

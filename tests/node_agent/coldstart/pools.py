@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from benchmarks.host_case import HostCase, Widths, draw_host
+from node_agent.coldstart.handoffs import Handoff
 from node_agent.coldstart.shared import DTYPES, Layout
-from node_agent.coldstart.workers import Handoff, WorkerPool
+from node_agent.coldstart.slices import Segment
+from node_agent.coldstart.workers import WorkerPool
 
 WIDTHS: Widths = ((40, 33), (40, 20), (40, 20), (33, 40), (40, 70), (40, 70), (70, 40))
 """Odd ones, so that rows end inside a 64-byte unit."""
@@ -25,14 +28,20 @@ MAX_TOKENS = 96
 
 @contextlib.contextmanager
 def started(
-    case: HostCase, workers: int, slots: int = 3, stall_limit: float = LONG, max_tokens: int = MAX_TOKENS
+    case: HostCase,
+    workers: int,
+    slots: int = 3,
+    stall_limit: float = LONG,
+    max_tokens: int = MAX_TOKENS,
+    spares: int = 0,
+    takeover: float = LONG,
 ) -> Iterator[WorkerPool]:
     """Armed and warm. More workers than cores are left out; two share a core where there is one only."""
-    layout = Layout(slots, workers, max_tokens, case.widths, DTYPES.index(case.host.torch_dtype))
-    pool = WorkerPool(case.host, layout, CORES[:workers], stall_limit)
+    layout = Layout(slots, workers, max_tokens, case.widths, DTYPES.index(case.host.torch_dtype), spares=spares)
+    pool = WorkerPool(case.host, layout, CORES[:workers], stall_limit, takeover)
     try:
         pool.start()
-        assert pool.wait_ready(LONG) == workers
+        assert pool.wait_ready(LONG, workers + spares) == workers + spares
         pool.arm()
         yield pool
     finally:
@@ -49,6 +58,17 @@ def drawn_case(dtype: torch.dtype, seed: int = 0, scattered: bool = True) -> Hos
     ranks[1, 1] = 0
     ranks[0, 0] = (5, 16, 0, 1, 33, 64, 5)
     return draw_host(WIDTHS, ranks, dtype, seed, scattered)
+
+
+class Opener(Protocol):
+    """A pool, or a pass."""
+
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Any: ...
+
+
+def hand_over(to: Opener, x: torch.Tensor, slot: int, layer: int, group: str | None, slice_tokens: int) -> Any:
+    """A handoff of rows of one adapter; None when it is refused."""
+    return to.open(x, [Segment(slot, x.shape[0], slice_tokens)], layer, group)
 
 
 def draw_x(tokens: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

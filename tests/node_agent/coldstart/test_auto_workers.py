@@ -67,6 +67,14 @@ def test_as_many_as_are_set_where_they_have_work(module_engine: LocalEngine) -> 
         assert decide_workers(config, store, base, profile, 3).count == count
 
 
+@pytest.mark.parametrize(("workers", "spares"), [(1, 0), (2, 1), (16, 1)])
+def test_a_spare_one_waits_beside_two_or_more(module_engine: LocalEngine, workers: int, spares: int) -> None:
+    layout = setup.stream_layout(module_engine.config, module_engine.base, workers, 0)
+    layout.check()
+    assert (layout.workers, layout.spares, layout.processes) == (workers, spares, workers + spares)
+    assert layout.max_tokens >= max(module_engine.config.max_rows, module_engine.config.chunk_tokens)
+
+
 @needs_core
 def test_a_slow_link_alone_starts_none_where_the_engine_has_all_cores(make_engine: MakeEngine) -> None:
     cores = len(os.sched_getaffinity(0))
@@ -84,7 +92,9 @@ def test_a_core_that_is_left_gets_a_worker_that_is_fast_enough(
     """Decided again at the next start, by the profile that was kept."""
     costs, asked = CpuLora(1.0 if slow else 1e-6, 0.0, 0.0), list[object]()
     monkeypatch.setattr(setup, "measure_cpu", lambda *of: asked.append(of) or costs)
-    before = os.sched_getaffinity(0)
+    before, starts = os.sched_getaffinity(0), list[object]()
+    start = setup._start_workers
+    monkeypatch.setattr(setup, "_start_workers", lambda *of: starts.append(of) or start(*of))
     for _ in range(2):
         with closing(
             LocalEngine(
@@ -98,3 +108,4 @@ def test_a_core_that_is_left_gets_a_worker_that_is_fast_enough(
             assert ("slower" in decision.reason) == slow
         assert os.sched_getaffinity(0) == before
     assert len(asked) == 1
+    assert len(starts) == (1 if slow else 2), "workers that are known to be slow are not started to see it again"

@@ -199,6 +199,8 @@ def wait_for_host(engine: LocalEngine, count: int) -> None:
 def test_a_first_token_waits_for_no_decode_step(assisted: LocalEngine, adapter_dir: Path) -> None:
     """It is there before the hot pass of its iteration, for no layer had to be waited for."""
     link, engine = HeldLink(assisted), assisted.engine
+    # its second token may come in the hot pass, if workers measured as fast enough: not here
+    engine.cold_start.joining = lambda waiting, others: set()  # type: ignore[method-assign]
     other = assisted.submit(STORY, 20, ignore_eos=True)
     assisted.run(until=lambda: len(assisted.outcomes[other].tokens) > 1)
     request = assisted.submit(STORY, 2, assisted.deploy(adapter_dir), ignore_eos=True)

@@ -88,7 +88,7 @@ def test_all_threads_of_the_engine_keep_off_the_workers_cores(
 ) -> None:
     """Those that torch computes with too, which are there before the workers are."""
     cores, before = os.sched_getaffinity(0), torch.get_num_threads()
-    monkeypatch.setattr(setup, "spare_cores", lambda threads: [max(cores)])
+    monkeypatch.setattr(setup, "spare_cores", lambda threads, order=(): [max(cores)])
     try:
         engine = LocalEngine(
             stories_dir, tmp_path / "registry", dtype="float32", threads=2, cpu_workers=1,
@@ -101,6 +101,24 @@ def test_all_threads_of_the_engine_keep_off_the_workers_cores(
         assert all(found == cores for found in affinities())
     finally:
         torch.set_num_threads(before)
+
+
+@needs_core
+def test_workers_are_on_the_nearest_cores_behind_the_engines(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[list[int]]()
+
+    def make_pool(*given: object) -> None:
+        found.append(list(given[-1]))  # type: ignore[call-overload]
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr(setup, "home_node", lambda gpu, allowed: 5)
+    monkeypatch.setattr(setup, "nearest_first", lambda allowed, node: sorted(allowed, reverse=node == 5))
+    monkeypatch.setattr(setup, "make_pool", make_pool)
+    with pytest.raises(ValueError, match="seen enough"):
+        make_engine(cpu_workers=1)
+    assert found == [[sorted(os.sched_getaffinity(0))[-2]]]
 
 
 def test_no_worker_has_a_core_of_its_own_where_nodes_share_them(make_engine: MakeEngine) -> None:

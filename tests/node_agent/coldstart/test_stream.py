@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,23 @@ pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store an
 from benchmarks.host_case import HostCase
 from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart import stream
+from node_agent.coldstart.handoffs import Part
 from node_agent.coldstart.measure import measure_handoff
 from node_agent.coldstart.shared import DTYPES, Layout
+from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import BrokenHandoff, StreamPass, StreamPool
-from node_agent.coldstart.workers import Part
 from tests.node_agent.coldstart.held_event import HeldEvent
-from tests.node_agent.coldstart.pools import CORES, LONG, MAX_TOKENS, draw_x, drawn_case, eventually, is_right, poison
+from tests.node_agent.coldstart.pools import (
+    CORES,
+    LONG,
+    MAX_TOKENS,
+    draw_x,
+    drawn_case,
+    eventually,
+    hand_over,
+    is_right,
+    poison,
+)
 
 CPU = torch.device("cpu")
 
@@ -72,7 +84,7 @@ def begun(pool: StreamPool) -> StreamPass:
 def handed_over(pool: StreamPool, one: StreamPass, case: HostCase, tokens: int, group: str, layer: int) -> bool:
     width = dict(zip(("qkv", "o", "gate_up", "down"), pool.memory.group_widths, strict=True))[group][0]
     x = draw_x(tokens, width, case.host.torch_dtype, tokens)
-    handoff = one.open(x, 2, layer, group, 10)
+    handoff = hand_over(one, x, 2, layer, group, 10)
     assert handoff is not None
     assert handoff.wait()
     return is_right(handoff, case, x, 2, layer, group)  # type: ignore[arg-type]
@@ -86,15 +98,22 @@ def test_a_pass_after_the_other(case: HostCase) -> None:
             one = begun(pool)
             for tokens, group, layer in ((5, "qkv", 0), (MAX_TOKENS, "down", 1), (1 + number, "gate_up", 0)):
                 assert handed_over(pool, one, case, tokens, group, layer)
-            assert one.open(draw_x(1, 40, case.host.torch_dtype), 0, 0, "qkv", 1) is None, "it has had its steps"
+            assert hand_over(one, draw_x(1, 40, case.host.torch_dtype), 0, 0, "qkv", 1) is None, "it has had its steps"
             assert pool.begin_pass() is None, "it still has its slot"
             one.end()
             assert not one.failed
-        assert pool.counters().handoffs == 9
+        one, x = begun(pool), draw_x(9, 40, case.host.torch_dtype)
+        handoff = one.open(x, [Segment(2, 5, 3), Segment(0, 4, 4)], 0, "qkv")
+        assert handoff is not None and handoff.wait()
+        for rows, slot in ((slice(0, 5), 2), (slice(5, 9), 0)):
+            found = SimpleNamespace(outputs=[y[rows] for y in handoff.outputs])
+            assert is_right(found, case, x[rows], slot, 0, "qkv")  # type: ignore[arg-type]
+        one.end()
+        assert pool.counters().handoffs == 10
         assert not pool.counters().quarantined
 
         one = begun(pool)
-        assert one.open(draw_x(8, 40, case.host.torch_dtype), 2, 0, "qkv", 4) is not None
+        assert hand_over(one, draw_x(8, 40, case.host.torch_dtype), 2, 0, "qkv", 4) is not None
         one.end()  # half way: its last handoff was signalled and not awaited
         eventually(lambda: pool.begin_pass() is not None)  # its slot is free once the worker has answered
         assert not one.failed
@@ -129,7 +148,7 @@ def test_a_worker_that_is_late_and_then_dies(case: HostCase) -> None:
         try:
             one, x = begun(pool), draw_x(4, 40, case.host.torch_dtype)
             for _ in range(2):
-                handoff = one.open(x, 2, 0, "qkv", 4)
+                handoff = hand_over(one, x, 2, 0, "qkv", 4)
                 assert handoff is not None
                 handoff.wait()
             assert one.failed
@@ -139,7 +158,7 @@ def test_a_worker_that_is_late_and_then_dies(case: HostCase) -> None:
             assert pool.usable == 0
             other = begun(pool)
             assert other.slot != one.slot
-            assert other.open(x, 2, 0, "qkv", 4) is None, "a late worker gets nothing new"
+            assert hand_over(other, x, 2, 0, "qkv", 4) is None, "a late worker gets nothing new"
             other.end()
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -154,7 +173,7 @@ def test_a_worker_that_is_late_and_then_dies(case: HostCase) -> None:
 
         os.kill(pid, signal.SIGSTOP)
         one = begun(pool)
-        handoff = one.open(draw_x(4, 40, case.host.torch_dtype), 2, 0, "qkv", 4)
+        handoff = hand_over(one, draw_x(4, 40, case.host.torch_dtype), 2, 0, "qkv", 4)
         assert handoff is not None
         os.kill(pid, signal.SIGKILL)
         handoff.wait()
@@ -171,7 +190,7 @@ def test_a_worker_that_dies_holds_up_the_stream_no_longer_than_its_end_takes(cas
         (pid,), begin = pool.pids(), time.monotonic()
         os.kill(pid, signal.SIGSTOP)
         one, x = begun(pool), draw_x(4, 40, case.host.torch_dtype)
-        handoff = one.open(x, 2, 0, "qkv", 4)
+        handoff = hand_over(one, x, 2, 0, "qkv", 4)
         assert handoff is not None
         threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
         handoff.wait()
@@ -181,14 +200,14 @@ def test_a_worker_that_dies_holds_up_the_stream_no_longer_than_its_end_takes(cas
         assert pool.wait_ready(LONG) == 1
         write, (worker,) = pool.write, pool._keeper.workers
 
-        def written(*given: Any) -> Part:
+        def written(*given: Any) -> list[Part]:
             os.kill(worker.process.pid, signal.SIGKILL)
             eventually(lambda: worker.ended)
             return write(*given)
 
         pool.write = written  # type: ignore[method-assign]
         two = begun(pool)
-        handoff = two.open(x, 2, 0, "qkv", 4)
+        handoff = hand_over(two, x, 2, 0, "qkv", 4)
         assert handoff is not None
         handoff.wait()
         assert two.failed

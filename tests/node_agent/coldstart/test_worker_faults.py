@@ -31,6 +31,7 @@ from tests.node_agent.coldstart.pools import (
     draw_x,
     drawn_case,
     eventually,
+    hand_over,
     is_right,
     poison,
     started,
@@ -51,7 +52,7 @@ def case() -> Iterator[HostCase]:
 def check_exact(pool: WorkerPool, case: HostCase, rounds: int = 5) -> None:
     for seed in range(rounds):
         x = draw_x(40, 40, torch.float32, seed)
-        handoff = pool.open(x, seed % 3, 0, "gate_up", 20)
+        handoff = hand_over(pool, x, seed % 3, 0, "gate_up", 20)
         assert handoff is not None and handoff.wait(LONG)
         assert is_right(handoff, case, x, seed % 3, 0, "gate_up")
         handoff.close()
@@ -75,13 +76,11 @@ def test_killed_during_a_layer(case: HostCase) -> None:
         poison(pool)
         x = draw_x(40, 40, torch.float32)
         with stopped(first):
-            handoff = pool.open(x, 0, 0, "qkv", 20)
+            handoff = hand_over(pool, x, 0, 0, "qkv", 20)
             assert handoff is not None
             slot, value = handoff._slot, handoff._parts[0].value
             os.kill(first, signal.SIGKILL)
-            assert not handoff.wait(LONG)
-        with pytest.raises(RuntimeError, match="between a successful wait"):
-            _ = handoff.outputs
+            assert handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "qkv")
         handoff.close()
         check_exact(pool, case)  # by whoever lives
         assert pool.wait_ready(LONG) == 2 and first not in pool.pids() and second in pool.pids()
@@ -90,6 +89,7 @@ def test_killed_during_a_layer(case: HostCase) -> None:
         assert not flags.wait(pool.memory.done_flags[slot][0], value, 0)
         counters = pool.counters()
         assert (counters.deaths, counters.restarts, counters.timeouts, counters.in_quarantine) == (1, 1, 0, 0)
+        assert counters.takeovers == 1
 
 
 def test_stopped_during_a_layer(case: HostCase) -> None:
@@ -99,7 +99,7 @@ def test_stopped_during_a_layer(case: HostCase) -> None:
         poison(pool)
         x = draw_x(40, 40, torch.float32)
         with stopped(first):
-            handoff = pool.open(x, 0, 0, "qkv", 20)
+            handoff = hand_over(pool, x, 0, 0, "qkv", 20)
             assert handoff is not None
             outputs = handoff._outputs
             assert not handoff.wait(0.01)
@@ -121,7 +121,7 @@ def test_a_worker_that_stays_stopped_is_replaced(case: HostCase) -> None:
     with started(case, 2, slots=2, stall_limit=0.05) as pool:
         first = pool.pids()[0]
         with stopped(first):
-            handoff = pool.open(draw_x(40, 40, torch.float32), 0, 0, "qkv", 20)
+            handoff = hand_over(pool, draw_x(40, 40, torch.float32), 0, 0, "qkv", 20)
             assert handoff is not None and not handoff.wait(0.01)
             handoff.close()
             eventually(lambda: pool.counters().deaths == 1)
@@ -176,12 +176,12 @@ def test_a_quarantined_slot_keeps_its_own_rows_alone(case: HostCase) -> None:
         late, fine = (assist.begin(name, None) for name in ("late", "fine"))  # type: ignore[arg-type]
         assert late is not None and fine is not None and rows.held == ["late", "fine"]
         with stopped(pool.pids()[0]):
-            handoff = late._handoffs.open(x, 2, 0, "qkv", 4)
+            handoff = hand_over(late._messages.handoffs, x, 2, 0, "qkv", 4)
             assert not handoff.wait(0.05)
             handoff.close()
             late.end()
             assert pool.counters().in_quarantine == 1
-            handoff = fine._handoffs.open(x, 2, 0, "qkv", 4)
+            handoff = hand_over(fine._messages.handoffs, x, 2, 0, "qkv", 4)
             assert handoff.wait(LONG)
             handoff.close()
             fine.end()
@@ -192,18 +192,61 @@ def test_a_quarantined_slot_keeps_its_own_rows_alone(case: HostCase) -> None:
 
 
 def test_all_slots_in_quarantine(case: HostCase) -> None:
-    """No worker, no slot: `open` says so at once instead of waiting."""
+    """No worker, no slot: `open` says so at once instead of waiting. Nor does anybody take over."""
     with started(case, 1, slots=2) as pool, contextlib.ExitStack() as stack:
         stack.enter_context(stopped(pool.pids()[0]))
         x = draw_x(4, 40, torch.float32)
-        first, second = pool.open(x, 0, 0, "qkv", 4), pool.open(x, 0, 0, "qkv", 4)
-        assert first is not None and second is not None and pool.open(x, 0, 0, "qkv", 4) is None
+        first, second = hand_over(pool, x, 0, 0, "qkv", 4), hand_over(pool, x, 0, 0, "qkv", 4)
+        assert first is not None and second is not None and hand_over(pool, x, 0, 0, "qkv", 4) is None
         first.close()
-        assert pool.open(x, 0, 0, "qkv", 4) is None
+        assert hand_over(pool, x, 0, 0, "qkv", 4) is None
         second.close()
         stack.close()
         eventually(lambda: pool.counters().in_quarantine == 0)
         check_exact(pool, case)
+        with stopped(pool.pids()[0]):
+            handoff = hand_over(pool, x, 0, 0, "qkv", 4)
+            os.kill(pool.pids()[0], signal.SIGKILL)
+            assert not handoff.wait(LONG)
+        with pytest.raises(RuntimeError, match="between a successful wait"):
+            _ = handoff.outputs
+        handoff.close()
+        assert pool.counters().takeovers == 0
+
+
+def test_a_spare_worker_takes_over(case: HostCase) -> None:
+    """The slice of one that stalls, whose late answer hurts nobody, and of one that dies; and its place meanwhile."""
+    with started(case, 1, spares=1) as pool:
+        first, spare = pool.pids()
+        assert os.sched_getaffinity(spare) == set(CORES[:1])
+        check_exact(pool, case)
+        assert pool.usable == 1 and pool._polling == {0}, "it sleeps"
+        x, takeover_ns = draw_x(40, 40, torch.float32), pool.takeover_ns
+        with stopped(first):
+            poison(pool)
+            pool.takeover_ns = 1_000_000
+            handoff = hand_over(pool, x, 0, 0, "qkv", 20)
+            late = handoff._outputs
+            assert handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "qkv")
+            assert all(y.isnan().all() for y in late)
+            handoff.close()
+            pool.takeover_ns = takeover_ns
+            assert pool.usable == 1 and pool.counters().in_quarantine == 1
+            check_exact(pool, case)  # by the spare one
+        eventually(lambda: pool.counters().in_quarantine == 0)
+        assert pool.able[0].process.pid == first
+        with stopped(first):
+            handoff = hand_over(pool, x, 1, 0, "gate_up", 20)
+            os.kill(first, signal.SIGKILL)
+            assert handoff.wait(LONG) and is_right(handoff, case, x, 1, 0, "gate_up")
+            handoff.close()
+        assert [worker.process.pid for worker in pool.able] == [spare]
+        check_exact(pool, case)
+        eventually(lambda: first not in pool.pids())
+        assert pool.wait_ready(LONG, 2) == 2 and pool.able[0].process.pid not in (first, spare)
+        check_exact(pool, case)
+        counters = pool.counters()
+        assert (counters.deaths, counters.timeouts, counters.takeovers) == (1, 0, 2)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -225,7 +268,7 @@ def test_killed_at_any_point(case: HostCase, seed: int) -> None:
         try:
             while pool.counters().deaths < 3 or right < 200:
                 poison_x = draw_x(draw.randint(1, 96), 40, torch.float32, draw.randint(0, 99))
-                handoff = pool.open(poison_x, 2, 0, "qkv", draw.randint(1, 96))
+                handoff = hand_over(pool, poison_x, 2, 0, "qkv", draw.randint(1, 96))
                 if handoff is None:
                     continue
                 if handoff.wait(LONG):
@@ -242,7 +285,7 @@ def test_killed_at_any_point(case: HostCase, seed: int) -> None:
         check_exact(pool, case)
         counters = pool.counters()
         assert counters.restarts == counters.deaths and counters.timeouts == 0
-        assert counters.handoffs == right + failed + 5
+        assert counters.handoffs == right + failed + counters.takeovers + 5
 
 
 def test_only_armed_workers_poll(case: HostCase) -> None:
@@ -256,14 +299,14 @@ def test_only_armed_workers_poll(case: HostCase) -> None:
         pool.disarm()  # one of two
         check_exact(pool, case)
         x = draw_x(40, 40, torch.float32)
-        handoff = pool.open(x, 0, 0, "qkv", 20)
+        handoff = hand_over(pool, x, 0, 0, "qkv", 20)
         pool.disarm()  # what was posted before is still answered
         assert handoff is not None and handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "qkv")
         handoff.close()
         eventually(lambda: [state(pid) for pid in pids] == ["S", "S"])
         assert all(_waits_in_a_read(pid) for pid in pids)
         with pytest.raises(RuntimeError, match="between arm"):
-            pool.open(x, 0, 0, "qkv", 20)
+            hand_over(pool, x, 0, 0, "qkv", 20)
         for _ in range(50):
             pool.arm()
             check_exact(pool, case, rounds=1)
@@ -283,7 +326,7 @@ def test_close_leaves_nothing(case: HostCase) -> None:
     before = held()
     with started(case, 2) as pool:
         pids = pool.pids()
-        open_one = pool.open(draw_x(40, 40, torch.float32), 0, 0, "qkv", 20)
+        open_one = hand_over(pool, draw_x(40, 40, torch.float32), 0, 0, "qkv", 20)
     assert [state(pid) for pid in pids] == ["", ""]
     assert open_one is not None
     open_one.wait(LONG)
@@ -296,13 +339,13 @@ def test_close_leaves_nothing(case: HostCase) -> None:
 
 ENGINE = """
 import sys, torch
-from tests.node_agent.coldstart.pools import draw_x, drawn_case, started
+from tests.node_agent.coldstart.pools import draw_x, drawn_case, hand_over, started
 case = drawn_case(torch.float32)
 with started(case, 2) as pool:
     print(*pool.pids(), flush=True)
     x = draw_x(96, 40, torch.float32)
     while True:
-        handoff = pool.open(x, 0, 0, "gate_up", 10)
+        handoff = hand_over(pool, x, 0, 0, "gate_up", 10)
         if handoff is not None:
             handoff.wait()
             handoff.close()
@@ -325,7 +368,7 @@ def test_workers_end_with_a_killed_engine() -> None:
 def test_a_worker_without_its_engine_does_not_start() -> None:
     """Started by another than the engine that its settings name, it ends at once."""
     host = HostMap(0, 64, 64, "float32", 0, 1, 1, 1)
-    config = msgspec.json.encode(WorkerConfig(1, 0, CORES[0], 1, 0, 0, Layout(1, 1, 8, WIDTHS, 0), host))
+    config = msgspec.json.encode(WorkerConfig(1, 0, (CORES[0],), 1, 0, 0, Layout(1, 1, 8, WIDTHS, 0), host))
     command = [sys.executable, "-m", "node_agent.coldstart.worker_process"]
     done = subprocess.run(command, cwd=ROOT, input=config, capture_output=True, timeout=LONG)
     assert done.returncode == 1 and b"parent process 1 is gone" in done.stderr

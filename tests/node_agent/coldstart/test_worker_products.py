@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.host_case import HostCase
 from node_agent.coldstart.product import LONG_SLICE, Product
-from node_agent.coldstart.shared import DTYPES, Layout
+from node_agent.coldstart.shared import DTYPES, MAX_SEGMENTS, Layout
+from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import GROUPS
 from tests.node_agent.coldstart.pools import (
@@ -22,6 +24,7 @@ from tests.node_agent.coldstart.pools import (
     WIDTHS,
     draw_x,
     drawn_case,
+    hand_over,
     is_right,
     poison,
     started,
@@ -51,9 +54,32 @@ def test_drawn(world: World, tokens: int, slot: int, layer: int, group: str, sli
     case, pool = world
     poison(pool)
     x = draw_x(tokens, WIDTHS[GROUPS[group][0]][0], pool.layout.torch_dtype, seed)
-    handoff = pool.open(x, slot, layer, group, slice_tokens)
+    handoff = hand_over(pool, x, slot, layer, group, slice_tokens)
     assert handoff is not None and handoff.wait(LONG)
     assert is_right(handoff, case, x, slot, layer, group)
+    handoff.close()
+
+
+@given(
+    drawn=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 12), st.integers(1, 20)), min_size=1, max_size=MAX_TOKENS // 12
+    ),
+    group=st.sampled_from(list(GROUPS)),
+    layer=st.integers(0, 1),
+)
+def test_rows_of_several_adapters(world: World, drawn: list[tuple[int, int, int]], group: str, layer: int) -> None:
+    """In one handoff, cut anywhere among the workers."""
+    case, pool = world
+    poison(pool)
+    segments = [Segment(*one) for one in drawn]
+    ends = list(itertools.accumulate(segment.tokens for segment in segments))
+    x = draw_x(ends[-1], WIDTHS[GROUPS[group][0]][0], pool.layout.torch_dtype, len(segments))
+    handoff = pool.open(x, segments, layer, group)
+    assert handoff is not None and handoff.wait(LONG)
+    for segment, end in zip(segments, ends, strict=True):
+        rows = slice(end - segment.tokens, end)
+        found = SimpleNamespace(outputs=[y[rows] for y in handoff.outputs])
+        assert is_right(found, case, x[rows], segment.host_slot, layer, group)  # type: ignore[arg-type]
     handoff.close()
 
 
@@ -65,7 +91,7 @@ def test_slowed_workers_answer_the_same(world: World) -> None:
     for repeats in (1, 5):
         pool.memory.repeats = repeats
         poison(pool)
-        handoff = pool.open(x, *where, 16)
+        handoff = hand_over(pool, x, *where, 16)
         assert handoff is not None and handoff.wait(LONG) and is_right(handoff, case, x, *where)
         found.append([y.clone() for y in handoff.outputs])
         handoff.close()
@@ -79,13 +105,13 @@ def test_several_handoffs_at_once(world: World) -> None:
     poison(pool)
     before = pool.counters().handoffs
     calls = [(draw_x(20 + i, 40, pool.layout.torch_dtype, i), i, 0, "qkv") for i in range(3)]
-    opened = [pool.open(*call, 7) for call in calls]
-    assert pool.open(*calls[0], 7) is None
+    opened = [hand_over(pool, *call, 7) for call in calls]
+    assert hand_over(pool, *calls[0], 7) is None
     for handoff, (x, slot, layer, group) in reversed(list(zip(opened, calls, strict=True))):
         assert handoff is not None and handoff.wait(LONG)
         assert is_right(handoff, case, x, slot, layer, group)
         handoff.close()
-    again = pool.open(*calls[1], 7)
+    again = hand_over(pool, *calls[1], 7)
     assert again is not None and again.wait(LONG) and is_right(again, case, *calls[1])
     again.close()
     assert pool.counters().handoffs == before + 4
@@ -95,9 +121,9 @@ def test_an_abandoned_handoff_frees_its_slot_when_answered(world: World) -> None
     case, pool = world
     for i in range(20):
         x = draw_x(MAX_TOKENS, 40, pool.layout.torch_dtype, i)
-        handoff = pool.open(x, 0, 0, "gate_up", 50)
+        handoff = hand_over(pool, x, 0, 0, "gate_up", 50)
         while handoff is None:  # all slots or workers are still busy with what was abandoned
-            handoff = pool.open(x, 0, 0, "gate_up", 50)
+            handoff = hand_over(pool, x, 0, 0, "gate_up", 50)
         if i < 19:
             handoff.close()
     assert handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "gate_up")
@@ -106,7 +132,7 @@ def test_an_abandoned_handoff_frees_its_slot_when_answered(world: World) -> None
 
 def test_outputs_are_there_between_wait_and_close_only(world: World) -> None:
     _, pool = world
-    handoff = pool.open(draw_x(3, 40, pool.layout.torch_dtype), 0, 0, "qkv", 3)
+    handoff = hand_over(pool, draw_x(3, 40, pool.layout.torch_dtype), 0, 0, "qkv", 3)
     assert handoff is not None
     with pytest.raises(RuntimeError, match="between a successful wait"):
         _ = handoff.outputs
@@ -123,14 +149,19 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
     for x, slot, layer, group, slices, why in (
         (good.double(), 0, 0, "qkv", 1, "x is torch.float64"),
         (good, 0, 0, "o", 1, r"\[T, 33\] is needed"),
-        (good[:0], 0, 0, "qkv", 1, "0 tokens"),
-        (good.repeat(40, 1), 0, 0, "qkv", 1, "120 tokens"),
-        (good.repeat(1, 100), 0, 0, None, 0, "slices of 0"),
+        (good[:0], 0, 0, "qkv", 1, "x has 0 tokens"),
+        (good.repeat(40, 1), 0, 0, "qkv", 1, "x has 120 tokens"),
+        (good.repeat(1, 1000), 0, 0, None, 1, f"x has 3 tokens, {1000 * good.nbytes} bytes"),
+        (good, 0, 0, "qkv", 0, "slices of 0"),
         (good, 3, 0, "qkv", 1, "no slot 3"),
         (good, 0, -1, "qkv", 1, "layer -1"),
     ):
         with pytest.raises(ValueError, match=why):
-            pool.open(x, slot, layer, group, slices)
+            hand_over(pool, x, slot, layer, group, slices)
+    for segments in ([], [Segment(0, 2, 2)], [Segment(0, 3, 2), Segment(0, 0, 2)], [Segment(0, 1, 1)] * 17):
+        rows = good[:1].expand(max(3, len(segments)), 40)
+        with pytest.raises(ValueError, match="segment"):
+            pool.open(rows, segments, 0, "qkv")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -170,9 +201,10 @@ def test_layouts_that_can_not_be() -> None:
 
 
 def test_areas_and_lines_never_overlap() -> None:
-    layout = Layout(3, 2, 5, WIDTHS, 1)
-    pieces = [(0, 64)]
+    layout = Layout(3, 1, 5, WIDTHS, 1, spares=1)
+    pieces = [(layout.armed(worker), 64) for worker in range(2)]
     for slot in range(3):
+        pieces += [(layout.segments(slot), 8 * MAX_SEGMENTS), (layout.failed(slot), 64)]
         pieces += [(layout.x_area(slot), layout.x_bytes), (layout.y_area(slot), layout.y_bytes)]
         for worker in range(2):
             places = layout.command_flag(slot, worker), layout.command(slot, worker), layout.done_flag(slot, worker)

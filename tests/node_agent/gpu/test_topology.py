@@ -10,21 +10,7 @@ from hypothesis import strategies as st
 
 from node_agent.gpu.devices import Gpu
 from node_agent.gpu.topology import near_cores, parse_cpulist, share_cores
-
-
-def gpu(number: int) -> Gpu:
-    return Gpu(index=number, uuid=f"GPU-{number}", bus=f"0000:{number:02x}:00.0")
-
-
-def make_sys(folder: Path, numa: dict[int, str], of_gpus: dict[int, int]) -> Path:
-    """`numa`: lists of cores by NUMA node; `of_gpus`: NUMA nodes by GPU."""
-    for node, cores in numa.items():
-        (folder / f"devices/system/node/node{node}").mkdir(parents=True)
-        (folder / f"devices/system/node/node{node}/cpulist").write_text(cores + "\n")
-    for number, node in of_gpus.items():
-        (folder / "bus/pci/devices" / gpu(number).bus).mkdir(parents=True)
-        (folder / "bus/pci/devices" / gpu(number).bus / "numa_node").write_text(f"{node}\n")
-    return folder
+from tests.node_agent.gpu.fake_sys import gpu, make_sys
 
 
 @pytest.mark.parametrize(

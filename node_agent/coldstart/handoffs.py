@@ -1,0 +1,171 @@
+"""The handoffs of one cold pass: what every device's are like, and those of an engine that computes on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from node_agent.coldstart.keeper import WorkerState
+from node_agent.coldstart.slices import Segment
+
+WAIT_LIMIT_S = 1.0
+"""For a worker's answer; a slice takes a hundredth of it."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One worker's slice of a handoff."""
+
+    worker: WorkerState
+    flag: int
+    """address of the done flag"""
+    value: int
+    at: int
+    """command, among the worker's"""
+    begin: int
+    """its slice of the tokens"""
+    end: int
+
+
+class PassHandoffs(Protocol):
+    """One cold pass's handoffs: the part that differs between a CPU and a device with a stream (stream.py)."""
+
+    @property
+    def failed(self) -> bool:
+        """A worker did not answer a handoff; on a device with a stream it is certain once the pass has ended there."""
+
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Any:
+        """Does what `WorkerPool.open` does: returns a handoff with `wait`, `outputs` and `close`, or None."""
+
+    def end(self) -> None:
+        """The pass opens no more."""
+
+    @property
+    def quiet(self) -> bool:
+        """It has ended, and no worker reads anything for it any more, as far as the last `poll` knows."""
+
+
+class HandoffOwner(Protocol):
+    """What a handoff asks of the pool that opened it."""
+
+    takeover_ns: int
+    """After so long without an answer another worker computes a slice, too"""
+
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None: ...
+
+    def await_part(self, part: Part, end_ns: int) -> bool:
+        """Whether its worker answered before it ended and before `end_ns`, monotonic."""
+
+    def take_over(self, part: Part) -> Handoff | None:
+        """Returns a handoff of the part's slice to another worker, None where none, or no slot, can be had."""
+
+    def note_timeout(self) -> None:
+        """A handoff's wait has ended by its limit."""
+
+    def release(self, slot: int, parts: list[Part], arrived: bool) -> None:
+        """Nobody reads the slot's outputs any more; `arrived`: all its workers have answered."""
+
+    def reads(self, parts: Iterable[Part]) -> bool:
+        """Whether the worker of any of the parts, which were abandoned, may still be at it."""
+
+
+class HostPass:
+    """Handoffs of an engine that computes on a CPU: each is awaited by its caller, who sees there how it went."""
+
+    failed = False
+
+    def __init__(self, pool: HandoffOwner) -> None:
+        self._pool = pool
+        self._opened: list[Handoff] = []
+        self._ended = False
+
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None:
+        handoff = self._pool.open(x, segments, layer, group)
+        if handoff is not None:
+            self._opened.append(handoff)
+        return handoff
+
+    def end(self) -> None:
+        self._ended, self._opened = True, [handoff for handoff in self._opened if not handoff.answered]
+
+    @property
+    def quiet(self) -> bool:
+        return self._ended and not any(self._pool.reads(handoff.parts) for handoff in self._opened)
+
+
+class Handoff:
+    """One projection group's adapter part, being computed. The slice of a worker that ends or stalls is computed by
+    another one; where none can be had, the handoff fails."""
+
+    def __init__(self, pool: HandoffOwner, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
+        """`outputs`: views of the slot's y area."""
+        self._pool, self._slot, self._parts, self._views = pool, slot, parts, outputs
+        self._outputs = outputs
+        self._arrived: bool | None = None
+        self._open = True
+        self._stand_ins: list[Handoff] = []
+        self.answered = False
+        """by every worker that it was handed to"""
+
+    @property
+    def parts(self) -> list[Part]:
+        """Those of the stand-ins among them."""
+        return [*self._parts, *(part for other in self._stand_ins for part in other.parts)]
+
+    def wait(self, timeout: float = WAIT_LIMIT_S) -> bool:
+        """Waits until all slices have arrived, `timeout` seconds at most. Returns False when they have not; at once
+        when a worker has ended and none can stand in for it. Later calls return the same."""
+        if self._arrived is None:
+            begin_ns, await_part = time.monotonic_ns(), self._pool.await_part
+            first_ns = begin_ns + min(int(timeout * 1e9), self._pool.takeover_ns)
+            missing = [part for part in self._parts if not await_part(part, first_ns)]
+            self.answered = not missing
+            self._arrived = self.answered or self._complete(missing, begin_ns + int(timeout * 1e9))
+        return self._arrived
+
+    @property
+    def outputs(self) -> Sequence[torch.Tensor]:
+        """[T, d_out] per projection, valid after a `wait` that was True and until `close`."""
+        if not (self._arrived and self._open):
+            raise RuntimeError("a handoff's outputs are there between a successful wait and its close only")
+        return self._outputs
+
+    def close(self) -> None:
+        """Nobody reads `outputs` any more. Before all workers have answered, this abandons the handoff."""
+        if self._open:
+            self._open = False
+            self._outputs = self._views = []
+            self._pool.release(self._slot, self._parts, self.answered)
+
+    def _await_own(self, end_ns: int) -> bool:
+        """Waits without stand-ins: whoever is left may be the very worker that is stood in for."""
+        self.answered = self._arrived = all(self._pool.await_part(part, end_ns) for part in self._parts)
+        return self.answered
+
+    def _complete(self, missing: list[Part], end_ns: int) -> bool:
+        """Returns whether the missing slices come from anybody before `end_ns`."""
+        self._outputs = [y.clone() for y in self._views]  # a stalled worker writes to the views once it goes on
+        arrived = all(self._complete_part(part, end_ns) for part in missing)
+        if not arrived and time.monotonic_ns() >= end_ns:
+            self._pool.note_timeout()
+        return arrived
+
+    def _complete_part(self, part: Part, end_ns: int) -> bool:
+        other = self._pool.take_over(part) if time.monotonic_ns() < end_ns else None
+        rows: Sequence[torch.Tensor]
+        if other is None:
+            arrived, rows = self._pool.await_part(part, end_ns), [y[part.begin : part.end] for y in self._views]
+        else:
+            self._stand_ins.append(other)
+            arrived = other._await_own(end_ns)
+            rows = other.outputs if arrived else ()
+        if arrived:
+            for y, found in zip(self._outputs, rows, strict=True):
+                y[part.begin : part.end] = found
+        if other is not None:
+            other.close()
+        return arrived

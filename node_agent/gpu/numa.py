@@ -1,0 +1,92 @@
+"""On which NUMA node a node's CPU LoRA workers and the memory that they share with the engine are: its GPU's, by /sys.
+
+Memory is put there by libnuma, where that is installed and allowed; elsewhere by first touch from a core that is near.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from node_agent.gpu.devices import list_gpus
+from node_agent.gpu.nvml import NvmlProblem
+from node_agent.gpu.topology import SYS, numa_node_of, parse_cpulist
+
+LIBRARY = "libnuma.so.1"
+
+
+def home_node(uuid: str, allowed: Collection[int], sys: Path = SYS) -> int | None:
+    """Returns the NUMA node of the GPU; that of the first `allowed` core for a node without one (`uuid` is empty), and
+    where the GPU's is not known. Returns None where the host does not say."""
+    try:
+        buses = [gpu.bus for gpu in list_gpus() if gpu.uuid == uuid] if uuid else []
+    except NvmlProblem:
+        buses = []
+    node = numa_node_of(buses[0], sys) if buses else None
+    return node if node is not None else _node_of(min(allowed), sys)
+
+
+def nearest_first(cores: Collection[int], node: int | None, sys: Path = SYS) -> list[int]:
+    """Returns the cores by how far their memory is from the NUMA node, and then by number."""
+    distances = _distances(node, sys)
+    return sorted(cores, key=lambda core: (distances.get(core, 0), core))
+
+
+@contextmanager
+def memory_near(node: int | None, allowed: Collection[int], sys: Path = SYS) -> Iterator[None]:
+    """What this thread allocates and touches meanwhile lies on the NUMA node, as long as that has room. With None, and
+    where no `allowed` core is on it and libnuma can't be used, it lies where it would anyway."""
+    library = _libnuma() if node is not None else None
+    if library is not None:
+        library.numa_set_preferred(node)
+        try:
+            yield
+        finally:
+            library.numa_set_localalloc()
+        return
+    before, near = os.sched_getaffinity(0), set(allowed) & (_nodes(sys).get(node, set()) if node is not None else set())
+    os.sched_setaffinity(0, near or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _nodes(sys: Path) -> dict[int, set[int]]:
+    """Returns the cores of each NUMA node, some of which have none; nothing where the host does not say."""
+    found = {}
+    for folder in (sys / "devices/system/node").glob("node[0-9]*"):
+        try:
+            found[int(folder.name.removeprefix("node"))] = parse_cpulist((folder / "cpulist").read_text())
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def _node_of(core: int, sys: Path) -> int | None:
+    return next((node for node, cores in _nodes(sys).items() if core in cores), None)
+
+
+def _distances(node: int | None, sys: Path) -> dict[int, int]:
+    """Returns for each core how far its memory is from the NUMA node: as the firmware says, else 1 where it is on
+    another; nothing where the host does not say."""
+    nodes = dict(sorted(_nodes(sys).items()))
+    try:
+        of_nodes = list(map(int, (sys / f"devices/system/node/node{node}/distance").read_text().split()))
+    except (OSError, ValueError):
+        of_nodes = []
+    if len(of_nodes) != len(nodes):
+        of_nodes = [int(number != node) for number in nodes]
+    return {core: far for cores, far in zip(nodes.values(), of_nodes, strict=True) for core in cores}
+
+
+def _libnuma() -> ctypes.CDLL | None:
+    """Returns None where libnuma is not installed, or a container forbids what it does."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+    return library if library.numa_available() >= 0 else None
