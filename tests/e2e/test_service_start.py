@@ -84,7 +84,7 @@ def test_mistake_in_the_service_file(make_service: MakeService, stories_dir: Pat
     (service.folder / "serverless.yml").write_text("service: x\nbase_model: .\nnodes: {}\n")
     assert refused(service).endswith(
         "garnish: serverless.yml:3: nodes: unknown key; did you mean `node`? expected one of service, base_model, "
-        "registry, auth, gateway, node, tenants, functions, node_pools, infra\n"
+        "registry, auth, gateway, node, tenants, functions, node_pools, infra, prices\n"
     )
 
 
