@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 GROUPS = ("tenant", "function", "version", "hour")
 SUMS = {
-    "requests": "REQUESTS",
-    "prompt_tokens": "TOKENS IN",
-    "completion_tokens": "TOKENS OUT",
-    "cold_starts": "COLD",
-    "device_seconds": "DEVICE S",
-    "device_gb_seconds": "GB S DEVICE",
-    "device_pinned_gb_seconds": "PINNED",
-    "host_gb_seconds": "GB S HOST",
-    "host_pinned_gb_seconds": "PINNED",
+    "requests": ("REQUESTS", 0),
+    "prompt_tokens": ("TOKENS IN", 0),
+    "completion_tokens": ("TOKENS OUT", 0),
+    "cold_starts": ("COLD", 0),
+    "device_seconds": ("DEVICE S", 1),
+    "device_gb_seconds": ("GB S DEVICE", 2),
+    "device_pinned_gb_seconds": ("PINNED", 4),
+    "host_gb_seconds": ("GB S HOST", 3),
+    "host_pinned_gb_seconds": ("PINNED", 4),
 }
+"""Columns, and which of them a narrow terminal spares first (Column.spare)."""
 
 Start = Annotated[str | None, typer.Option("--from", help="A time such as 2026-11-21T17:00Z (default: 24 h ago).")]
 End = Annotated[str | None, typer.Option("--to", help="A later one (default: now).")]
@@ -60,8 +61,9 @@ def usage(
     rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in told.rows]
     rows.append([*["total", *("" for _ in groups[1:])], *_numbers(told.total)])
     named = [Column(name.upper(), least=10) for name in groups or ["all"]]
-    sums = [*SUMS.values(), *(["COST"] if told.total.cost is not None else [])]
-    screen.table([*named, *(Column(name, number=True) for name in sums)], rows if groups else rows[-1:])
+    sums = [*SUMS.values(), *([("COST", 0)] if told.total.cost is not None else [])]
+    numbers = [Column(name, number=True, spare=spare) for name, spare in sums]
+    screen.table([*named, *numbers], rows if groups else rows[-1:])
     screen.result(told)
 
 

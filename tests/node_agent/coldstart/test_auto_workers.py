@@ -69,10 +69,11 @@ def test_as_many_as_are_set_where_they_have_work(module_engine: LocalEngine) -> 
 
 @pytest.mark.parametrize(("workers", "spares"), [(1, 0), (2, 1), (16, 1)])
 def test_a_spare_one_waits_beside_two_or_more(module_engine: LocalEngine, workers: int, spares: int) -> None:
-    layout = setup.stream_layout(module_engine.config, module_engine.base, workers, 0)
+    config = msgspec.structs.replace(module_engine.config, max_rows=8, chunk_tokens=32)
+    layout = setup.stream_layout(config, module_engine.base, workers, 0)
     layout.check()
     assert (layout.workers, layout.spares, layout.processes) == (workers, spares, workers + spares)
-    assert layout.max_tokens >= max(module_engine.config.max_rows, module_engine.config.chunk_tokens)
+    assert layout.max_tokens == 32
 
 
 @needs_core

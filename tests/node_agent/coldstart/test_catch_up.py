@@ -59,7 +59,7 @@ def test_the_loop_wakes_when_the_device_catches_up(monkeypatch: pytest.MonkeyPat
     watch = EventWatch(woken.set)
     runner = SimpleNamespace(device=torch.device("cpu"), num_layers=LAYERS)
     passes = ColdPasses(Starts(), None, None, runner, Pulse(False), watch, 2)  # type: ignore[arg-type]
-    row = SimpleNamespace(length=10, request=None)
+    row = SimpleNamespace(length=10, request=SimpleNamespace(slo_class="standard", device_seconds=0.0))
     plan = Plan("assist", 1, cpu_extra=(0.0,) * LAYERS, load=(1.0,) * LAYERS)
     lora = SimpleNamespace(poisoned=False)
     one = ColdPass(row, None, Run(), lora, plan, None, time.monotonic())  # type: ignore[arg-type]
