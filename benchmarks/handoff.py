@@ -231,7 +231,7 @@ def main() -> None:
         "dtype": "bf16",
         "calls": calls,
         "spare_cores": len(spare),
-        "model": msgspec.to_builtins(model),
+        "fitted": msgspec.to_builtins(model),
     }
     figures = {**figures_of(rows), "model_worst_error": worst_error(model, rows)}
     figures |= {"probe_before_ms": before, "probe_after_ms": contention_probe()}

@@ -94,9 +94,9 @@ def _handoff_case(row: dict[str, Any]) -> str:
 
 def _predicted(document: dict[str, Any]) -> list[str]:
     """What the model of the handoff says of numbers of workers that the host has no cores for; nothing without one."""
-    if "model" not in document["settings"]:
+    if "fitted" not in document["settings"]:
         return []
-    model, error = document["settings"]["model"], document["figures"]["model_worst_error"]
+    model, error = document["settings"]["fitted"], document["figures"]["model_worst_error"]
     text = (
         f"**Predicted, not measured**, in us: an empty round trip takes {model['fixed']:.1f} + "
         f"{model['per_worker']:.1f} a worker + {model['per_byte'] * 1e3:.2f} a kB of x, and a slice what one worker's "

@@ -34,7 +34,7 @@ def test_quick(tmp_path: Path) -> None:
     assert names <= set(document["figures"])
     predicted = {row["workers"] for row in document["rows"] if row.get("predicted")}
     assert predicted and not predicted & {row["workers"] for row in measured}
-    assert document["settings"]["model"]["per_worker"] > 0
+    assert document["settings"]["fitted"]["per_worker"] > 0
 
 
 @given(
