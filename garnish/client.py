@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import httpx
 
 from garnish.connection import Connection, find_connection
-from garnish.errors import GarnishError
 from garnish.event_methods import AsyncEventMethods, EventMethods
 from garnish.hub import is_hub_place, local_folder
 from garnish.protocol import (
@@ -42,6 +39,7 @@ from garnish.protocol import (
     versions_call,
     warm_call,
 )
+from garnish.transport_errors import explained
 from gateway.api.schema import InvokeReply
 from gateway.residency.messages import ForecastReply, Tier, WarmReply
 from gateway.routes.aliases import AliasReply
@@ -69,7 +67,7 @@ class Client(EventMethods):
     ) -> None:
         found = connection or find_connection(url, key, os.environ, tenant=tenant)
         self._connection = found
-        with _explained(self._connection.url):
+        with explained(self._connection.url):
             self._http = httpx.Client(base_url=found.url, headers=base_headers(found))
 
     def __enter__(self) -> Client:
@@ -159,7 +157,7 @@ class Client(EventMethods):
 
     def send(self, call: Call) -> None:
         """A request whose reply is empty."""
-        with _explained(self._connection.url):
+        with explained(self._connection.url):
             response = self._http.request(**call.arguments())
         if response.is_error:
             raise error_of(response, self._connection)
@@ -170,7 +168,7 @@ class Client(EventMethods):
 
     def download(self, call: Call) -> Iterator[bytes]:
         """A file's content as it comes, such as that of garnish.batches.content_call."""
-        with _explained(self._connection.url), self._http.stream(**call.arguments()) as response:
+        with explained(self._connection.url), self._http.stream(**call.arguments()) as response:
             if response.is_error:
                 response.read()
                 raise error_of(response, self._connection)
@@ -202,13 +200,13 @@ class Client(EventMethods):
         return self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     def _reply(self, call: Call, kind: type[Reply]) -> Reply:
-        with _explained(self._connection.url):
+        with explained(self._connection.url):
             response = self._http.request(**call.arguments())
         return parse(response, kind, self._connection)
 
     def _events(self, call: Call) -> Iterator[Event]:
         reader = EventReader()
-        with _explained(self._connection.url), self._http.stream(**call.arguments()) as response:
+        with explained(self._connection.url), self._http.stream(**call.arguments()) as response:
             if response.is_error:
                 response.read()
                 raise error_of(response, self._connection)
@@ -232,7 +230,7 @@ class AsyncClient(AsyncEventMethods):
     ) -> None:
         found = connection or find_connection(url, key, os.environ, tenant=tenant)
         self._connection = found
-        with _explained(self._connection.url):
+        with explained(self._connection.url):
             self._http = httpx.AsyncClient(base_url=found.url, headers=base_headers(found))
 
     async def __aenter__(self) -> AsyncClient:
@@ -315,7 +313,7 @@ class AsyncClient(AsyncEventMethods):
 
     async def send(self, call: Call) -> None:
         """Does what `Client.send` does, asynchronously."""
-        with _explained(self._connection.url):
+        with explained(self._connection.url):
             response = await self._http.request(**call.arguments())
         if response.is_error:
             raise error_of(response, self._connection)
@@ -326,7 +324,7 @@ class AsyncClient(AsyncEventMethods):
 
     async def download(self, call: Call) -> AsyncIterator[bytes]:
         """Does what `Client.download` does, asynchronously."""
-        with _explained(self._connection.url):
+        with explained(self._connection.url):
             async with self._http.stream(**call.arguments()) as response:
                 if response.is_error:
                     await response.aread()
@@ -357,13 +355,13 @@ class AsyncClient(AsyncEventMethods):
         return await self._reply(put_tenant_call(tenant, settings), dict[str, Any])
 
     async def _reply(self, call: Call, kind: type[Reply]) -> Reply:
-        with _explained(self._connection.url):
+        with explained(self._connection.url):
             response = await self._http.request(**call.arguments())
         return parse(response, kind, self._connection)
 
     async def _events(self, call: Call) -> AsyncIterator[Event]:
         reader = EventReader()
-        with _explained(self._connection.url):
+        with explained(self._connection.url):
             async with self._http.stream(**call.arguments()) as response:
                 if response.is_error:
                     await response.aread()
@@ -373,29 +371,3 @@ class AsyncClient(AsyncEventMethods):
                     if event is not None:
                         yield event
         reader.end()
-
-
-@contextmanager
-def _explained(url: str) -> Iterator[None]:
-    """Raises httpx's failures as GarnishError: what was not reached at `url`, and what to do about it."""
-    try:
-        yield
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        problem = f"not a service's address: {url!r} (expected one such as http://127.0.0.1:8080)"
-        raise GarnishError("unreachable", problem) from error
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error):
-            problem = f"{url} can't be reached by TLS: {error}; does it speak http, without s?"
-        else:
-            problem = (
-                f"nothing answers at {url}: is it started? garnish up (or name another address: --url, GARNISH_URL)"
-            )
-        raise GarnishError("unreachable", problem) from error
-    except httpx.TimeoutException as error:
-        raise GarnishError("unreachable", f"{url} did not answer in time ({type(error).__name__})") from error
-    except httpx.RemoteProtocolError as error:
-        problem = f"the connection to {url} broke off, or no Garnish service answers there: {error}"
-        raise GarnishError("unreachable", problem) from error
-    except httpx.HTTPError as error:
-        reason = str(error) or type(error).__name__
-        raise GarnishError("unreachable", f"{url} can't be reached: {reason}") from error

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from adapters.functions import SUPPORTED_POLICY, Policy
+from adapters.functions import SUPPORTED_POLICY, Policy, Provisioned
 from adapters.slo import Slo, Weight
 from adapters.tenants import Limits
 from gateway.usage.prices import Prices
@@ -82,10 +82,15 @@ class Function(Policy, frozen=True, forbid_unknown_fields=True, kw_only=True):
     adapter: Text
     tenant: Text | None = None
     alias: Text | None = None
+    provisioned: Provisioned | Literal[0] | None = None  # type: ignore[assignment]
+    """0, as earlier files may say: none."""
 
     def policy(self) -> dict[str, Any]:
         """Returns the policy fields that the file states."""
-        return {name: value for name, value in msgspec.to_builtins(self).items() if name in SUPPORTED_POLICY}
+        stated = {name: value for name, value in msgspec.to_builtins(self).items() if name in SUPPORTED_POLICY}
+        if stated.get("provisioned") == 0:
+            del stated["provisioned"]
+        return stated
 
 
 class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

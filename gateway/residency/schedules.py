@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from adapters.errors import CorruptRecord, NoSuchFunction, NotFound, StoreUnavailable
-from adapters.schedules import Schedules, forget_schedules, read_schedules
+from adapters.errors import CorruptRecord, NoSuchFunction, NotFound
+from adapters.schedules import forget_schedules, read_schedules
 from adapters.store import ObjectStore
 from adapters.warm_windows import CronProblem, WarmWindow, window_state
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
+from gateway.residency.known import Known
 from gateway.residency.plan import Wish
 
 LOOK_SECONDS = 10.0
@@ -33,7 +34,7 @@ class WarmSchedules:
         unix: Callable[[], float],
     ) -> None:
         self._store, self._threads, self._functions, self._unix = store, threads, functions, unix
-        self._failing = False
+        self._known = Known("warm windows")
         self.wishes: list[Wish] = []
         """What is wanted now, as it was LOOK_SECONDS ago; while the registry is away, as it was."""
         self._states: dict[WarmWindow, tuple[bool, float]] = {}
@@ -43,15 +44,10 @@ class WarmSchedules:
         return Job("schedules", self.look, LOOK_SECONDS, "nodes")
 
     async def look(self, turn: Turn) -> None:
-        try:
-            await self._look(turn, await self._threads.read(read_schedules, self._store))
-            self._failing = False
-        except (StoreUnavailable, CorruptRecord) as error:
-            if not self._failing:
-                log.warning("warm windows can't be read; those that are known go on", extra={"why": str(error)})
-            self._failing = True
+        await self._known.renew(self._look(turn))
 
-    async def _look(self, turn: Turn, schedules: Schedules) -> None:
+    async def _look(self, turn: Turn) -> None:
+        schedules = await self._threads.read(read_schedules, self._store)
         now, wishes, empty, windows = self._unix(), list[Wish](), list[str](), set[WarmWindow]()
         for key in schedules.functions:
             await asyncio.sleep(0)  # the next time of a cron expression may take 5 ms to find

@@ -7,16 +7,17 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from adapters.errors import CorruptRecord, NoSuchFunction, NotFound, StoreUnavailable
+from adapters.errors import CorruptRecord, NoSuchFunction, NotFound
 from adapters.functions import Policy
 from adapters.slo import CLASSES
-from adapters.standing import Entry, Memory, Standing, read_standing, settle, stands_in
+from adapters.standing import Entry, Memory, read_standing, settle, stands_in
 from adapters.store import ObjectStore
 from cluster.news import NodeRecord
 from cluster.residency import MAX_WANTED
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
+from gateway.residency.known import Known
 from gateway.residency.messages import Tier
 from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
 
@@ -45,7 +46,7 @@ class StandingPolicies:
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, functions: Functions) -> None:
         self._store, self._threads, self._functions = store, threads, functions
-        self._failing = False
+        self._known = Known("standing policies")
         self.has_looked = False
         """Before, it is not known what nodes are to keep."""
         self.wishes: list[Wish] = []
@@ -57,16 +58,11 @@ class StandingPolicies:
         return Job("standing", self.look, LOOK_SECONDS, "nodes")
 
     async def look(self, turn: Turn) -> None:
-        try:
-            await self._look(turn, await self._threads.read(read_standing, self._store))
-            self._failing = False
-        except (StoreUnavailable, CorruptRecord) as error:
-            if not self._failing:
-                log.warning("standing policies can't be read; those that are known go on", extra={"why": str(error)})
-            self._failing = True
+        await self._known.renew(self._look(turn))
         self.has_looked = True
 
-    async def _look(self, turn: Turn, standing: Standing) -> None:
+    async def _look(self, turn: Turn) -> None:
+        standing = await self._threads.read(read_standing, self._store)
         found, idle, stale = list[_Found](), dict[str, float](), list[str]()
         for number, (key, entry) in enumerate(standing.functions.items()):
             if number % TOGETHER == 0:

@@ -14,10 +14,9 @@ import torch
 from adapters.peft_config import MAX_RANK
 from kernels.view import add_group
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.adapter_memory.weights import AdapterWeights
 from node_agent.runner.cuda_blocks import StepFields, fill_lora, lora_batch, lora_spec, size_of, views
 from node_agent.runner.cuda_stream import Stream
-from node_agent.runner.lora import compiled_lora, table_views
+from node_agent.runner.lora import AdaptedGroups, compiled_lora, table_views
 from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.types import LoraBatch
 
@@ -61,7 +60,7 @@ class SentLora:
     def __init__(self, lora: CudaLora, batch: LoraBatch, decodes: bool) -> None:
         self.batch, self._lora, self._decodes = batch, lora, decodes
         self._add: Add | None = None
-        self._weights: list[AdapterWeights] | None = None
+        self._adapted = AdaptedGroups(lora.weights, batch)
         self._x: torch.Tensor | None = None
 
     def place(self, fields: StepFields) -> None:
@@ -69,12 +68,10 @@ class SentLora:
         self._add = self._lora.open_add(lora_batch(fields, self.batch.max_rank), self._decodes)
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        if self._weights is None:  # a cold pass is made before its adapter has arrived
-            self._weights = [self._lora.weights(lease) for lease in self.batch.leases if lease is not None]
-        if any(group in weights[layer] for weights in self._weights):
-            self._x = x
-            return True
-        return False
+        if not self._adapted.has(layer, group):
+            return False
+        self._x = x
+        return True
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert self._x is not None

@@ -18,6 +18,8 @@ from node_agent.types import GROUPS, Lease, LoraBatch
 
 log = logging.getLogger(__name__)
 
+Weights = Callable[[Lease], AdapterWeights]
+
 LONG_SEGMENT = {torch.bfloat16: 32, torch.float32: 12}
 """Tokens from which on torch's matrix products are faster than the compiled operator (benchmarks/kernels.py's segments:
 for ranks of 64; at rank 8 the operator stays ahead for twice as long)."""
@@ -30,6 +32,19 @@ def table_views(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> lis
         {group: group_view(*tensors, layer, members) for group, members in GROUPS.items()}
         for layer in range(base.num_layers)
     ]
+
+
+class AdaptedGroups:
+    """Which projection groups the adapters of a pass adapt; the others' kernels need not be launched."""
+
+    def __init__(self, weights: Weights, batch: LoraBatch) -> None:
+        self._weights, self._leases = weights, batch.leases
+        self._found: list[AdapterWeights] | None = None
+
+    def has(self, layer: int, group: str) -> bool:
+        if self._found is None:  # a cold pass is made before its adapter has arrived
+            self._found = [self._weights(lease) for lease in self._leases if lease is not None]
+        return any(group in weights[layer] for weights in self._found)
 
 
 class CompiledLora:

@@ -14,11 +14,8 @@ from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from kernels.view import MAX_PROJECTIONS, GroupView
 from node_agent.adapter_memory.table import AdapterTable
-from node_agent.adapter_memory.weights import AdapterWeights
-from node_agent.runner.lora import table_views
-from node_agent.types import GROUPS, Lease, LoraBatch
-
-Weights = Callable[[Lease], AdapterWeights]
+from node_agent.runner.lora import AdaptedGroups, Weights, table_views
+from node_agent.types import GROUPS, LoraBatch
 
 DECODE_KERNELS: dict[str, Callable[..., None]] = {"mbgmv": mbgmv, "bgmv": bgmv}
 """Values of `node.lora_kernel` but `auto`. The scratch has room for MAX_RANK, to which a padded batch comes at most."""
@@ -86,16 +83,14 @@ class TritonPass:
 
     def __init__(self, lora: TritonLora, batch: LoraBatch, decode: bool) -> None:
         self._lora, self._batch, self._decode = lora, batch, decode
-        self._weights: list[AdapterWeights] | None = None
+        self._adapted = AdaptedGroups(lora.weights, batch)
         self._x: torch.Tensor | None = None
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        if self._weights is None:  # a cold pass is made before its adapter has arrived
-            self._weights = [self._lora.weights(lease) for lease in self._batch.leases if lease is not None]
-        if any(group in weights[layer] for weights in self._weights):
-            self._x = x
-            return True
-        return False
+        if not self._adapted.has(layer, group):
+            return False
+        self._x = x
+        return True
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert self._x is not None

@@ -270,6 +270,8 @@ def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
         "defaults": {"temperature": 0}, "warm": [{"cron": "45 8 * * 1-5", "for": 3600, "copies": 2}],
     }  # fmt: skip
     assert service.functions["g"].policy() == {}
+    earlier = load(tmp_path, HEAD + "functions: {f: {adapter: a, provisioned: 0}}")
+    assert earlier.functions["f"].policy() == {}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,11 +86,13 @@ def test_a_step_is_enqueued_while_the_one_before_runs(
         for kinds in ([None], adapters_of(engine, drawn_adapters)):
             requests = submit(engine, kinds, WAYS)
             to_decoding(engine)
+            spent, begun = {r.id: r.device_seconds for r in engine.engine.running.values()}, time.perf_counter()
             if name == "cuda":
                 with stream.running_late():
                     engine.run()
                 check_log(stream.log, STEP)
             engine.run()
+            check_device_time(engine, spent, time.perf_counter() - begun)
             made[name] += [engine.outcomes[request] for request in requests]
     assert made["cuda"][1].tokens != made["cuda"][4].tokens, "the adapters change nothing"
     for mine, other in zip(made["cuda"], made["transformers"], strict=True):
@@ -97,6 +100,14 @@ def test_a_step_is_enqueued_while_the_one_before_runs(
         for a, b in zip(mine.logprobs, other.logprobs, strict=True):
             assert (a is None) == (b is None)
             assert a is None or a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def check_device_time(engine: LocalEngine, spent: dict[str, float], seconds: float) -> None:
+    """Each request has had some of the steps' time since it had `spent` so much, and together they had no more than has
+    passed, though steps overlap."""
+    ends = {request: engine.outcomes[request].finished for request in spent}
+    more = [end.device - spent[request] for request, end in ends.items() if end is not None]
+    assert len(more) == len(spent) and min(more) > 0 and sum(more) <= seconds
 
 
 def check_log(log: list[str], step: list[str]) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,3 +184,17 @@ def leftovers(store: MortalStore) -> set[str]:
         if stored is None or info.key not in markers_of(stored.event):
             found.add(info.key)
     return found
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await work
+
+    asyncio.run(bounded())
+
+
+async def add_some(events: Events, count: int, tenant: str = "acme", first: int = 0) -> list[str]:
+    now = await events.clock.now()
+    added = [await events.add(new_event(first + number, now, tenant)) for number in range(count)]
+    return [event.id for event in added]
