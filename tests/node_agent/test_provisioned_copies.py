@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from adapters.artifact import read_header
+from cluster.messages import Adapter
 from cluster.residency import WantedResidency
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine import idle_limits
+from node_agent.engine import prefetcher as prefetcher_module
 from node_agent.engine.idle_limits import IdleLimits
 from tests.node_agent.adapter_world import LAYERS, World, assert_contents, lease, loaded_lease
 from tests.node_agent.prefetch_world import (
@@ -112,6 +115,59 @@ def test_the_most_important_copies_come_first(world: World, make_prefetcher: Mak
     stile.let(copies[1], LAYERS)
     poll_until(store, prefetcher, lambda: stile.reads(copies[2]) > 0)
     assert here(store, copies[0]) == 0
+
+
+def layers_of(world: World) -> dict[str, int]:
+    """Returns how many layers of each adapter have bytes, by digest."""
+    headers = {each.digest: read_header(world.objects, each.artifact) for each in world.adapters}
+    return {digest: sum(bool(block.size) for block in header.layers) for digest, header in headers.items()}
+
+
+@pytest.mark.usefixtures("by_layer")
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_have_the_link_two_at_a_time_until_the_last(
+    world: World, make_prefetcher: MakePrefetcher, seed: int
+) -> None:
+    """However far each of them gets before another one does: never one alone while more wait, and never all at once."""
+    store, prefetcher, stile = make_prefetcher()
+    copies, layers = world.adapters, layers_of(world)
+    prefetcher.want(wanted(*(want(each, tier="host", provisioned="host", pinned=True) for each in copies)))
+    rng, begun = random.Random(seed), list[str]()
+    left = dict(layers)
+
+    def loading() -> list[Adapter]:
+        return [
+            each for each in copies if left[each.digest] and stile.reads(each) > layers[each.digest] - left[each.digest]
+        ]
+
+    def two_load() -> bool:
+        assert len(loading()) <= 2, "not all at once"
+        return len(loading()) == min(2, sum(map(bool, left.values())))
+
+    def arrived() -> bool:
+        return all(here(store, each) == layers[each.digest] - left[each.digest] for each in copies)
+
+    while any(left.values()):
+        poll_until(store, prefetcher, two_load)
+        begun += [each.digest for each in loading() if each.digest not in begun]
+        chosen = rng.choice(loading())
+        count = rng.randint(1, left[chosen.digest])
+        left[chosen.digest] -= count
+        stile.let(chosen, count)
+        poll_until(store, prefetcher, arrived)
+    assert begun == [each.digest for each in copies], "the most important first"
+
+
+def test_the_next_copy_does_not_wait_for_a_look(
+    world: World, make_prefetcher: MakePrefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small adapters come in far less time than passes between two looks: the link must not be idle for the rest."""
+    store, prefetcher, stile = make_prefetcher()
+    monkeypatch.setattr(prefetcher_module, "LOOK_INTERVAL_S", 3600.0)
+    stile.open_all()
+    copies, layers = world.adapters, layers_of(world)
+    prefetcher.want(wanted(*(want(each, tier="host", provisioned="host", pinned=True) for each in copies)))
+    poll_until(store, prefetcher, lambda: all(here(store, each) == layers[each.digest] for each in copies))
 
 
 # --- idle limits

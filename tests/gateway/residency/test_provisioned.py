@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import random
@@ -220,6 +221,19 @@ def test_what_is_away_damaged_or_gone_changes_no_other_function(
     assert set(read_standing(looks.store).functions) == {"t/a", "t/ccc", "t/eeeee"}
 
 
+def test_functions_that_are_not_to_be_prefetched(tmp_path: Path) -> None:
+    looks = Looks(tmp_path, {"a": Policy(prefetch="off"), "bb": Policy(idle_ttl=9.0), "ccc": Policy(prefetch="auto")})
+    assert looks.wanted() == []
+    assert looks.policies.not_prefetched == {"t/a"}
+    looks.threads.away = True
+    looks.wanted()
+    assert looks.policies.not_prefetched == {"t/a"}
+    looks.threads.away = False
+    looks.functions.policies["a"] = Policy()
+    looks.wanted()
+    assert looks.policies.not_prefetched == frozenset()
+
+
 # --- a gateway
 
 
@@ -256,6 +270,38 @@ def test_a_node_that_goes_is_replaced_at_once(running: Running, monkeypatch: pyt
     others = [node for node in nodes if node is not lost]
     lost.tell(state="draining")
     until(lambda: sorted(str(tier(node)) for node in others) == ["device", "host"])
+
+
+def test_lost_copies_are_asked_for_in_the_order_of_their_importance(running: Running, pirate: dict) -> None:
+    """Node by node, and what is left of them when one goes."""
+    nodes = [wanting_node(running, f"n{number}", adapter_bytes=1 << 24) for number in range(2)]
+    client, digests = running.client(), dict[str, str]()
+    name, config = pirate["adapter_config.json"]
+    for number, (function, policy) in enumerate({
+        "late": {"provisioned": {"device": 1}},
+        "spare": {"provisioned": {"device": 1}, "slo_class": "best_effort"},
+        "early": {"provisioned": {"device": 1}, "slo_class": "standard"},
+        "second": {"provisioned": {"host": 1}, "slo_class": "strict"},
+        "first": {"provisioned": {"device": 1}, "slo_class": "strict"},
+    }.items()):  # fmt: skip
+        changed = json.dumps({**json.loads(config), "lora_alpha": 100 + number}).encode()
+        reply = client.post(f"/deploy/{function}", files={**pirate, "adapter_config.json": (name, changed)})
+        digests[function] = reply.json()["digest"]
+        if function != "late":
+            assert client.patch(f"/functions/{function}", json=policy).status_code == 200
+            time.sleep(0.002)  # by the store's clock, files have times
+    assert client.patch("/functions/late", json={"provisioned": {"device": 1}}).status_code == 200
+
+    def told(node: WantingNode) -> list[str]:
+        wants = node.wanted[-1][1].adapters if node.wanted else []
+        assert all(want.provisioned is not None for want in wants)
+        return [want.adapter.digest for want in wants]
+
+    until(lambda: sorted([*told(nodes[0]), *told(nodes[1])]) == sorted(digests.values()))
+    lost, other = sorted(nodes, key=lambda node: -len(told(node)))
+    lost.tell(state="draining")
+    order = [digests[function] for function in ("first", "early", "late", "spare", "second")]
+    until(lambda: told(other) == order)
 
 
 def test_policies_that_do_not_fit_are_refused_and_told(running: Running) -> None:
