@@ -18,8 +18,8 @@ from peft_files import adapter, changed, safetensors_bytes
 
 from adapters.base_model import BaseModel
 from adapters.errors import MAX_PROBLEMS, AdapterError, InspectionBusy, InvalidAdapter, TooLarge
+from adapters.helper_process import MEMORY_BYTES, NICENESS
 from adapters.inspector import Inspector
-from adapters.inspector_process import MEMORY_BYTES, NICENESS
 from adapters.peft_config import MAX_CONFIG_BYTES
 from adapters.peft_format import MAX_HEADER_BYTES
 from adapters.registry import Registry
@@ -178,10 +178,10 @@ def test_who_waits_too_long_may_try_again(
 def test_it_ends_with_its_owner(good: tuple[bytes, Path], base: BaseModel) -> None:
     inspector = Inspector(base)
     inspector.inspect(*good)
-    assert inspector.pid is not None and inspector._connection is not None
-    inspector._connection.close()  # as when the gateway is killed
-    assert inspector._process is not None
-    assert inspector._process.wait(60) == 0
+    process, connection = inspector.helper.process, inspector.helper.connection
+    assert process is not None and connection is not None
+    connection.close()  # as when the gateway is killed
+    assert process.wait(60) == 0
 
 
 def test_deploys_and_dry_runs_are_looked_at_there(

@@ -13,7 +13,7 @@ import pytest
 from running_gateway import Running
 
 from adapters import inspector
-from adapters.inspector_process import NICENESS
+from adapters.helper_process import NICENESS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PATHS = ("/deploy/f", "/deploy/f?dry_run=true")
