@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,8 @@ MAX_ALIASES = 1000
 REMOVED_SECONDS = 48 * 3600.0
 """For which a removal is remembered: longer than anything waits for what it left."""
 
+MAX_TEMPLATE = 1 << 15
+"""Characters of a chat template; the longest of known models have half of it."""
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -37,6 +39,8 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop: Annotated[list[StopText], Meta(max_length=16)] | StopText | None = None
     ignore_eos: bool | None = None
+    chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE)] | None = None
+    """Makes a text of `messages`, in Jinja, as tokenizer_config.json has it. None: the base model's."""
 
 
 class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -63,6 +67,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Seconds without a call after which the adapter leaves a node's device, and after as many more its host memory."""
     warm: Annotated[list[WarmWindow], Meta(max_length=MAX_WINDOWS)] = []
     """When its adapter is wanted on nodes before calls come."""
+    prefetch: Literal["auto", "off"] | None = None
+    """`off`: no forecast of its calls brings its adapter to a node. What is provisioned, ordered or scheduled comes."""
     slo_class: SloClass | None = None
     """None: the tenant's. A higher one than the tenant's has the effect of the tenant's."""
     retries: Annotated[int, Meta(ge=0, le=10)] | None = None

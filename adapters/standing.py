@@ -1,8 +1,9 @@
-"""What of functions' policies holds while no call runs: provisioned copies, idle limits, reserved concurrency.
+"""What of functions' policies holds while no call runs: provisioned copies, idle limits, reserved concurrency, and
+whether their calls are forecast.
 
-Copies and idle limits of all functions are in one object, so that the leader need not look at all records; places that
-are reserved are in the tenant's record, which every call reads. Both are claimed before a policy is committed, so that
-it is refused if the sum does not fit, and settled by the committed record behind it.
+Copies, idle limits and `prefetch` of all functions are in one object, so that the leader need not look at all records;
+places that are reserved are in the tenant's record, which every call reads. Both are claimed before a policy is
+committed, so that it is refused if the sum does not fit, and settled by the committed record behind it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,20 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     digests: tuple[str, ...] = ()
     reserved: int = 0
     """Places."""
+    prefetch: bool = True
+    """Forecasts may bring its adapters to nodes."""
 
     def says(self, policy: Policy) -> bool:
         """Whether it is what the policy asks for."""
         copies = policy.provisioned or Provisioned()
-        asked = (copies.device, copies.host, policy.idle_ttl, policy.reserved_concurrency or 0)
-        return asked == (self.device, self.host, self.idle_ttl, self.reserved)
+        asked = (
+            copies.device,
+            copies.host,
+            policy.idle_ttl,
+            policy.reserved_concurrency or 0,
+            policy.prefetch != "off",
+        )
+        return asked == (self.device, self.host, self.idle_ttl, self.reserved, self.prefetch)
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -151,7 +160,8 @@ def live_versions(record: FunctionRecord) -> list[VersionEntry]:
 
 def stands_in(policy: Policy) -> bool:
     """Whether anything of the policy holds while no call runs."""
-    return policy.provisioned is not None or policy.idle_ttl is not None or policy.reserved_concurrency is not None
+    standing = (policy.provisioned, policy.idle_ttl, policy.reserved_concurrency)
+    return policy.prefetch == "off" or any(field is not None for field in standing)
 
 
 # --- inside
@@ -174,7 +184,7 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
         own = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
         if len(claimed.functions) > MAX_STANDING or own > MAX_TENANT_STANDING:
             raise Conflict(f"at most {MAX_TENANT_STANDING} functions of a tenant, and {MAX_STANDING} in all, may have "
-                           "provisioned copies, an idle_ttl or reserved_concurrency")  # fmt: skip
+                           "provisioned copies, an idle_ttl, reserved_concurrency or prefetch: off")  # fmt: skip
         if _rises(before, policy):
             _check_room(claimed, owner, memory)
         return claimed if claimed != known else known
@@ -204,6 +214,7 @@ def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | N
         idle_ttl=policy.idle_ttl,
         digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
         reserved=policy.reserved_concurrency or 0,
+        prefetch=policy.prefetch != "off",
     )
 
 

@@ -5,23 +5,19 @@ The gateway encodes prompts (it must know their length to place them); nodes dec
 
 from __future__ import annotations
 
-import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from cluster.chat_template import ERRORS, compile_template, render
 from cluster.token_bytes import token_bytes
 
 SHORT_CHARACTERS = 512
 """Tokenised sooner than another thread would have begun."""
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What a template's own code may raise over messages that it was not written for."""
 
 
 class TextError(ValueError):
@@ -41,12 +37,13 @@ class BaseText:
         self.tokenizer.no_padding()
         settings = _read_json(directory / "tokenizer_config.json")
         config = _read_json(directory / "config.json")
-        self._special = {
+        self.special: Mapping[str, str] = {
             name: _content(settings[name])
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if settings.get(name)
         }
-        self.bos_id = _bos_id(self.tokenizer, self._special.get("bos_token"), config)
+        """The special tokens' texts, as chat templates name them."""
+        self.bos_id = _bos_id(self.tokenizer, self.special.get("bos_token"), config)
         self.eos_ids = end_token_ids(directory)
         self._template = _compile_template(directory, settings)
         self._token_bytes = token_bytes(self.tokenizer)
@@ -106,11 +103,14 @@ class BaseText:
         if self._template is None:
             raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
         try:
-            text = self._template.render(
-                messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self._special
-            )
-        except TEMPLATE_ERRORS as error:
+            text = render(self._template, messages, self.special, answer=answer)
+        except ERRORS as error:
             raise TextError(f"the chat template refused the messages: {error}") from error
+        return self._ids(text, limit, special=special)
+
+    def encode_rendered(self, text: str, limit: int | None = None, *, special: bool = False) -> list[int]:
+        """Token ids of a conversation that another template has made a text of, special tokens included; with `special`
+        between those of a raw prompt. Raises TextTooLong as above."""
         return self._ids(text, limit, special=special)
 
     def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:
@@ -163,24 +163,9 @@ def end_token_ids(directory: Path) -> frozenset[int]:
 
 
 def _compile_template(directory: Path, settings: dict[str, Any]) -> jinja2.Template | None:
-    """The environment that chat templates are written for: sandboxed, trimmed blocks, loop controls, four helpers."""
+    """Returns None where the base has no template."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.exists() else settings.get("chat_template")
     if isinstance(source, list):  # several named templates: the one called default
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    if source is None:
-        return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
-    return environment.from_string(source)
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML; templates expect plain JSON.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    return None if source is None else compile_template(source)

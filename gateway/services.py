@@ -33,6 +33,7 @@ from cluster.state import ClusterState
 from cluster.text import BaseText
 from gateway.batches.batches import Batches, make_batches
 from gateway.calls.breaker import Breakers
+from gateway.calls.chat_templates import ChatTemplates
 from gateway.calls.dispatch import Dispatcher
 from gateway.calls.explanations import Explanations
 from gateway.calls.holding import Hold
@@ -102,6 +103,7 @@ class Services:
     base: BaseModel
     text: BaseText
     text_threads: LeavableThreads
+    templates: ChatTemplates
     registry: Registry
     threads: StoreThreads
     probe: StoreProbe
@@ -214,6 +216,7 @@ class _Opened:
 
     base: BaseModel
     inspector: Inspector
+    templates: ChatTemplates
     store: ObjectStore
     secret: str
     usage: UsageLedger
@@ -232,13 +235,13 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     store = await asyncio.to_thread(open_checked_store, config.registry)
     await asyncio.to_thread(_compare_clocks, store)
     secret = read_secret(Path(config.secret_file))
-    with closing(Inspector(base)) as inspector:
+    with closing(Inspector(base)) as inspector, closing(ChatTemplates()) as templates:
         async with (
             open_ledger(usage_directory(config), store) as usage,
             _session() as session,
             open_shared(config, secret) as shared,
         ):
-            opened = _Opened(base, inspector, store, secret, usage, session, shared)
+            opened = _Opened(base, inspector, templates, store, secret, usage, session, shared)
             services = _make_services(config, metrics, opened)
             services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
             services.peers.on_message, services.functions.on_change = services.heard, services.function_changed
@@ -286,6 +289,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         base=opened.base,
         text=BaseText(Path(config.model_dir)),
         text_threads=LeavableThreads(TEXT_THREADS),
+        templates=opened.templates,
         registry=registry,
         threads=threads,
         probe=StoreProbe(config, threads, store, monotonic, lambda: name_watch.read_at),

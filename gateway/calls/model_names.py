@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from adapters.functions import Policy
 from gateway.services import Services
 
 
@@ -14,7 +15,10 @@ def split_model(services: Services, model: str) -> tuple[str, str | None]:
     return name, (qualifier or ":") if colon else None
 
 
-async def check_model(services: Services, tenant: str, model: str) -> None:
-    """Raises NotFound unless a call of the tenant could name `model`."""
-    if model != services.base.id:
-        await services.functions.choices(tenant, *split_model(services, model))
+async def policy_of(services: Services, tenant: str, model: str) -> Policy:
+    """Returns the policy of the function that `model` names; the base has none of its own. Raises NotFound unless a
+    call of the tenant could name it."""
+    if model == services.base.id:
+        return Policy()
+    choices = await services.functions.choices(tenant, *split_model(services, model))
+    return choices[0].version.policy

@@ -26,12 +26,15 @@ MAX_SEED = (1 << 63) - 1
 PASSED_ON = sorted({*GenerationParams.__struct_fields__} & {*Sampling.__struct_fields__})
 """What a call states under the name that nodes read."""
 
+DEFAULTED = sorted({*GenerationParams.__struct_fields__} & {*Defaults.__struct_fields__})
+"""What a call may leave to its function."""
+
 Params = TypeVar("Params", bound=GenerationParams)
 
 
 def merge(stated: Params, defaults: Defaults) -> Params:
     """The call's own values, then the function's."""
-    unset = {name: getattr(defaults, name) for name in defaults.__struct_fields__ if getattr(stated, name) is None}
+    unset = {name: getattr(defaults, name) for name in DEFAULTED if getattr(stated, name) is None}
     return msgspec.structs.replace(stated, **unset)
 
 

@@ -25,7 +25,15 @@ from gateway.calls.parameters import (
     merge,
     resolve,
 )
-from gateway.calls.prompts import INLINE_CHARACTERS, Prompts, Source, tokens_of
+from gateway.calls.prompts import (
+    INLINE_CHARACTERS,
+    Conversation,
+    Prompts,
+    RenderedConversation,
+    Source,
+    tokens_of,
+)
+from gateway.calls.template_process import Job
 from gateway.catalog.functions import Target
 from gateway.http.params import side
 from gateway.http.stopwatch import Stopwatch
@@ -68,6 +76,8 @@ async def prepare(
     deadline = watch.received + _timeout(services, stated, target)
     parameters = resolve(merged, services.text, services.base.vocab_size)
     keep = kept_tokens(merged, context)
+    if (own := target.defaults.chat_template) is not None:
+        source = await _rendered(request, services, tenant=tenant, template=own, source=source, deadline=deadline)
     prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, request.receive, keep)
     check_prompt_logprobs(merged, (merged.n or 1) * sum(map(len, prompts)))
     account = await services.callers.account(tenant)
@@ -93,6 +103,18 @@ async def prepare(
         choices=merged.n or 1,
         echo=await _echo(services, source, prompts, merged),
     )
+
+
+async def _rendered(
+    request: Request, services: Services, *, tenant: str, template: str, source: Source, deadline: float
+) -> Source:
+    """Returns a conversation as a function's own chat template has it, and any other source as it is. Raises
+    ServiceError, ClientGone."""
+    if not isinstance(source, Conversation):
+        return source
+    job = Job(template, source.messages, dict(services.text.special))
+    text = await services.templates.render(tenant, job, deadline=deadline, receive=request.receive)
+    return RenderedConversation(text)
 
 
 def _template(

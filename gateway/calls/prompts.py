@@ -101,6 +101,20 @@ class Conversation(msgspec.Struct, frozen=True):
         return [_last(text.encode_chat(self.messages, limit if keep is None else None), keep)]
 
 
+class RenderedConversation(msgspec.Struct, frozen=True):
+    """Of which the function's own chat template has made a text."""
+
+    text: str
+    field: str = "messages"
+
+    @property
+    def characters(self) -> int:
+        return len(self.text)
+
+    def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
+        return [_last(text.encode_rendered(self.text, limit if keep is None else None), keep)]
+
+
 def source_of(call: InvokeRequest, vocab_size: int) -> Source:
     """Returns what a native call asks to go on from. Raises ServiceError."""
     if (call.prompt is None) == (call.messages is None):

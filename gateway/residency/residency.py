@@ -231,13 +231,16 @@ class Residency:
 
     def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
         """What is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast, the
-        likeliest first; nothing is forecast of adapters with an idle limit, which are to leave."""
+        likeliest first. Left out are forecasts of functions whose policy says so, and of adapters with an idle
+        limit, which are to leave."""
         yield from self._parts.standing.wishes
         for held in reversed(self._held.now()):
             key = function_key(held.tenant, held.function)
             yield Wish(key, held.adapter, "order", 1.0, held.tier, node=held.node)
         yield from self._parts.schedules.wishes
         for likely in forecast.likely:
+            if likely.key in self._parts.standing.not_prefetched:
+                continue
             for adapter, share in self._history.versions(likely.key) or ():
                 if adapter.digest in self._parts.standing.idle_ttls:
                     continue

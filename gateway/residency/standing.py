@@ -1,4 +1,5 @@
-"""Carries provisioned copies and idle limits out: what functions' policies want of nodes while nobody calls."""
+"""Carries out what functions' policies want of nodes while nobody calls: provisioned copies, idle limits, no
+prefetch."""
 
 from __future__ import annotations
 
@@ -53,6 +54,8 @@ class StandingPolicies:
         """Provisioned copies, the most important first, as of the last look; while the registry is away, as before."""
         self.idle_ttls: Mapping[str, float] = {}
         """Seconds, by digest; of an adapter that several functions have, the longest."""
+        self.not_prefetched: frozenset[str] = frozenset()
+        """Functions (`tenant/name`) whose forecasts bring nothing to a node."""
 
     def job(self) -> Job:
         return Job("standing", self.look, LOOK_SECONDS, "nodes")
@@ -63,7 +66,7 @@ class StandingPolicies:
 
     async def _look(self, turn: Turn) -> None:
         standing = await self._threads.read(read_standing, self._store)
-        found, idle, stale = list[_Found](), dict[str, float](), list[str]()
+        found, idle, stale, not_prefetched = list[_Found](), dict[str, float](), list[str](), set[str]()
         for number, (key, entry) in enumerate(standing.functions.items()):
             if number % TOGETHER == 0:
                 await asyncio.sleep(0)
@@ -74,9 +77,11 @@ class StandingPolicies:
             if wanted is None:
                 continue
             found.append(wanted)
+            if wanted.policy.prefetch == "off":
+                not_prefetched.add(key)
             for digest in entry.digests if entry.idle_ttl is not None else ():
                 idle[digest] = max(idle.get(digest, 0.0), entry.idle_ttl or 0.0)
-        self.wishes, self.idle_ttls = _in_order(found), idle
+        self.wishes, self.idle_ttls, self.not_prefetched = _in_order(found), idle, frozenset(not_prefetched)
         turn.work += len(self.wishes)
         for key in stale:
             turn.check()

@@ -73,7 +73,7 @@ class DeployReply(msgspec.Struct, frozen=True):
     parameters=(parameter("query", "dry_run", "Only validate; nothing is stored", BOOLEAN), WARM),
     body=DeploySource,
     multipart=ADAPTER_FORM,
-    errors=(409,),
+    errors=(409, 499, 504),
 )
 async def deploy(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
@@ -105,7 +105,7 @@ async def _from_upload(services: Services, request: Request, tenant: str, name: 
     )
     async with upload_to as upload:
         given = _Given(upload.config, upload.weights, _alias(upload), _policy(upload))
-        return await _store(services, tenant, name, given, how)
+        return await _store(services, request, tenant, name, given, how)
 
 
 async def _from_source(services: Services, request: Request, tenant: str, name: str, how: _How) -> Response:
@@ -115,7 +115,7 @@ async def _from_source(services: Services, request: Request, tenant: str, name: 
     with services.deploys.deploy(tenant):
         async with copied_source(services.config, services.sources, services.source_threads, place) as files:
             given = _Given(files.config, files.weights, body.alias, body.policy, body.source)
-            return await _store(services, tenant, name, given, how)
+            return await _store(services, request, tenant, name, given, how)
 
 
 class _Given(NamedTuple):
@@ -133,8 +133,11 @@ class _How(NamedTuple):
     warm: bool
 
 
-async def _store(services: Services, tenant: str, name: str, given: _Given, how: _How) -> Response:
+async def _store(services: Services, request: Request, tenant: str, name: str, given: _Given, how: _How) -> Response:
     problems: list[str] = []
+    await services.templates.check(
+        tenant, given.policy or {}, special=services.text.special, receive=request.receive, within="policy."
+    )
     async with services.deploys.store(tenant):
         if how.dry_run:
             checked = await services.threads.write(

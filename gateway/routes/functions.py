@@ -155,13 +155,14 @@ async def get_function(request: Request, services: Services, tenant: str) -> Res
     "Change the stated fields of a function's policy; null takes one back",
     {200: FunctionReply},
     body=Policy,
-    errors=(409,),
+    errors=(409, 499, 504),
     etag=True,
     if_match=True,
 )
 async def change_policy(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     policy = await read_message(request, services.config, dict[str, Any])
+    await services.templates.check(tenant, policy, special=services.text.special, receive=request.receive)
     set_policy, memory = services.registry.changes.set_policy, await services.provisionable()
     record = await services.functions.change(set_policy, tenant, name, policy, if_match(request), memory)
     return await _function_reply(services, tenant, record)

@@ -15,9 +15,10 @@ from cluster.errors import ServiceError
 from cluster.text import BaseText, TextError
 from gateway.api import openai_schema as openai
 from gateway.api import schema
-from gateway.calls.model_names import check_model
+from gateway.calls.model_names import policy_of
 from gateway.calls.prepare import served_context
 from gateway.calls.prompts import INLINE_CHARACTERS, MESSAGE_CHARACTERS, in_text_thread
+from gateway.calls.template_process import Job
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
@@ -32,8 +33,8 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exactly one of `prompt` and `messages`. All functions of a base have its tokenizer; without `model` the base is
-    meant."""
+    """Exactly one of `prompt` and `messages`. All functions of a base have its tokenizer, and some a chat template of
+    their own; without `model` the base is meant."""
 
     model: ModelName | None = None
     prompt: schema.Text | None = None
@@ -77,19 +78,31 @@ Tokenized = tuple[list[int], list[str] | None]
     errors=(499, 504),
 )
 async def tokenize(request: Request, services: Services, tenant: str) -> Response:
-    call = await _read(request, services, tenant, TokenizeRequest)
+    call, template = await _read(request, services, tenant, TokenizeRequest)
     if (call.prompt is None) == (call.messages is None):
         raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
     if call.messages is None and call.add_generation_prompt is not None:
         message = "add_generation_prompt is for messages; a prompt is taken as it is"
         raise ServiceError("validation_failed", message, param="add_generation_prompt")
 
+    rendered = None
+    if call.messages is not None and template is not None:
+        job = Job(
+            template,
+            [message.plain() for message in call.messages],
+            dict(services.text.special),
+            call.add_generation_prompt is not False,
+        )
+        deadline = time.monotonic() + services.config.request_timeout
+        rendered = await services.templates.render(tenant, job, deadline=deadline, receive=request.receive)
+
     def work() -> Tokenized:
-        tokens = _encode(services.text, call)
+        tokens = _encode(services.text, call, rendered)
         return tokens, services.text.token_strings(tokens) if call.return_token_strs else None
 
     field = "prompt" if call.messages is None else "messages"
-    tokens, strings = await _run(services, request, work, _characters(call), field)
+    size = _characters(call) if rendered is None else len(rendered)
+    tokens, strings = await _run(services, request, work, size, field)
     context = await served_context(services)
     return json_response(TokenizeReply(len(tokens), context, tokens, strings))
 
@@ -102,7 +115,7 @@ async def tokenize(request: Request, services: Services, tenant: str) -> Respons
     errors=(499, 504),
 )
 async def detokenize(request: Request, services: Services, tenant: str) -> Response:
-    call = await _read(request, services, tenant, DetokenizeRequest)
+    call, _ = await _read(request, services, tenant, DetokenizeRequest)
     text = await _run(services, request, lambda: services.text.decode(call.tokens), len(call.tokens), "tokens")
     return json_response(DetokenizeReply(text))
 
@@ -110,16 +123,18 @@ async def detokenize(request: Request, services: Services, tenant: str) -> Respo
 Call = TypeVar("Call", TokenizeRequest, DetokenizeRequest)
 
 
-async def _read(request: Request, services: Services, tenant: str, kind: type[Call]) -> Call:
-    """The checked body of a caller who may name its model."""
+async def _read(request: Request, services: Services, tenant: str, kind: type[Call]) -> tuple[Call, str | None]:
+    """The checked body of a caller who may name its model, and that model's own chat template."""
     call = await read_message(request, services.config, kind)
-    if call.model is not None:
-        await check_model(services, tenant, call.model)
-    return call
+    if call.model is None:
+        return call, None
+    return call, (await policy_of(services, tenant, call.model)).defaults.chat_template
 
 
-def _encode(text: BaseText, call: TokenizeRequest) -> list[int]:
-    """Raises TextError."""
+def _encode(text: BaseText, call: TokenizeRequest, rendered: str | None) -> list[int]:
+    """`rendered`: the messages, where the function's own template has made a text of them. Raises TextError."""
+    if rendered is not None:
+        return text.encode_rendered(rendered, special=bool(call.add_special_tokens))
     if call.messages is not None:
         return text.encode_chat(
             [message.plain() for message in call.messages],

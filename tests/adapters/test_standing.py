@@ -146,6 +146,25 @@ def test_idle_limits_are_those_of_versions_that_an_alias_names(filled: Registry,
     assert read_standing(filled.store).functions["acme/f"].digests == (first, second)
 
 
+def test_functions_that_are_not_prefetched_are_listed(filled: Registry) -> None:
+    filled.changes.set_policy("acme", "f", {"prefetch": "off"})
+    filled.changes.set_policy("acme", "g", {"prefetch": "auto", "idle_ttl": 9})
+    filled.changes.set_policy("acme", "h", {"prefetch": "auto"})
+    entries = read_standing(filled.store).functions
+    assert {key: entry.prefetch for key, entry in entries.items()} == {"acme/f": False, "acme/g": True}
+    assert msgspec.to_builtins(filled.function("acme", "f").policy) == {"prefetch": "off"}
+    filled.changes.set_policy("acme", "f", {"prefetch": None})
+    assert set(read_standing(filled.store).functions) == {"acme/g"}
+    with pytest.raises(InvalidRequest) as odd:
+        filled.changes.set_policy("acme", "f", {"prefetch": "never"})
+    assert odd.value.param == "prefetch"
+
+
+def test_entries_of_an_earlier_release_are_prefetched(filled: Registry) -> None:
+    filled.store.put(standing.STANDING_KEY, b'{"functions": {"acme/f": {"since": 1.0, "idle_ttl": 5.0}}}')
+    assert read_standing(filled.store).functions["acme/f"].prefetch
+
+
 def test_who_changes_policies_at_once_leaves_books_that_are_right(filled: Registry) -> None:
     rng = random.Random(1)
     changes = [

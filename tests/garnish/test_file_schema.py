@@ -37,7 +37,7 @@ SHAPE: dict[str, Any] = {
     ),
     "infra": ("state",),
     "tenants": {"weight", "slo", "limits"},
-    "functions": {"adapter", "alias", "provisioned", "idle_ttl"},
+    "functions": {"adapter", "alias", "provisioned", "idle_ttl", "prefetch"},
     "node_pools": {"backend", "instance_type", "scale_to_zero_after", "scaling"},
 }  # fmt: skip
 

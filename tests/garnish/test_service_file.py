@@ -262,12 +262,14 @@ def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
         tmp_path,
         HEAD + "functions:\n  f: {adapter: a, alias: prod, provisioned: {device: 1, host: 2}, idle_ttl: 15m,"
         "\n    timeout: 30s, max_age: 2h, reserved_concurrency: 2, max_concurrency: 8, retries: 1, slo_class: strict,"
+        "\n    prefetch: off,"
         "\n    defaults: {temperature: 0}, warm: [{cron: '45 8 * * 1-5', for: 3600, copies: 2}]}\n  g: {adapter: a}",
     )
     assert service.functions["f"].policy() == {
         "provisioned": {"device": 1, "host": 2}, "idle_ttl": 900, "timeout": 30, "max_age": 7200,
         "reserved_concurrency": 2, "max_concurrency": 8, "retries": 1, "slo_class": "strict",
         "defaults": {"temperature": 0}, "warm": [{"cron": "45 8 * * 1-5", "for": 3600, "copies": 2}],
+        "prefetch": "off",
     }  # fmt: skip
     assert service.functions["g"].policy() == {}
     earlier = load(tmp_path, HEAD + "functions: {f: {adapter: a, provisioned: 0}}")
@@ -283,7 +285,7 @@ def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
         ("warm: [{cron: '0 99 * * *', for: 60}]", "warm"),
         ("reserved_concurrency: 3, max_concurrency: 2", "reserved_concurrency"),
         ("on_failure: {}", "on_failure"),
-        ("prefetch: off", "prefetch"),
+        ("prefetch: never", "prefetch"),
     ],
 )
 def test_a_policy_that_would_be_refused_is_refused_here(tmp_path: Path, written: str, field: str) -> None:

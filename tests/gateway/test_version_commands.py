@@ -107,6 +107,8 @@ def test_commands(deployed: Running, tmp_path: Path) -> None:
     ]  # fmt: skip
     back = run("policy", "f", "max_concurrency=", "slo_class=null", "defaults=", "--json")
     assert json.loads(back.stdout) == {"idle_ttl": 900.0}
+    assert json.loads(run("policy", "f", "idle_ttl=", "prefetch=off", "--json").stdout) == {"prefetch": "off"}
+    assert '\npolicy prefetch: "off"\n' in run("describe", "f").stdout
     odd = run("policy", "f", "provisioned=1")
     assert (odd.returncode, odd.stdout) == (1, "")
     assert odd.stderr.startswith("garnish: validation_failed: provisioned: ")

@@ -18,7 +18,7 @@ from wanting_node import WantingNode, wanting_node
 from cluster.forecast.chances import Forecasts
 from cluster.residency import WantedAdapter
 from gateway import services
-from gateway.residency import history, residency, schedules
+from gateway.residency import history, residency, schedules, standing
 
 CALL = {"prompt": "x", "max_tokens": 1}
 OPEN = {"cron": "* * * * *", "for": 3600}
@@ -49,6 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "SECOND", 0.05)
     monkeypatch.setattr(residency, "PLAN_SECONDS", 0.05)
     monkeypatch.setattr(schedules, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(standing, "LOOK_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -110,6 +111,25 @@ def test_a_called_function_is_wanted_where_its_calls_go(running: Running, storie
 
 def _places(client: httpx.Client) -> list[dict]:
     return list(client.get("/functions/f/forecast").json()["wanted"])
+
+
+def test_a_function_that_is_not_to_be_prefetched_is_not(running: Running) -> None:
+    node, client = wanting_node(running, "n"), running.client()
+    digest = digest_of(client, 1)
+    assert client.post("/invoke/f", json=CALL).status_code == 200
+    until(lambda: digest in wanted(node))
+    assert client.patch("/functions/f", json={"prefetch": "off"}).json()["policy"] == {"prefetch": "off"}
+    until(lambda: not wanted(node))
+    told = len(node.wanted)
+    for _ in range(3):
+        assert client.post("/invoke/f", json=CALL).status_code == 200
+        time.sleep(0.15)  # some plans of those that are made every 50 ms
+    assert client.get("/functions/f/forecast").json()["chances"], "it is forecast all the same"
+    assert len(node.wanted) == told
+    assert client.patch("/functions/f", json={"warm": [OPEN]}).status_code == 200
+    until(lambda: digest in wanted(node) and wanted(node)[digest].pinned)
+    assert client.patch("/functions/f", json={"warm": None, "prefetch": None}).status_code == 200
+    until(lambda: digest in wanted(node) and not wanted(node)[digest].pinned)
 
 
 def test_a_window_pins_its_function_on_as_many_nodes(running: Running) -> None:

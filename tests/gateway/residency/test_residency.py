@@ -53,7 +53,7 @@ class World:
         self.parts = Parts(
             history=calls,
             schedules=SimpleNamespace(wishes=wishes),  # type: ignore[arg-type]
-            standing=SimpleNamespace(wishes=[], idle_ttls={}),  # type: ignore[arg-type]
+            standing=SimpleNamespace(wishes=[], idle_ttls={}, not_prefetched=frozenset()),  # type: ignore[arg-type]
             owners=Owners(),
             orders=ResidencyOrders(SimpleNamespace(order=self.order), metrics, time.monotonic),  # type: ignore[arg-type]
             metrics=metrics,
@@ -121,6 +121,25 @@ def test_nothing_is_forecast_of_adapters_with_an_idle_limit() -> None:
         world.parts.standing.idle_ttls = {DIGESTS[0]: 5.0, DIGESTS[1]: 5.0}
         await world.turn()
         assert sorted(chain.from_iterable(world.told.values())) == sorted([DIGESTS[1], DIGESTS[2]])
+
+    asyncio.run(main())
+
+
+def test_a_function_that_is_not_prefetched_is_there_by_its_schedule_alone() -> None:
+    """Another function of the same adapter is prefetched as ever."""
+
+    async def main() -> None:
+        world = World({"t/f": 0.9, "t/g": 0.9, "u/h": 0.9}, [Wish("t/g", adapter(1), "schedule", 1.0)])
+        await world.parts.history.observe()
+        calls = [("t", "f", 0), ("t", "g", 1), ("u", "h", 2)]
+        world.parts.history.count([Arrival(tenant, name, adapter(number), 1) for tenant, name, number in calls])
+        world.parts.standing.not_prefetched = frozenset({"t/f", "t/g"})
+        await world.turn()
+        assert sorted(chain.from_iterable(world.told.values())) == sorted([DIGESTS[1], DIGESTS[2]])
+        world.parts.history.count([Arrival("u", "h", adapter(0), 1)])
+        await world.turn()
+        assert DIGESTS[0] in chain.from_iterable(world.told.values())
+        assert (await world.residency.forecast_of("t", "f")).wanted == []
 
     asyncio.run(main())
 

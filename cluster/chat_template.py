@@ -1,0 +1,42 @@
+"""Chat templates as models have them: conversations to text, in Jinja's sandbox. Loads neither tokenizer nor model."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What a template's own code may raise over messages that it was not written for."""
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Returns the template in the environment that chat templates are written for: sandboxed, trimmed blocks, loop
+    controls, four helpers. Raises jinja2.TemplateError."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
+    return environment.from_string(source)
+
+
+def render(
+    template: jinja2.Template, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str], *, answer: bool
+) -> str:
+    """Returns the conversation's text; with `answer` ready for the assistant's turn. `special`: the texts of special
+    tokens, by their names. Raises what ERRORS has."""
+    return template.render(messages=messages, add_generation_prompt=answer, tools=None, documents=None, **special)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    # Jinja's own filter escapes HTML; templates expect plain JSON.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,89 @@
+"""The process that renders functions' own chat templates for a gateway worker, started by gateway.calls.chat_templates.
+
+Templates are tenants' programs: a few characters of one can take much memory and time. Here they take those of a
+process of low priority, one conversation after the other, that is killed when it needs more.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+import msgspec
+
+from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_much, limited, receive, send
+from cluster.chat_template import compile_template, render
+
+RENDER_SECONDS = 1.0
+"""Processor time for one conversation; honest templates need some thousandths."""
+MAX_CHARACTERS = 4 << 20
+"""Of a rendered conversation: four times what a call's body may have."""
+MAX_COMPILED = 256
+"""Templates; the one that was used least recently is compiled anew."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """As cluster.chat_template.render has it."""
+
+    template: str
+    messages: list[dict[str, Any]]
+    special: dict[str, str]
+    answer: bool = True
+
+
+class Rendered(msgspec.Struct, frozen=True, tag=True):
+    text: str
+    last: bool
+    """Whether the process holds so much memory that a new one should go on."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    problem: str
+    last: bool
+
+
+def outcome_of(job: Job) -> Rendered | Refused:
+    """Ends the process by SIGPROF when RENDER_SECONDS are over."""
+    try:
+        with limited(signal.ITIMER_PROF, RENDER_SECONDS):
+            text = render(_compiled(job.template), job.messages, job.special, answer=job.answer)
+            text.encode()  # a lone surrogate is no text
+    except MemoryError:
+        return Refused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", True)
+    except jinja2.TemplateSyntaxError as error:
+        return _refused(f"line {error.lineno}: {error.message}")
+    except Exception as error:  # whatever it is, the template's own code has raised it
+        return _refused(str(error) or type(error).__name__)
+    if len(text) > MAX_CHARACTERS:
+        return _refused(f"it makes {len(text)} characters of them; {MAX_CHARACTERS} are allowed")
+    return Rendered(text, holds_much())
+
+
+def _refused(problem: str) -> Refused:
+    return Refused(problem[:500].encode(errors="replace").decode(), holds_much())
+
+
+@lru_cache(MAX_COMPILED)
+def _compiled(source: str) -> jinja2.Template:
+    return compile_template(source)
+
+
+def main() -> NoReturn:
+    """Jobs come, and outcomes go, over the socket that is the standard input."""
+    os.nice(NICENESS)
+    connection = socket.socket(fileno=0)
+    bound_memory()
+    while True:
+        try:
+            job = msgspec.msgpack.decode(receive(connection), type=Job)
+        except EOFError:
+            raise SystemExit(0) from None
+        send(connection, outcome_of(job))
+
+
+if __name__ == "__main__":
+    main()

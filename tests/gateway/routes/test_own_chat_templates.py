@@ -1,0 +1,173 @@
+"""A function's own chat template: as transformers applies it, refused where it can't be, and no harm to others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from running_gateway import Running, upload
+from transformers import AutoTokenizer
+
+from adapters.functions import MAX_TEMPLATE
+from gateway.calls import chat_templates
+from gateway.calls.template_process import RENDER_SECONDS
+
+OWN = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "<{{ m['role'] }}>{{ m['content'] | trim }}{% if m.content == 'stop' %}{% break %}{% endif %}\n"
+    "{% endfor %}{% if messages[0].role == 'assistant' %}{{ raise_exception('begin with the user') }}{% endif %}\n"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": " Once upon "}, {"role": "assistant", "content": "a time"}]
+ENDLESS = (
+    "{% if messages[-1].content != 'Hello' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}ok"
+)
+LARGE = "{% if messages[-1].content != 'Hello' %}{{ 'x' * (10 ** 9) }}{% endif %}ok"
+DOUBLING = (
+    "{% set ns = namespace(x='xx') %}{% if messages[-1].content != 'Hello' %}"
+    "{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{% endif %}ok"
+)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy host gives a process of low priority next to nothing."""
+    monkeypatch.setattr(chat_templates, "ANSWER_SECONDS", 200.0)
+    monkeypatch.setattr(chat_templates, "CHECK_SECONDS", 200.0)
+
+
+@pytest.fixture
+def client(gateway: Running, pirate: dict) -> httpx.Client:
+    """Over a base that has no template of its own."""
+    client = gateway.client()
+    client.timeout = 200.0
+    assert client.post("/deploy/f", files=pirate).status_code == 201
+    return client
+
+
+def set_template(client: httpx.Client, template: Any, name: str = "f") -> httpx.Response:
+    return client.patch(f"/functions/{name}", json={"defaults": {"chat_template": template}})
+
+
+def expected(running: Running, messages: list[dict[str, str]], *, answer: bool = True) -> list[int]:
+    reference = AutoTokenizer.from_pretrained(running.config.model_dir)
+    found: list[int] = reference.apply_chat_template(
+        messages, chat_template=OWN, add_generation_prompt=answer, return_dict=False
+    )
+    return found
+
+
+def test_calls_have_the_tokens_of_transformers(gateway: Running, client: httpx.Client) -> None:
+    body = {"model": "f", "messages": MESSAGES, "max_tokens": 1}
+    assert client.post("/v1/chat/completions", json=body).status_code == 400, "neither base nor function has one"
+    assert set_template(client, OWN).json()["policy"] == {"defaults": {"chat_template": OWN}}
+    (node,) = gateway.nodes
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.keys["acme"], max_retries=0) as official:
+        official.chat.completions.create(model="f", messages=MESSAGES, max_tokens=1)  # type: ignore[call-overload]
+        assert node.received[-1].token_ids == expected(gateway, MESSAGES)
+        with official.chat.completions.create(  # type: ignore[call-overload]
+            model="f:latest", messages=[{"role": "user", "content": "stop"}, *MESSAGES], stream=True, max_tokens=1
+        ) as stream:
+            assert list(stream)
+    assert node.received[-1].token_ids == expected(gateway, [{"role": "user", "content": "stop"}, *MESSAGES])
+    assert client.post("/invoke/f", json={"messages": MESSAGES, "max_tokens": 1}).status_code == 200
+    assert node.received[-1].token_ids == expected(gateway, MESSAGES)
+    for answer in (True, False):
+        asked = {"model": "f", "messages": MESSAGES, "add_generation_prompt": answer}
+        assert client.post("/tokenize", json=asked).json()["tokens"] == expected(gateway, MESSAGES, answer=answer)
+    long = [{"role": "user", "content": "Once upon a time " * 20}]
+    assert client.post("/tokenize", json={"model": "f", "messages": long}).json()["tokens"] == expected(gateway, long)
+    assert client.post("/invoke/stories260K", json={"messages": MESSAGES}).status_code == 422, "the base has none still"
+    assert client.post("/invoke/f", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert client.patch("/functions/f", json={"defaults": None}).json()["policy"] == {}
+    assert client.post("/invoke/f", json={"messages": MESSAGES}).status_code == 422
+
+
+def test_a_deploy_brings_its_template(gateway: Running, client: httpx.Client, pirate: dict) -> None:
+    policy = {"policy": (None, '{"defaults": {"chat_template": "{% for %}"}}')}
+    refused = client.post("/deploy/g", files={**pirate, **policy})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "policy.defaults.chat_template")
+    assert client.post("/deploy/g?dry_run=true", files={**pirate, **policy}).status_code == 422
+    assert client.get("/functions/g").status_code == 404
+    policy = {"policy": (None, '{"defaults": {"chat_template": "{{ messages[0].content }}"}}')}
+    assert client.post("/deploy/g", files={**pirate, **policy}).status_code == 201
+    assert client.post("/invoke/g", json={"messages": MESSAGES, "max_tokens": 1}).status_code == 200
+
+
+def test_templates_that_can_not_serve_are_refused(client: httpx.Client) -> None:
+    for template, told in [
+        ("{% for m in messages %}{{ m.content }}", "Unexpected end of template"),
+        ("line\n{{ m | nothing }}", "line 2: No filter named 'nothing'"),
+        ("{{ messages[0].text.strip() }}", "has no attribute 'text'"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{{ ().__class__.__mro__ }}{{ ''.format.__globals__ }}", "unsafe"),
+        ('{{ "\\ud800" }}', "surrogates"),
+        ('{{ raise_exception("\\ud800") }}', ""),
+        ("{{ 'x' * (10 ** 11) }}", "MiB of memory"),
+        ("{{ messages[0].content * 1000000 }}", "characters"),
+        ("{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}", ""),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "of processor time"),
+    ]:
+        reply = set_template(client, template)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (422, "defaults.chat_template"), template
+        assert told in reply.json()["error"]["message"], (template, reply.json())
+    for template in ("", "x" * (MAX_TEMPLATE + 1), 1):
+        reply = set_template(client, template)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (422, "defaults.chat_template")
+    assert client.get("/functions/f").json()["policy"] == {}
+    unserved = client.patch("/functions/f", json={"defaults": {"tool_parser": "hermes"}})
+    assert (unserved.status_code, unserved.json()["error"]["param"]) == (422, "defaults")
+    assert "tool_parser" in unserved.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("template", [ENDLESS, LARGE, DOUBLING])
+def test_a_template_that_takes_too_much_harms_nobody_else(
+    gateway: Running, client: httpx.Client, pirate: dict, template: str
+) -> None:
+    """It does so only with a conversation that nobody could know when it was set. Another tenant's calls go on beside
+    it: each waits for one of them at most."""
+    other = gateway.client("other")
+    other.timeout = 200.0
+    assert other.post("/deploy/good", files=pirate).status_code == 201
+    assert set_template(other, OWN, "good").status_code == 200
+    assert set_template(client, template).status_code == 200
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    with ThreadPoolExecutor(6) as pool:
+        bad = [pool.submit(client.post, "/invoke/f", json=body) for _ in range(4)]
+        good = [other.post("/invoke/good", json=body) for _ in range(3)]
+        refused = [each.result() for each in bad]
+    assert [reply.status_code for reply in good] == [200] * 3
+    assert [(r.status_code, r.json()["error"]["param"]) for r in refused] == [(422, "messages")] * 4
+    hello = client.post("/invoke/f", json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1})
+    assert hello.status_code == 200
+
+
+def test_a_call_waits_no_longer_than_it_says(client: httpx.Client) -> None:
+    assert set_template(client, ENDLESS).status_code == 200
+    begin = time.monotonic()
+    late = client.post("/invoke/f", json={"messages": MESSAGES, "timeout": RENDER_SECONDS / 10})
+    assert late.status_code == 504
+    assert client.post("/invoke/f", json={"messages": MESSAGES}).status_code == 422
+    assert time.monotonic() - begin < 60
+
+
+def test_a_base_s_own_template_gives_way(
+    start: Callable[..., Running], smollm_dir: Path, smollm_adapters: dict[str, Path]
+) -> None:
+    """Of SmolLM2, whose tokenizer and template are a really trained chat model's."""
+    running = start(model_dir=str(smollm_dir), base_id="SmolLM2")
+    client = running.client()
+    assert client.post("/deploy/f", files=upload(smollm_adapters["pirate"])).status_code == 201
+    reference = AutoTokenizer.from_pretrained(smollm_dir)
+    asked = {"model": "f", "messages": MESSAGES}
+    base = reference.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert client.post("/tokenize", json=asked).json()["tokens"] == base
+    assert set_template(client, OWN).status_code == 200
+    assert client.post("/tokenize", json=asked).json()["tokens"] == expected(running, MESSAGES) != base
