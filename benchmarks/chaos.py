@@ -1,7 +1,7 @@
 """Parts of a service are killed, hung and emptied under load: two nodes, two gateway workers and a Redis.
 
-Callers stream greedy generations whose text is known; others deploy, and submit asynchronous calls and batches. Then
-everything has to come to rest.
+Callers stream greedy generations whose text is known; others deploy, submit asynchronous calls and batches, and change
+policies. Then everything has to come to rest.
 
 - A storm: every few seconds one part is killed (an engine, a node's API process, a gateway worker, be it the one that
   leads, Redis), hung for some seconds (a node's API process, Redis) or emptied (Redis). A caller calls again when its
@@ -13,7 +13,8 @@ everything has to come to rest.
 An error of the contract is an answer (`refused`). `unanswered`: calls that never got one. `wrong_tokens`: calls of
 which any token differs from what it had to be. `lost_acknowledged`: deploys, and requests in the metering, that were
 acknowledged and are not there in the end. `leaked`: requests, leases, KV blocks, reservations and places that are still
-held. `jobs_wrong`: what benchmarks.chaos_jobs.WRONG says of asynchronous calls and batches.
+held. `jobs_wrong`: what benchmarks.chaos_jobs.WRONG says of asynchronous calls and batches; `policies_wrong`: what
+benchmarks.chaos_policies.WRONG says of functions' policies, which are changed all the time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks.chaos_jobs import BATCHED, EVENTS, WRONG, Jobs
+from benchmarks.chaos_policies import WRONG as POLICIES_WRONG
+from benchmarks.chaos_policies import Policies
 from benchmarks.chaos_rest import at_rest, children, leader, lost
 from benchmarks.http_service import HttpService
 from benchmarks.redis_server import RedisServer, redis_server
@@ -65,6 +68,8 @@ class Seen:
     deployed: dict[str, str] = field(default_factory=dict)
     """Digests of the functions whose deploy was acknowledged."""
     kills: Counter[str] = field(default_factory=Counter)
+    redis_harms: list[tuple[float, float]] = field(default_factory=list)
+    """From and to, monotonic seconds."""
     after: dict[str, Counter[str]] = field(default_factory=dict)
     """What was harmed last -> why calls that ended since then were not done."""
 
@@ -78,6 +83,7 @@ class Chaos:
         self.functions = [f"a{index}" for index in range(len(service.adapters))]
         self.jobs: Jobs | None = None
         """Once it is known what they have to say."""
+        self.policies = Policies(service, seed, TOKENS)
         self._last = "nothing"
 
     async def run(self, seconds: float, every: float | None, pause: float) -> None:
@@ -93,9 +99,11 @@ class Chaos:
                 await self._deploy_as(session, name, self.service.adapters[0])
             texts = {prompt: self.expected[self.functions[0], prompt] for prompt in PROMPTS}
             self.jobs = jobs = Jobs(self.service, self.seed, TOKENS, texts)
+            await self.policies.prepare(session)
             until = time.monotonic() + seconds
             async with asyncio.TaskGroup() as group:
                 group.create_task(jobs.run(session, until))
+                group.create_task(self.policies.run(session, until))
                 draws = [random.Random(self.seed * 100 + number) for number in range(CALLERS)]
                 if every is None:
                     for draw in draws:
@@ -190,9 +198,11 @@ class Chaos:
             if time.monotonic() >= until - pause:
                 return
             way = ways[number] if number < len(ways) else draw.choice(ways)
-            self._last = way
+            self._last, begin = way, time.monotonic()
             if await self._do(way, draw):
                 self.seen.kills[way] += 1
+            if "redis" in way:
+                self.seen.redis_harms.append((begin, time.monotonic()))
 
     async def _do(self, way: str, draw: random.Random) -> bool:
         """Whether there was something to harm."""
@@ -259,6 +269,7 @@ def main() -> None:
             asyncio.run(chaos.run(seconds, every, pause))
             assert chaos.jobs is not None
             jobs, wrong = chaos.jobs.check(chaos.seen.kills.total())
+            policies_wrong = chaos.policies.check(chaos.seen.redis_harms)
             held = at_rest(service, redis, prefix_of(service.secret))
             done = len(chaos.expected) + chaos.seen.counts["done"]
             missing = lost(service, chaos.seen.deployed, chaos.functions, done)
@@ -268,9 +279,11 @@ def main() -> None:
     figures |= {name: seen.counts[name] for name in counted}
     figures |= {"leaked": sum(held.values()), "deploys": len(seen.deployed), "jobs_wrong": wrong.total()}
     figures |= {"events": jobs["events"], "batches": jobs["batches"], "batch_lines": jobs["lines"]}
+    figures |= {"policies_wrong": policies_wrong.total(), **chaos.policies.counts}
     after = {way: dict(reasons) for way, reasons in seen.after.items()}
     row = {"kills": dict(seen.kills), "not_done_after": after, "held": held, "missing": missing}
     row |= {"jobs": dict(jobs), "jobs_wrong": {name: wrong[name] for name in WRONG}}
+    row |= {"policies_wrong": {name: policies_wrong[name] for name in POLICIES_WRONG}}
     settings: dict[str, Any] = {"seconds": seconds, "tokens": TOKENS, "nodes": 2, "workers": 2}
     settings |= {"pause": pause, "callers": CALLERS} if every is None else {"every": every, "rate": chaos.rate}
     settings |= {"model": options.model.name, "took_s": round(time.monotonic() - begin)}

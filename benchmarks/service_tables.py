@@ -94,9 +94,8 @@ def chaos_table(document: dict[str, Any]) -> str:
         f"{form.capitalize()}, {settings['model']}, {settings['seconds'] / 60:.0f} minutes, {callers}, "
         f"{figures['deploys']:.0f} deploys, {figures['kills']:.0f} parts harmed."
     )
-    zero = [
-        name for name in ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked", "jobs_wrong") if name in figures
-    ]
+    counted = ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked", "jobs_wrong", "policies_wrong")
+    zero = [name for name in counted if name in figures]
     refused = f"{figures['refused']:.0f} ({refused_share(figures)})"
     calls = (f"{figures['requests']:.0f}", f"{figures['done']:.0f}", refused, f"{figures['cut']:.0f}")
     return "\n".join([

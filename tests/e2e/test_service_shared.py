@@ -23,9 +23,10 @@ def test_nothing_is_wrong_unanswered_lost_or_leaked(stories_dir: Path, tmp_path:
     document = json.loads(file.read_text())
     figures = document["figures"]
     assert document["study"] == "chaos"
-    for name in ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked"):
+    for name in ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked", "policies_wrong"):
         assert figures[name] == 0, document["rows"]
     assert figures["done"] > 10
+    assert figures["bounded_calls"] > 0 and figures["writes_acknowledged"] > 5
     harmed = document["rows"][0]["kills"]
     assert {"redis", "worker"} <= set(harmed) and {"engine", "api"} & set(harmed), harmed
     if form:
