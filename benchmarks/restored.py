@@ -24,7 +24,7 @@ from benchmarks.peft_reference import make_adapter
 from benchmarks.report import ROOT, arguments, publish, report
 
 NODES = 3
-COPIES = (1, 24)
+COPIES, QUICK_COPIES = (1, 24), (1, 6)
 RANK = 16
 STORE = 1_000_000
 """Bytes per second at which adapters reach a node."""
@@ -124,13 +124,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
     options = parser.parse_args()
-    rounds = 1 if options.quick else options.rounds
+    rounds, every = (1, QUICK_COPIES) if options.quick else (options.rounds, COPIES)
     rows: list[dict[str, Any]] = []
-    for copies in COPIES:
+    for copies in every:
         with tempfile.TemporaryDirectory() as root:
             rows += [{"copies": copies, **row} for row in measure(options.model, copies, rounds, Path(root))]
     figures: dict[str, float] = {}
-    for copies in COPIES:
+    for copies in every:
         own = [row for row in rows if row["copies"] == copies]
         figures |= {
             f"all_s_{copies}": median(row["all_s"] for row in own),

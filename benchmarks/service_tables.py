@@ -109,6 +109,33 @@ def chaos_table(document: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def restored_table(document: dict[str, Any]) -> str:
+    settings, rows = document["settings"], document["rows"]
+    text = (
+        f"Simulated store of {settings['store'] / 1e6:g} MB/s. {settings['nodes']} nodes, {settings['model']}, rank "
+        f"{settings['rank']}, median of {settings['rounds']} kills (worst)."
+    )
+    cells = []
+    for copies in sorted({row["copies"] for row in rows}):
+        own = [row for row in rows if row["copies"] == copies]
+        lost = [row["lost"] for row in own]
+        shares = [row["link_share"] for row in own if row["link_share"]]
+        cells.append((
+            str(copies),
+            f"{min(lost)} to {max(lost)}" if min(lost) < max(lost) else str(lost[0]),
+            _worst_s(own, "first_s"),
+            _worst_s(own, "all_s"),
+            f"{median(shares):.0%} ({min(shares):.0%})" if shares else "",
+        ))  # fmt: skip
+    header = ("copies", "lost at a time", "first one back", "all back", "of the store's rate")
+    return "\n".join([caption(document, text), "", *table(header, cells)])
+
+
+def _worst_s(found: list[Row], name: str) -> str:
+    values = [row[name] for row in found]
+    return f"{median(values):.1f} s ({max(values):.1f})"
+
+
 def _not_done(row: dict[str, Any]) -> str:
     parts = [
         f"{sum(reasons.values())} after {way} ({', '.join(f'{count} {why}' for why, count in sorted(reasons.items()))})"

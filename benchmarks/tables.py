@@ -43,7 +43,7 @@ from benchmarks.prefetch_tables import prefetch_table
 from benchmarks.report import RESULTS, ROOT, caption
 from benchmarks.rule import table, wrapped
 from benchmarks.scheduling_tables import fidelity_table, scheduling_table
-from benchmarks.service_tables import chaos_table, fairness_table
+from benchmarks.service_tables import chaos_table, fairness_table, restored_table
 
 
 def exactness_table(document: dict[str, Any]) -> str:
@@ -162,6 +162,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "scale": one("scale", scale_table),
         "fairness": one("fairness", fairness_table),
         "chaos": each(("chaos_minute", "chaos"), chaos_table),
+        "restored": one("restored", restored_table),
     },
     ROOT / "docs" / "design" / "adapter-memory.md": {
         "eviction": one("eviction", eviction_table),

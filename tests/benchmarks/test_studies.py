@@ -33,6 +33,7 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
             ["--dtype", "float32", "--model"],
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
+        ("restored", ["--model"], {"all_s_1", "worst_s_1", "all_s_6", "link_share_6"}),
         ("random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
         (
             "control_plane",
