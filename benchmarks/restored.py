@@ -3,7 +3,8 @@
 Three nodes of `garnish up` on this host share functions with one device copy each. In every round the supervisor of the
 node with the most copies is killed, and its processes with it. `first_s` and `all_s` are until the first and the last
 of its copies are on others' devices, as the gateway tells its callers; `link_share`: of the simulated store's rate,
-what the node that got most bytes had between its first copy and its last (0: too few to say).
+what the node that got most bytes had between its first copy and its last (0: too few to say). It is a little above the
+truth, for two copies load at once, and part of the second one came before the first was whole.
 """
 
 from __future__ import annotations

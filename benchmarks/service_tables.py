@@ -119,15 +119,13 @@ def restored_table(document: dict[str, Any]) -> str:
     for copies in sorted({row["copies"] for row in rows}):
         own = [row for row in rows if row["copies"] == copies]
         lost = [row["lost"] for row in own]
-        shares = [row["link_share"] for row in own if row["link_share"]]
         cells.append((
             str(copies),
             f"{min(lost)} to {max(lost)}" if min(lost) < max(lost) else str(lost[0]),
             _worst_s(own, "first_s"),
             _worst_s(own, "all_s"),
-            f"{median(shares):.0%} ({min(shares):.0%})" if shares else "",
         ))  # fmt: skip
-    header = ("copies", "lost at a time", "first one back", "all back", "of the store's rate")
+    header = ("copies", "lost at a time", "first one back", "all back")
     return "\n".join([caption(document, text), "", *table(header, cells)])
 
 
