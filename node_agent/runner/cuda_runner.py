@@ -5,9 +5,8 @@ Without a GPU the same path runs on a CPU, with plain torch in the place of kern
 
 from __future__ import annotations
 
+import gc
 import logging
-
-import torch
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner import transformers_runner
@@ -35,10 +34,9 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
     problem = check_runner(reference, runner)
     if problem is None:
         return runner
-    log.error("node.runner: cuda is not used: it differs from transformers, which serves", extra={"reason": problem})
-    del reference, runner  # their memory is the other's
-    if settings.device.type == "cuda":
-        torch.cuda.empty_cache()
+    log.error("node.runner: cuda is not used, and transformers serves", extra={"reason": problem})
+    del reference, runner  # their memory is the other's, which measures what is free
+    gc.collect()
     return transformers_runner.open_runner(settings, load)
 
 
