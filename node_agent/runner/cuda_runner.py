@@ -16,6 +16,7 @@ from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_lora import CudaLora, SentLora, open_add
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
 from node_agent.runner.cuda_stream import Stream, open_stream
+from node_agent.runner.decode_library import choose_decode_attention
 from node_agent.runner.lora_choice import StartLora
 from node_agent.runner.transformers_runner import LoadModel, TransformersRunner, load_model
 from node_agent.types import ModelRunner, PassLora, RunnerSettings, StepBatch
@@ -50,6 +51,8 @@ class CudaRunner:
         self.vocab: int = model.model.config.vocab_size
         self.current, self.stream = model.current, stream
         self.decoder = Decoder(model, block_tokens, num_blocks)
+        layers = [(layer.heads, layer.cache) for layer in self.decoder.layers]
+        self.decoder.decode_attention = choose_decode_attention(self.decoder.operations, layers, stream)
         self.buckets: list[Bucket] = []
         """by size; none before `serve`"""
 
