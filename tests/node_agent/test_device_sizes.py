@@ -57,7 +57,7 @@ def test_a_cpu_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_torch_keeps_of_freed_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver counts it as taken: of a 7B model whose projections were fused it is five gigabytes."""
+    """The driver counts it as taken: the parts of fused projections, by reading nine gigabytes of a 7B model."""
     kept = [5 * GIB]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB - kept[0], 24 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
