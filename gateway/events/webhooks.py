@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 import aiohttp
 from standardwebhooks import Webhook
 
-from gateway.events.webhook_hosts import CheckedResolver, NotAllowed, WebhookHosts
+from gateway.events.checked_resolver import CheckedResolver
+from gateway.events.webhook_hosts import NotAllowed, WebhookHosts
 from gateway.events.webhook_secrets import WebhookSecret
 
 SEND_S = 15.0
