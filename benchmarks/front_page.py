@@ -18,6 +18,8 @@ Reports = Mapping[str, dict[str, Any]]
 
 ENGINE, SERVE = ("engine", "engine_avx2"), ("serve", "serve_avx2")
 """The same study on the best level of a host, and held to AVX2."""
+COLD = ("coldstart", "coldstart_decode")
+"""The cold starts of all settings, and of S1-S3 in more rounds."""
 WORKERS = {
     "full": "workers at full speed", "full_slowed": "slowed workers",
     "full_fourfold": "workers slowed four times more",
@@ -44,7 +46,7 @@ def benefits(reports: Reports) -> str:
     """Six bullets of one line."""
     exact, fair = reports["exactness"]["figures"], reports["fairness"]["figures"]
     mixed = peft_ratios(reports)
-    cold = [spread(full_settings(reports["coldstart_decode"], kind).values(), lower_is_better=True) for kind in TIMES]
+    cold = [spread(cold_ratios(reports, kind), lower_is_better=True) for kind in TIMES]
     times = (f"{kind.upper()} {each.median:.2f} ({each.worst:.1f})" for kind, each in zip(TIMES, cold, strict=True))
     ties = f", {exact['ties']} a tie" if exact["ties"] else ""
     return "\n".join([
@@ -65,7 +67,7 @@ def figures(reports: Reports) -> str:
     bullets = [
         *(_engine(reports[name], name) for name in ENGINE if name in reports),
         *(_serving(reports[name], name) for name in SERVE if name in reports),
-        _cold(reports["coldstart_decode"]),
+        *(_cold(reports[name], name) for name in COLD),
         _exact(reports["exactness"]),
         _fair(reports["fairness"]),
         _faults(reports["chaos"], reports["chaos_minute"]),
@@ -83,6 +85,11 @@ def peft_ratios(reports: Reports) -> Spread:
     for report in (reports[name] for name in SERVE if name in reports):
         found += [report["figures"][f"over_peft_{model}"] for model in report["settings"]["models"]]
     return spread(found, lower_is_better=False)
+
+
+def cold_ratios(reports: Reports, kind: str) -> list[float]:
+    """Times of calls over those of calls whose adapter is on the device: all studies, settings and workers' speeds."""
+    return [value for name in COLD for value in full_settings(reports[name], kind).values()]
 
 
 def _source(text: str, page: str, *names: str) -> str:
@@ -137,7 +144,7 @@ def _serving(report: dict[str, Any], name: str) -> str:
     return _source(text, "docs/results/benchmarks.md#serving", name)
 
 
-def _cold(report: dict[str, Any]) -> str:
+def _cold(report: dict[str, Any], name: str) -> str:
     kinds = {kind: full_settings(report, kind) for kind in TIMES}
     parts = []
     for kind, values in kinds.items():
@@ -146,10 +153,17 @@ def _cold(report: dict[str, Any]) -> str:
         parts.append(f"{kind.upper()} {median(values.values()):.2f} (worst {values[part, variant]:.2f}: {where})")
     text = (
         f"**Cold starts** against calls whose adapter is on the device, over {len(kinds['ttft'])} settings: "
-        f"{', '.join(parts)}. Means of a round's calls; a simulated link and CPU workers (`node.simulate` in "
-        f"serverless.yml), {host(report)}."
+        f"{', '.join(parts)}. Means of a round's calls, {_rounds(report)}; a simulated link and CPU workers "
+        f"(`node.simulate` in serverless.yml), {host(report)}."
     )
-    return _source(text, "docs/design/cold-start.md#decoding-before-the-adapter-is-there", "coldstart_decode")
+    return _source(text, "docs/design/cold-start.md#the-ways-of-loading", name)
+
+
+def _rounds(report: dict[str, Any]) -> str:
+    """How many rounds stand behind a setting's median."""
+    found = {len(row["rounds"]["cached"]) for row in report["rows"] if "cached" in row.get("rounds", {})}
+    least, most = min(found), max(found)
+    return f"{least} to {most} rounds" if least < most else f"{most} round{'s' if most > 1 else ''}"
 
 
 def _exact(report: dict[str, Any]) -> str:
