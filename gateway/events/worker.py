@@ -149,11 +149,11 @@ class Worker:
         error = task.exception()
         if error is None:
             return succeeded(claim.event, task.result(), now), None
-        if isinstance(error, NotKnownHere):
-            return postponed(claim.event, error, now), None
         if is_unexpected(error):
             log.error("an event failed unexpectedly", exc_info=error, extra={"event": claim.event.id})
         told = to_service_error(error)
+        if isinstance(error, NotKnownHere) or (told.type == "unavailable" and not await self._can_run()):
+            return postponed(claim.event, told, now), None  # the last node went since the claim: nothing ran
         refused_for = (told.retry_after or 0.0) if told.type in REFUSED else None
         return failed(claim.event, told, now), refused_for
 
