@@ -111,6 +111,7 @@ chaos: install-dev demo-model
 many: install-dev demo-model
 	$(BIN)/python -m benchmarks.many --json benchmarks/results/many.json
 	$(BIN)/python -m benchmarks.many --adapters 1000 --json benchmarks/results/many_1000.json
+	$(BIN)/python -m benchmarks.batches --json benchmarks/results/batches.json
 	$(BIN)/python -m benchmarks.tables
 
 # vLLM's and guidellm's load generators, each in an environment of its own, against the service; docs/guide/clients.md.

@@ -76,7 +76,7 @@ class Size:
     rounds: int
 
 
-FULL, QUICK = Size(200, 64, 4000, 20, 3), Size(6, 8, 48, 2, 1)
+FULL, QUICK = Size(200, 64, 1000, 20, 3), Size(6, 8, 48, 2, 1)
 
 
 class Bed:

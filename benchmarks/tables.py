@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import front_page
 from benchmarks.ablation_tables import confirmed_table, length_table, screen_table
 from benchmarks.autoscale_report import autoscale_text
+from benchmarks.batch_tables import batches_table
 from benchmarks.cold_tables import coldstart_table, planning_table, remote_store_table, streaming_table
 from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
 from benchmarks.eviction_tables import eviction_table, eviction_traces_table
@@ -154,6 +155,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "memory-settings": one("memory", memory_settings_table),
         "eviction-traces": one("eviction", eviction_traces_table),
         "many": each(("many", "many_1000"), many_table),
+        "batches": one("batches", batches_table),
         "gateway": one("gateway", gateway_table),
         "random-keys": one("random_keys", random_keys_table),
         "control-plane": one("control_plane", control_plane_table),
