@@ -20,7 +20,11 @@ CONNECTIONS = 16
 
 
 class NotDelivered(Exception):
-    """Why a try failed, as its owner may read it."""
+    """Why a try failed, as its owner may read it. `for_good`: no later try can go better."""
+
+    def __init__(self, why: str, *, for_good: bool = False) -> None:
+        super().__init__(why)
+        self.for_good = for_good
 
 
 class Webhooks:
