@@ -92,19 +92,14 @@ def same(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
 
     Drawn weights make close calls, so tokens may differ by rounding; the first token's log probability tells how much.
     """
-    engine = bench.engine.engine
-    start = engine.start_lora
     for rank, tokens in product(bench.adapters, (64, 512)):
         adapter, prompts = bench.adapters[rank][:1], bench.prompts(tokens, 1)
         bench.forget()
         with all_handed_over(bench):
             (cold,) = bench.serve(WAYS["assist"], adapter, prompts, 8)
         (warm,) = bench.serve(WAYS["cached"], adapter, prompts, 8)
-        engine.start_lora = plain_torch(engine.store)
-        try:
+        with plain_torch(bench.engine.engine):
             (plain,) = bench.serve(WAYS["cached"], adapter, prompts, 8)
-        finally:
-            engine.start_lora = start
         (base,) = bench.serve(WAYS["cached"], [None], prompts, 8)  # type: ignore[list-item]
         yield {
             "rank": rank, "tokens": tokens, "layers_cpu": cold[3].layers_cpu, "replays": cold[3].replays,

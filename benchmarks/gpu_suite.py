@@ -31,6 +31,7 @@ import torch
 from benchmarks import coldstart_gpu, gpu_exact, gpu_peer, gpu_steps
 from benchmarks.gpu_check import OPERATIONS, check_operations, draw_cases, scratch_for
 from benchmarks.gpu_engine import EngineBox
+from benchmarks.gpu_layer_check import SHAPES as LAYER_SHAPES
 from benchmarks.gpu_layer_check import check_layers
 from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
 from benchmarks.gpu_timing import gpu_seconds
@@ -142,7 +143,7 @@ class Suite:
         sizes = (4200, 256) if on_gpu else (40, 9)
         cases = draw_cases(CHECKS if on_gpu else 1, self.box.seed, self.box.device.type, *sizes)
         yield from check_operations(cases, max(1.0, (until - time.monotonic()) * LORA_SHARE))
-        yield from check_layers(self.box.device, self.box.seed)
+        yield from check_layers(self.box.device, self.box.seed, LAYER_SHAPES if on_gpu else LAYER_SHAPES[:2])
 
     def _alone(self, part: Part, until: float) -> Iterator[dict[str, Any]]:
         """A part of cold starts: their engine is another one."""
@@ -224,7 +225,7 @@ def study(
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--parts", default=",".join(SECONDS), help="what to run, of " + ", ".join(SECONDS))
-    parser.add_argument("--runner", choices=("auto", *RUNNERS), default="auto", help="what computes the base model")
+    parser.add_argument("--runner", choices=("auto", *RUNNERS), default="cuda", help="what computes the base model")
     options = parser.parse_args()
     parts = options.parts.split(",")
     if not set(parts) <= set(SECONDS):

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
-from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.handoffs import Handoff
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.workers import WorkerPool
+from node_agent.engine.loop import Engine
 from node_agent.runner.lora import SegmentedLora
-from node_agent.runner.lora_choice import StartLora
 
 
-def plain_torch(store: AdapterStore) -> StartLora:
-    """Every segment by torch's own products."""
-    return lambda batch, _: SegmentedLora(batch, store.weights)
+@contextmanager
+def plain_torch(engine: Engine) -> Iterator[None]:
+    """Meanwhile every segment is computed by torch's own products, and no step by a captured one."""
+    start, runner = engine.start_lora, cast(Any, engine.runner)
+    captured = getattr(runner, "buckets", None)
+    engine.start_lora = lambda batch, _: SegmentedLora(batch, engine.store.weights)
+    if captured is not None:
+        runner.buckets = []
+    try:
+        yield
+    finally:
+        engine.start_lora = start
+        if captured is not None:
+            runner.buckets = captured
 
 
 class SyncedPass:

@@ -18,6 +18,7 @@ from cluster.messages import PROTOCOL_VERSION, Adapter
 
 HeldTier = Literal["device", "host", "disk", "absent"]
 LayerName = Literal["no", "host", "enqueued", "device", "failed"]
+WantedTier = Literal["device", "host"]
 
 
 class AdapterState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -54,12 +55,13 @@ class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
     """An adapter that a node is to have ready before it is called."""
 
     adapter: Adapter
-    tier: Literal["device", "host"]
+    tier: WantedTier
     chance: float
-    """Probability of a call within 30 seconds, 0 to 1."""
+    """Probability of a call within 30 seconds, 0 to 1. Of what is provisioned in host memory and wanted on the device,
+    the chance for which it is wanted there."""
     pinned: bool = False
     """An operator's policy wants it there; it does not count as a forecast, and waste does not hold it back."""
-    provisioned: Literal["device", "host"] | None = None
+    provisioned: WantedTier | None = None
     """The tier that it does not leave, whatever else needs room, as long as it is wanted; it is brought there beside
     requests' loads."""
 

@@ -284,6 +284,8 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     residency = _make_residency(opened, metrics, functions, threads, node_calls)
     dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions, residency)
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
+    event_threads = StoreThreads(config.store_seconds, EVENT_THREADS)
+    events = Events(EventStore(store, EventMetrics(metrics.registry)), event_threads, shared.events)
     return Services(
         config=config,
         base=opened.base,
@@ -298,11 +300,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         name_watch=name_watch,
         usage=opened.usage,
         functions=functions,
-        events=Events(
-            EventStore(store, EventMetrics(metrics.registry)),
-            StoreThreads(config.store_seconds, EVENT_THREADS),
-            shared.events,
-        ),
+        events=events,
         suggestions=Suggestions(registry, threads, monotonic),
         cluster=shared.cluster,
         leases=shared.leases,
@@ -326,6 +324,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
             base=opened.base.fingerprint,
             name=worker_name(),
             registry=metrics.registry,
+            unix=events.clock.now,
         ),
     )
 

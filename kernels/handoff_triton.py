@@ -24,9 +24,12 @@ from kernels.handoff import LINE
 
 WORDS = tl.constexpr(LINE // 8)
 BLOCK = 1024
+UNALIGNED = ("poisoned",)
+"""One word of many, each a pass's own: a kernel compiled for its alignment would serve some passes, and the others'
+first handoff would wait for a compiler."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def copy_and_signal(
     x, size, target, ticket, command_flags, values, workers, poisoned, BLOCK: tl.constexpr, LANES: tl.constexpr
 ):
@@ -44,7 +47,7 @@ def copy_and_signal(
             tl.atomic_store(command_flags + worker * WORDS, value, mask=value != 0, sem="release", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def wait_for_workers(done_flags, values, timeout_ns, poisoned, failed):
     """A program per worker: poisoned[0] = failed[0] = 1 unless its done flag becomes its value within timeout_ns;
     value 0, or poisoned already: no wait."""

@@ -17,6 +17,8 @@ from xdist.scheduler.loadscope import Producer
 TESTS = Path(__file__).parent
 SERVICES = sorted(file.name for file in (TESTS / "e2e").glob("test_*.py"))
 LANES = ("studies", "services 0", "services 1")
+ALONE = "not slow and alone"
+"""The mark expression of `make test`'s second part."""
 
 
 def lane(nodeid: str) -> str:
@@ -35,6 +37,12 @@ class Lanes(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     return Lanes(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def lacks_wanted(file: Path, config: pytest.Config) -> bool:
+    """Whether the tests that need a core to themselves are wanted, and the file has none: loading the others' modules
+    would take as long as these tests."""
+    return config.getoption("markexpr") == ALONE and file.suffix == ".py" and "mark.alone" not in file.read_text()
 
 
 def order(items: list[pytest.Item]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from time import monotonic, time
+from time import monotonic
 
 from prometheus_client import CollectorRegistry
 
@@ -26,13 +27,21 @@ class Batches:
 
 
 def make_batches(
-    store: ObjectStore, cluster: ClusterState, callers: Callers, *, base: str, name: str, registry: CollectorRegistry
+    store: ObjectStore,
+    cluster: ClusterState,
+    callers: Callers,
+    *,
+    base: str,
+    name: str,
+    registry: CollectorRegistry,
+    unix: Callable[[], Awaitable[float]],
 ) -> Batches:
-    """`base`: fingerprint of the base model; `name`: the worker's, among all gateways'; `registry`: of its metrics."""
+    """`base`: fingerprint of the base model; `name`: the worker's, among all gateways'; `registry`: of its metrics;
+    `unix`: Unix time by the store's clock."""
     files, records, rows = FileStore(store), BatchStore(store), SpareRows(monotonic)
 
     async def spare(in_flight: int) -> float:
         return rows.count(await cluster.table(), base, in_flight)
 
-    runner = BatchRunner(records, files, callers, name=name, spare=spare, registry=registry, clock=monotonic, unix=time)
+    runner = BatchRunner(records, files, callers, name=name, spare=spare, registry=registry, clock=monotonic, unix=unix)
     return Batches(files, records, runner)

@@ -1,7 +1,7 @@
 """Tenants' files in the object store: a record, and parts that make up the content.
 
-A file is never whole in memory or on this host's disk. What an upload that died has left is removed by the tenant's
-next one.
+A file is never whole in memory or on this host's disk. What an upload or a removal that died has left is removed by the
+tenant's next upload.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class FileStore:
         return [record for record in found if record is not None]
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Raises NotFound."""
+        """Raises NotFound. What it leaves when it dies half-way is removed as that of an upload is."""
         self.get(tenant, file_id)
-        self.store.delete(_key(tenant, file_id))
-        self._remove_parts(tenant, file_id)
+        self.store.put(_upload_key(tenant, file_id), b"")
+        self.abandon(tenant, file_id)
 
     def read(self, tenant: str, record: FileRecord, start: int, length: int) -> bytes:
         """Returns `length` bytes of the content, fewer at its end. Raises NotFound once the file is deleted."""

@@ -11,6 +11,8 @@ import msgspec
 from gateway.batches.messages import BatchProblem, Endpoint
 
 MAX_LINES = 50_000
+MAX_BLANK_LINES = 50_000
+"""Beside the calls: a file of nothing else would keep a thread busy for minutes."""
 MAX_LINE_BYTES = 1 << 20
 """As a call's body."""
 MAX_CUSTOM_ID = 256
@@ -56,9 +58,14 @@ class LineScanner:
         self.starts, self.sizes, self.numbers = array("q"), array("l"), array("l")
         self.problems: list[BatchProblem] = []
         self._endpoint = endpoint
-        self._models: dict[str, int] = {}
+        self._models: dict[bytes, int] = {}
+        """Numbers of models by the digests of their names, which may be as long as a line."""
+        self._functions: dict[bytes, int] = {}
+        self._ranks: list[tuple[int, int]] = []
+        """Of each model: the number of its function, and its own."""
         self._groups = array("l")
         self._ids: set[bytes] = set()
+        self._blank = 0
         self._rest = bytearray()
         self._at = 0
         """Where `_rest` begins in the file."""
@@ -69,7 +76,7 @@ class LineScanner:
     @property
     def full(self) -> bool:
         """Whether it makes no sense to go on."""
-        return len(self.problems) >= MAX_PROBLEMS or len(self.starts) > MAX_LINES
+        return len(self.problems) >= MAX_PROBLEMS or self._too_many
 
     def feed(self, piece: bytes) -> None:
         self._rest += piece
@@ -86,7 +93,7 @@ class LineScanner:
             self._rest += b"\n"
             self._end_line(len(self._rest) - 1)
         self._ids.clear()
-        if len(self.starts) > MAX_LINES:
+        if self._too_many:
             self._report("too_many_lines", f"the file has more than {MAX_LINES} lines")
         elif not self.starts and not self.problems:
             self._report("empty_file", "the file has no lines")
@@ -96,17 +103,11 @@ class LineScanner:
 
         Versions and aliases of one function come together; functions as they first occur in the file.
         """
-        first: dict[str, int] = {}
-        names = list(self._models)
-        for name in names:
-            first.setdefault(name.partition(":")[0], len(first))
-        ranks = [(first[name.partition(":")[0]], number) for number, name in enumerate(names)]
-        return array("l", sorted(range(len(self.starts)), key=lambda index: (ranks[self._groups[index]], index)))
+        return array("l", sorted(range(len(self.starts)), key=lambda index: (self._ranks[self._groups[index]], index)))
 
     @property
-    def models(self) -> int:
-        """Returns how many different models the calls name."""
-        return len(self._models)
+    def _too_many(self) -> bool:
+        return len(self.starts) > MAX_LINES or self._blank > MAX_BLANK_LINES
 
     def _end_line(self, end: int) -> None:
         self._number += 1
@@ -120,6 +121,8 @@ class LineScanner:
                 self._add(line, start)
             except LineError as error:
                 self._report(error.code, str(error), self._number, error.param)
+        else:
+            self._blank += 1
 
     def _add(self, line: bytes, start: int) -> None:
         call, model = read_line(line), ""
@@ -131,7 +134,7 @@ class LineScanner:
         if not 1 <= len(call.custom_id) <= MAX_CUSTOM_ID:
             raise LineError("invalid_custom_id", f"custom_id has 1 to {MAX_CUSTOM_ID} characters", "custom_id")
         model = _model_of(call)
-        seen = hashlib.blake2b(call.custom_id.encode(), digest_size=16).digest()
+        seen = _digest(call.custom_id)
         if seen in self._ids:
             shown = call.custom_id[:100]
             raise LineError("duplicate_custom_id", f"the custom_id {shown!r} occurs before", "custom_id")
@@ -139,10 +142,22 @@ class LineScanner:
         self.starts.append(start)
         self.sizes.append(len(line))
         self.numbers.append(self._number)
-        self._groups.append(self._models.setdefault(model, len(self._models)))
+        self._groups.append(self._number_of(model))
+
+    def _number_of(self, model: str) -> int:
+        """Returns the model's number; the first one's is 0."""
+        number = self._models.setdefault(_digest(model), len(self._models))
+        if number == len(self._ranks):
+            function = _digest(model.partition(":")[0])
+            self._ranks.append((self._functions.setdefault(function, len(self._functions)), number))
+        return number
 
     def _report(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
         self.problems.append(BatchProblem(code, message, line, param))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def read_line(line: bytes) -> Line:

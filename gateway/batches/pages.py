@@ -10,14 +10,15 @@ from starlette.requests import Request
 from cluster.errors import ServiceError
 from gateway.batches.files import is_id
 from gateway.http.params import integer
-from gateway.http.routing import parameter
+from gateway.http.routing import Parameter, parameter
 
-MAX_PAGE = 1000
-PAGE_PARAMETERS = (
-    parameter("query", "limit", "Most entries", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}),
-    parameter("query", "after", "The last id of the page before"),
-    parameter("query", "order", "By time of creation", {"enum": ["asc", "desc"], "default": "desc"}),
-)
+
+def page_parameters(most: int) -> tuple[Parameter, ...]:
+    return (
+        parameter("query", "limit", "Most entries", {"type": "integer", "minimum": 1, "maximum": most}),
+        parameter("query", "after", "The last id of the page before"),
+        parameter("query", "order", "By time of creation", {"enum": ["asc", "desc"], "default": "desc"}),
+    )
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -26,14 +27,14 @@ class Page(msgspec.Struct, frozen=True):
     newest_first: bool
 
     @classmethod
-    def asked(cls, request: Request, prefix: str, default: int) -> Page:
+    def asked(cls, request: Request, prefix: str, *, default: int, most: int) -> Page:
         """Returns the page that a request asks for; its ids begin with `prefix`. Raises ServiceError."""
         after, order = request.query_params.get("after"), request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ServiceError("validation_failed", "order is asc or desc", param="order")
         if after is not None and not is_id(after, prefix):
             raise ServiceError("validation_failed", "after is the id of an entry", param="after")
-        return cls(integer(request, "limit", default, 1, MAX_PAGE), after, order == "desc")
+        return cls(integer(request, "limit", default, 1, most), after, order == "desc")
 
     def ids(self, all_ids: Sequence[str]) -> Sequence[str]:
         """Returns those from the page's beginning on; `all_ids`: the newest first, which is ascending."""

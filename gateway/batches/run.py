@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
@@ -36,11 +36,16 @@ class LeaseLost(Exception):
 
 
 class BatchRun:
-    """`unix` is Unix time. Methods that await raise StoreUnavailable, after which they may be called again, and
-    LeaseLost."""
+    """`unix` returns Unix time by the store's clock. Methods that await raise StoreUnavailable, after which they may be
+    called again, and LeaseLost."""
 
     def __init__(
-        self, held: Held, batches: BatchStore, files: FileStore, threads: LeavableThreads, unix: Callable[[], float]
+        self,
+        held: Held,
+        batches: BatchStore,
+        files: FileStore,
+        threads: LeavableThreads,
+        unix: Callable[[], Awaitable[float]],
     ) -> None:
         self.record = held.record
         self.changed = asyncio.Event()
@@ -102,9 +107,9 @@ class BatchRun:
         if scanner.problems:
             self.end("failed", *scanner.problems)
             return
-        self._order, total = scanner.order(), len(scanner.starts)
-        self._done = bits_for(total)
-        self.record = msgspec.structs.replace(self.record.with_status("in_progress", self._unix()), total=total)
+        now, total = await self._unix(), len(scanner.starts)
+        self._order, self._done = scanner.order(), bits_for(total)
+        self.record = msgspec.structs.replace(self.record.with_status("in_progress", now), total=total)
         await self.write()
 
     def next_call(self) -> int | None:
@@ -188,15 +193,16 @@ class BatchRun:
         outcome = self.ending
         assert outcome is not None
         if outcome == "cancelled" and self.record.status != "cancelling":
-            self.record = self.record.with_status("cancelling", self._unix())
+            self.record = self.record.with_status("cancelling", await self._unix())
         elif outcome in ("completed", "expired") and self.record.status != "finalizing":
-            self.record = self.record.with_status("finalizing", self._unix())
+            self.record = self.record.with_status("finalizing", await self._unix())
         if outcome in UNANSWERED:
             with suppress(NotFound):  # without the input nobody knows how the calls were named
                 await self._note_unanswered(*UNANSWERED[outcome])
         await self.write()
-        await self._threads.run(self._make_files)
-        ended = self.record.with_status(outcome, self._unix())
+        now = await self._unix()
+        await self._threads.run(partial(self._make_files, now))
+        ended = self.record.with_status(outcome, now)
         await self.write(status=ended.status, at=ended.at, holder="")
         await self._threads.run(lambda: self._batches.close(*self.key))
 
@@ -224,25 +230,31 @@ class BatchRun:
         if asyncio.get_running_loop().time() - self.written_at > BEAT_SECONDS:
             await self.write()
 
-    def _make_files(self) -> None:
+    def _make_files(self, now: float) -> None:
         record = self.record
         for file_id, parts, kind in (
             (record.output_id, record.output, "output"),
             (record.error_id, record.errors, "errors"),
         ):
             if parts:
-                made = FileRecord(file_id, f"{record.id}_{kind}.jsonl", "batch_output", self._unix(), parts)
+                made = FileRecord(file_id, f"{record.id}_{kind}.jsonl", "batch_output", now, parts)
                 self._files.commit(record.tenant, made)
 
     async def _merge(self) -> None:
         """After a write by another: a request to cancel is taken in. Raises LeaseLost."""
         found = await self._threads.run(lambda: self._batches.read(*self.key))
+        if found is None:  # its tenant was removed, maybe before the last answers were written
+            await self._threads.run(self._remove_answers)
         if found is None or (found.record.holder, found.record.claim) != (self._holder, self.record.claim):
             raise LeaseLost
         theirs, self._etag = found.record, found.etag
         if theirs.status == "cancelling" and self.record.status in ("validating", "in_progress"):
             self.record = msgspec.structs.replace(self.record, status="cancelling", at={**self.record.at, **theirs.at})
             self.end("cancelled")
+
+    def _remove_answers(self) -> None:
+        for file_id in (self.record.output_id, self.record.error_id):
+            self._files.abandon(self.record.tenant, file_id)
 
     def _with_progress(self, record: BatchRecord) -> BatchRecord:
         return msgspec.structs.replace(

@@ -50,7 +50,8 @@ log = logging.getLogger("gateway")
 
 
 class BatchRunner:
-    """`clock` is monotonic seconds; `spare` says how many calls more may begin, when so many are under way."""
+    """`clock` is monotonic seconds, `unix` Unix time by the store's clock; `spare` says how many calls more may begin,
+    when so many are under way."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class BatchRunner:
         spare: Callable[[int], Awaitable[float]],
         registry: CollectorRegistry,
         clock: Callable[[], float],
-        unix: Callable[[], float],
+        unix: Callable[[], Awaitable[float]],
     ) -> None:
         self._batches, self._files, self._callers, self._spare = batches, files, callers, spare
         self._name, self._clock, self._unix = name, clock, unix
@@ -216,7 +217,7 @@ class BatchRunner:
         record = run.record
         if run.all_answered:
             run.end("completed")
-        elif self._unix() >= record.expires:
+        elif await self._unix() >= record.expires:
             run.end("expired")
         elif record.key_id is not None:
             owner = None if record.by_admin else record.tenant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -15,12 +16,22 @@ from gateway.workers.metrics import Metrics
 
 T = TypeVar("T")
 
+YIELDED_SHARE = 1 / 8
+"""Of a tenant's and of a function's places: batches and asynchronous calls leave it, rounded up, to all others."""
 RETRY_AFTER = 1.0
 """Seconds, where nobody knows when a place gets free."""
 
 
-def call_of(account: Tenant, function: str, max_concurrency: int | None, requests: Sequence[GenerateRequest]) -> Call:
-    """Raises ServiceError `validation_failed` for more choices than may ever run at once."""
+def call_of(
+    account: Tenant,
+    function: str,
+    max_concurrency: int | None,
+    requests: Sequence[GenerateRequest],
+    *,
+    yields: bool = False,
+) -> Call:
+    """`yields`: it leaves some of the places to calls that somebody waits for. Raises ServiceError `validation_failed`
+    for more choices than may ever run at once."""
     tenant, limits = account.id, account.limits
     reserved = account.reserved if limits.concurrent is not None else {}
     owners = (Owner(tenant, limits.concurrent), Owner(f"{tenant}/{function}", max_concurrency))
@@ -28,6 +39,8 @@ def call_of(account: Tenant, function: str, max_concurrency: int | None, request
         if owner.limit is not None and len(requests) > owner.limit:
             why = f"the call has {len(requests)} choices, and {whose} may have {owner.limit} at once"
             raise ServiceError("validation_failed", why)
+    if yields:
+        owners = (_yielding(owners[0], len(requests)), _yielding(owners[1], len(requests)))
     return Call(
         tenant=tenant,
         rates=Rates(limits.rps, limits.tokens_per_minute),
@@ -94,6 +107,12 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
         if function:
             why = f"function {function} runs {owner.limit} generations already, its max_concurrency"
     return ServiceError("rate_limited", f"{why}; try again later", retry_after=refusal.seconds or RETRY_AFTER)
+
+
+def _yielding(owner: Owner, places: int) -> Owner:
+    """Returns the owner with less than its limit, but with room for a call of so many places."""
+    limit = owner.limit
+    return owner if limit is None else Owner(owner.name, max(places, limit - math.ceil(limit * YIELDED_SHARE)))
 
 
 def _prompt(request: GenerateRequest) -> int:

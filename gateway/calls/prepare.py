@@ -46,7 +46,7 @@ SPARE = Slo(slo_class="best_effort")
 
 
 def spare_only(request: Request) -> bool:
-    """Whether the call is one of a batch: no header can say so."""
+    """Whether nobody waits for the call: it is one of a batch, or asynchronous. No header can say so."""
     return bool(getattr(request.state, "spare_only", False))
 
 
@@ -87,7 +87,7 @@ async def prepare(
     template = _template(base, target=target, account=account, parameters=parameters, timeout=timeout)
     limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
     requests = _requests(template, prompts, limits, merged.n or 1)
-    call = call_of(account, target.function, target.max_concurrency, requests)
+    call = call_of(account, target.function, target.max_concurrency, requests, yields=spare_only(request))
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
     return Invocation(

@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from adapters.destinations import Destination, check_destination
+from adapters.errors import NotFound
+from adapters.functions import Policy
 from cluster.errors import ServiceError
 from gateway.api.schema import InvokeReply, InvokeRequest
 from gateway.calls.choices import collect
-from gateway.calls.invocation import Invocation
 from gateway.calls.prepare import prepare
 from gateway.calls.prompts import source_of
 from gateway.calls.reply import invoke_reply
@@ -26,7 +27,7 @@ from gateway.events.records import MAX_AGE_S, RETRIES, EventRecord, new_nonce
 from gateway.events.webhook_hosts import NotAllowed, parse_webhook_hosts
 from gateway.events.webhook_secrets import read_secrets
 from gateway.events.webhooks import open_webhooks
-from gateway.events.worker import Worker
+from gateway.events.worker import NotKnownHere, Worker
 from gateway.http.stopwatch import Stopwatch
 from gateway.services import Services
 
@@ -77,15 +78,14 @@ async def accept(
 
 
 async def execute(services: Services, event: EventRecord) -> InvokeReply:
-    """Runs the event's call once. Raises what calls raise."""
+    """Runs the event's call once. Raises what calls raise, and NotKnownHere."""
     try:
         call = msgspec.convert(event.request, InvokeRequest)
-    except msgspec.ValidationError:  # of a newer release, in the middle of a reload: another worker knows it
-        raise ServiceError("unavailable", "this worker's release does not know all fields of the call") from None
+    except msgspec.ValidationError:
+        raise NotKnownHere from None
     named, source = (event.function, event.qualifier), source_of(call, services.base.vocab_size)
     request, watch = _request(event), Stopwatch()
-    prepared = await prepare(request, services, event.tenant, watch, named=named, source=source, stated=call)
-    invocation = _best_effort(prepared)
+    invocation = await prepare(request, services, event.tenant, watch, named=named, source=source, stated=call)
     generations = services.dispatcher.generations(invocation)
     outcomes = await collect(generations)
     return msgspec.structs.replace(invoke_reply(invocation, generations, outcomes), id=event.id)
@@ -98,18 +98,24 @@ async def running_events(services: Services) -> AsyncIterator[None]:
     async def run(event: EventRecord) -> InvokeReply:
         return await execute(services, event)
 
+    async def can_run() -> bool:
+        """Whether a node serves, or is started for calls that wait."""
+        nodes = (await services.cluster.table()).serving(services.base.fingerprint)
+        return bool(nodes.rows.size) or await services.dispatcher.hold.applies()
+
+    async def policy_of(tenant: str, name: str, qualifier: str | None) -> Policy:
+        try:
+            choices = await services.functions.choices(tenant, name, qualifier)
+        except NotFound:  # the call itself will say so
+            return Policy()
+        return choices[0].version.policy
+
     allowed, events = parse_webhook_hosts(services.config.webhook_hosts), services.events
-    async with open_webhooks(allowed) as webhooks, Worker(events, run, Deliveries(events, webhooks)).running():
+    async with (
+        open_webhooks(allowed) as webhooks,
+        Worker(events, run, Deliveries(events, webhooks, policy_of), can_run).running(),
+    ):
         yield
-
-
-def _best_effort(invocation: Invocation) -> Invocation:
-    """Returns the invocation below all that callers wait for; nothing is promised for it."""
-    requests = [
-        msgspec.structs.replace(request, slo_class="best_effort", ttft=None, tpot=None)
-        for request in invocation.requests
-    ]
-    return msgspec.structs.replace(invocation, requests=requests)
 
 
 async def _check(services: Services, tenant: str, destination: Destination | None, field: str) -> None:
@@ -144,8 +150,8 @@ def _fingerprint(named: tuple[str, str | None], asked: dict[str, Any], call: Inv
 
 def _request(event: EventRecord) -> Request:
     """Returns a request without a connection: nobody waits on it, so that it is never closed."""
-    scope = {"type": "http", "method": "POST", "headers": [], "state": {"request_id": event.id}}
-    return Request(scope, _never)
+    state = {"request_id": event.id, "spare_only": True}
+    return Request({"type": "http", "method": "POST", "headers": [], "state": state}, _never)
 
 
 async def _never() -> Message:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
+from adapters.functions import Policy
 from cluster.errors import ServiceError
 from gateway.events.event_store import Stored
 from gateway.events.events import Events
 from gateway.events.messages import EventReply, reply_of
-from gateway.events.records import Delivery, EventRecord, new_nonce
+from gateway.events.records import MAX_AGE_S, RETRIES, Delivery, EventRecord, new_nonce
 from gateway.events.webhook_secrets import read_secrets
-from gateway.events.webhooks import NotDelivered, Webhooks
+from gateway.events.webhooks import SEND_S, NotDelivered, Webhooks
 
+PolicyOf = Callable[[str, str, str | None], Awaitable[Policy]]
+"""Returns what holds for a tenant's function, by its name and qualifier. Raises StoreUnavailable."""
 PAUSES_S = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
 """Behind the tries of a delivery; the last one goes on."""
 GIVEN_UP_S = 86400.0
+TRY_S = 2 * SEND_S
+"""For which nobody else tries: a receiver that takes its time is told once, also by several gateways."""
 MAX_BODY = 256 << 10
 """Bytes of a webhook; a result that makes it larger is left out, and can be fetched by the event's id."""
 MAX_DEPTH = 8
@@ -37,25 +43,23 @@ class WebhookBody(msgspec.Struct, frozen=True):
 
 
 class Deliveries:
-    def __init__(self, events: Events, webhooks: Webhooks) -> None:
+    def __init__(self, events: Events, webhooks: Webhooks, policy_of: PolicyOf) -> None:
         self._events = events
         self._webhooks = webhooks
+        self._policy_of = policy_of
 
     async def deliver(self, stored: Stored) -> None:
         """Tries once. That is stored before: whoever dies in between leaves it to be tried again."""
         events, delivery = self._events, stored.event.delivery
         assert delivery is not None
-        now = await events.clock.now()
-        pause = PAUSES_S[min(delivery.attempts, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
-        begun = _replaced(stored.event, attempts=delivery.attempts + 1, due=now + pause)
+        begun = _replaced(stored.event, attempts=delivery.attempts + 1, due=await events.clock.now() + TRY_S)
         claim = await events.threads.write(events.store.change, stored, begun)
         if claim is None:
             return
         try:
             await self._send(claim.event, delivery)
         except NotDelivered as error:
-            over = now + pause > delivery.began + GIVEN_UP_S
-            ended = _replaced(claim.event, problem=str(error), state="failed" if over else "pending")
+            ended = _failed(claim.event, delivery, error, await events.clock.now())
         else:
             ended = _replaced(claim.event, problem=None, state="delivered")
         await events.threads.write(events.store.change, claim, ended)
@@ -71,9 +75,10 @@ class Deliveries:
 
     async def _call(self, event: EventRecord, destination: str) -> None:
         if event.depth >= MAX_DEPTH:
-            raise NotDelivered(f"{MAX_DEPTH} events led to this one already")
+            raise NotDelivered(f"{MAX_DEPTH} events led to this one already", for_good=True)
         function, _, qualifier = destination.partition(":")
-        now = await self._events.clock.now()
+        policy = await self._policy_of(event.tenant, function, qualifier or None)
+        now, max_age = await self._events.clock.now(), policy.max_age or MAX_AGE_S
         called = EventRecord(
             # The same in each try: the function is called once.
             id=f"inv_{hashlib.sha256(f'{message_id(event)} to {destination}'.encode()).hexdigest()[:24]}",
@@ -84,10 +89,12 @@ class Deliveries:
             created=now,
             changed=now,
             due=now,
-            retries=event.retries,
-            max_age=event.max_age,
-            deadline=now + event.max_age,
+            retries=RETRIES if policy.retries is None else policy.retries,
+            max_age=max_age,
+            deadline=now + max_age,
             nonce=new_nonce(),
+            on_success=policy.on_success,
+            on_failure=policy.on_failure,
             depth=event.depth + 1,
         )
         try:
@@ -117,6 +124,13 @@ def _prompt(event: EventRecord) -> str:
         return event.result.output.text
     error = None if event.error is None else msgspec.to_builtins(event.error)
     return msgspec.json.encode({"id": event.id, "function": event.function, "error": error}).decode()
+
+
+def _failed(event: EventRecord, tried: Delivery, error: NotDelivered, now: float) -> EventRecord:
+    """Returns the event after a try that failed; `tried`: its delivery before that."""
+    due = now + PAUSES_S[min(tried.attempts, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
+    over = error.for_good or due > tried.began + GIVEN_UP_S
+    return _replaced(event, problem=str(error), state="failed" if over else "pending", due=due)
 
 
 def _replaced(event: EventRecord, **fields: Any) -> EventRecord:

@@ -32,6 +32,8 @@ SCANNED = 5000
 """Most markers that one page of a list goes through in search of a function's."""
 MAX_REDRIVEN = 500
 """Dead letters that one call redrives."""
+SEARCH_S = 10.0
+"""For a function's dead letters among those of others."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 ATTEMPTS = 10
 """At a change that others come between."""
@@ -124,7 +126,9 @@ class Events:
     async def redrive_all(self, tenant: str, function: str | None) -> tuple[int, bool]:
         """Queues up to MAX_REDRIVEN dead letters again. Returns how many, and whether there may be more. Raises
         ServiceError `overloaded`, StoreUnavailable."""
-        page = await self.list(tenant, DEAD, function, "", MAX_REDRIVEN)
+        page, until = await self.list(tenant, DEAD, function, "", MAX_REDRIVEN), monotonic() + SEARCH_S
+        while not page.events and page.after is not None and monotonic() < until:  # those of other functions alone
+            page = await self.list(tenant, DEAD, function, page.after, MAX_REDRIVEN)
         await self._check_room(tenant, len(page.events))
         count = 0
         for event in page.events:

@@ -15,6 +15,8 @@ RETRIED = frozenset({"node_failed", "overloaded", "unavailable", "timeout"})
 """Errors behind which the same call may succeed: a node was lost, there was no room, or no token came in time."""
 POSTPONED = frozenset({"rate_limited"})
 """The tenant's own limits were in the way: nothing ran, so it counts as no attempt."""
+REFUSED = frozenset({"rate_limited", "overloaded", "unavailable"})
+"""Errors that say that others of the same function would have failed, too."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 300.0
 LOST = EventError("node_failed", "the gateway worker that ran it was lost")
@@ -36,12 +38,18 @@ def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
     """Returns the running event after an attempt that failed: queued again where that may help, else a dead letter."""
     told = EventError(error.type, error.message)
     if error.type in POSTPONED:
-        # Nothing ran, so the attempt is taken back; the event's deadline still bounds how often that happens.
-        taken_back = msgspec.structs.replace(event, attempts=event.attempts[:-1], error=told)
-        return _requeued(taken_back, now + _pause(len(event.attempts), error.retry_after), now)
+        return postponed(event, error, now)
     if error.type not in RETRIED:
         return _ended(_attempt_ended(event, now, told), "failed", now, error=told)
     return retried(event, told, now, _pause(len(event.attempts), error.retry_after))
+
+
+def postponed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
+    """Returns the running event queued again after a pause, for nothing ran: the attempt is taken back. The event's
+    deadline bounds how often that happens."""
+    told = EventError(error.type, error.message)
+    taken_back = msgspec.structs.replace(event, attempts=event.attempts[:-1], error=told)
+    return _requeued(taken_back, now + _pause(len(event.attempts), error.retry_after), now)
 
 
 def retried(event: EventRecord, error: EventError, now: float, pause: float) -> EventRecord:

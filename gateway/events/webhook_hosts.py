@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
-from aiohttp.abc import AbstractResolver, ResolveResult
-
-RESOLVE_S = 5.0
-MAX_ADDRESSES = 8
-"""Of one host, that are checked and tried."""
-
 Network = IPv4Network | IPv6Network
+Address = IPv4Address | IPv6Address
+NAT64 = IPv6Network("64:ff9b::/96")
+"""Behind it lies the IPv4 address to which a network's gateway translates."""
+UNICAST = IPv6Network("2000::/3")
+"""All that is given to anybody on the public internet; of the rest Python calls some public."""
 
 
 class NotAllowed(OSError):
@@ -40,11 +37,11 @@ class WebhookHosts:
         elif host not in self.hosts and not any(f"*.{parent}" in self.hosts for parent in _parents(host)):
             raise NotAllowed(f"webhooks to {host} are not allowed here; the operator lists hosts in webhook_hosts")
 
-    def check_address(self, address: IPv4Address | IPv6Address) -> None:
+    def check_address(self, address: Address) -> None:
         """Raises NotAllowed for an address that is not on the public internet, and in no allowed network."""
-        inner = getattr(address, "ipv4_mapped", None) or address
-        public = inner.is_global and not inner.is_multicast
-        if not public and not any(inner in network for network in self.networks):
+        reached = _reached(address)
+        allowed = any(each in network for each in (address, reached) for network in self.networks)
+        if not allowed and not _is_public(reached):
             raise NotAllowed("the webhook's host has an address that is not public")
 
 
@@ -62,7 +59,7 @@ def parse_webhook_hosts(entries: Sequence[str]) -> WebhookHosts:
     return WebhookHosts(frozenset(hosts), tuple(networks))
 
 
-def as_address(text: str) -> IPv4Address | IPv6Address | None:
+def as_address(text: str) -> Address | None:
     """Returns None for what is no address."""
     try:
         return ip_address(text)
@@ -70,36 +67,18 @@ def as_address(text: str) -> IPv4Address | IPv6Address | None:
         return None
 
 
-class CheckedResolver(AbstractResolver):
-    """Resolves a host to addresses that were checked: the connection goes to one of these."""
+def _reached(address: Address) -> Address:
+    """Returns the IPv4 address that packets to an IPv6 one get to, where it holds one; else the address itself."""
+    if isinstance(address, IPv4Address):
+        return address
+    if address in NAT64:
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour or address
 
-    def __init__(self, allowed: WebhookHosts) -> None:
-        self._allowed = allowed
 
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        """Raises NotAllowed if any of the host's addresses is not allowed, OSError."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(RESOLVE_S):
-            found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-        results: list[ResolveResult] = []
-        for kind, _, protocol, _, place in found[:MAX_ADDRESSES]:
-            self._allowed.check_address(ip_address(str(place[0]).partition("%")[0]))
-            results.append(
-                ResolveResult(
-                    hostname=host,
-                    host=str(place[0]),
-                    port=port,
-                    family=kind,
-                    proto=protocol,
-                    flags=socket.AI_NUMERICHOST,
-                )
-            )
-        return results
-
-    async def close(self) -> None:
-        return None
+def _is_public(address: Address) -> bool:
+    unicast = isinstance(address, IPv4Address) or address in UNICAST
+    return unicast and address.is_global and not address.is_multicast
 
 
 def _parents(host: str) -> list[str]:

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 import aiohttp
 from standardwebhooks import Webhook
 
-from gateway.events.webhook_hosts import CheckedResolver, NotAllowed, WebhookHosts
+from gateway.events.checked_resolver import CheckedResolver
+from gateway.events.webhook_hosts import NotAllowed, WebhookHosts
 from gateway.events.webhook_secrets import WebhookSecret
 
 SEND_S = 15.0
@@ -19,7 +20,11 @@ CONNECTIONS = 16
 
 
 class NotDelivered(Exception):
-    """Why a try failed, as its owner may read it."""
+    """Why a try failed, as its owner may read it. `for_good`: no later try can go better."""
+
+    def __init__(self, why: str, *, for_good: bool = False) -> None:
+        super().__init__(why)
+        self.for_good = for_good
 
 
 class Webhooks:

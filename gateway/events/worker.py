@@ -17,9 +17,9 @@ from gateway.events.deliveries import Deliveries
 from gateway.events.event_store import Stored
 from gateway.events.events import Events
 from gateway.events.lost import WORKER_S, release
-from gateway.events.poller import Poller
+from gateway.events.poller import NotNow, Poller
 from gateway.events.records import DELIVERING, EventRecord
-from gateway.events.transitions import STOPPED, claimed, expired, failed, retried, succeeded
+from gateway.events.transitions import REFUSED, STOPPED, claimed, expired, failed, postponed, retried, succeeded
 from gateway.http.errors import is_unexpected, to_service_error
 
 AT_ONCE = 32
@@ -37,13 +37,24 @@ Execute = Callable[[EventRecord], Awaitable[InvokeReply]]
 log = logging.getLogger("gateway")
 
 
-class Worker:
-    """Of one gateway process. `execute` runs the call and raises what it fails with."""
+class NotKnownHere(ServiceError):
+    """A newer release has stored the call, and this one does not know all of it: another worker runs it."""
 
-    def __init__(self, events: Events, execute: Execute, deliveries: Deliveries) -> None:
+    def __init__(self) -> None:
+        super().__init__("unavailable", "this worker's release does not know all fields of the call")
+
+
+class Worker:
+    """Of one gateway process. `execute` runs the call and raises what it fails with; `can_run` says whether that makes
+    sense now."""
+
+    def __init__(
+        self, events: Events, execute: Execute, deliveries: Deliveries, can_run: Callable[[], Awaitable[bool]]
+    ) -> None:
         self.name = secrets.token_hex(6)
         self._events = events
         self._execute = execute
+        self._can_run = can_run
         self._runs = Poller(events, "queued", self._run, at_once=AT_ONCE)
         self._deliveries = Poller(events, DELIVERING, deliveries.deliver, at_once=DELIVERIES_AT_ONCE)
         self._executions: dict[str, tuple[Stored, asyncio.Task[InvokeReply]]] = {}
@@ -102,23 +113,27 @@ class Worker:
         if event_id in self._executions:
             self._executions[event_id][1].cancel()
 
-    async def _run(self, stored: Stored) -> None:
+    async def _run(self, stored: Stored) -> float | None:
+        """Returns seconds after which the event may be let through if it was refused, else None. Raises NotNow."""
         events, now = self._events, await self._events.clock.now()
         if now > stored.event.deadline:
             await events.threads.write(events.store.change, stored, expired(stored.event, now))
             return None
         if monotonic() - self._beat_at > WORKER_S / 2:  # the others could take this worker for lost
             raise StoreUnavailable("it has not taken this worker's word for too long")
+        if not await self._can_run():  # each would use up its attempts in a few seconds
+            raise NotNow
         claim = await events.threads.write(events.store.change, stored, claimed(stored.event, self.name, now))
         if claim is None:
             return None
-        ended = await self._outcome(claim)
+        ended, refused_for = await self._outcome(claim)
         await self._save(claim, ended)
         if ended.delivery is not None:
             events.wake()  # for the destination that is to be told
-        return None
+        return refused_for
 
-    async def _outcome(self, claim: Stored) -> EventRecord:
+    async def _outcome(self, claim: Stored) -> tuple[EventRecord, float | None]:
+        """Returns the event as it is to be stored, and what `_run` returns."""
         task = asyncio.ensure_future(self._execute(claim.event))
         self._executions[claim.event.id] = claim, task
         try:
@@ -129,14 +144,18 @@ class Worker:
         now = await self._now(claim)
         if task.cancelled():
             if self._stopping:
-                return retried(claim.event, STOPPED, now, 0.0)
-            return failed(claim.event, ServiceError("cancelled", "it was cancelled"), now)
+                return retried(claim.event, STOPPED, now, 0.0), None
+            return failed(claim.event, ServiceError("cancelled", "it was cancelled"), now), None
         error = task.exception()
         if error is None:
-            return succeeded(claim.event, task.result(), now)
+            return succeeded(claim.event, task.result(), now), None
         if is_unexpected(error):
             log.error("an event failed unexpectedly", exc_info=error, extra={"event": claim.event.id})
-        return failed(claim.event, to_service_error(error), now)
+        told = to_service_error(error)
+        if isinstance(error, NotKnownHere) or (told.type == "unavailable" and not await self._can_run()):
+            return postponed(claim.event, told, now), None  # the last node went since the claim: nothing ran
+        refused_for = (told.retry_after or 0.0) if told.type in REFUSED else None
+        return failed(claim.event, told, now), refused_for
 
     async def _now(self, claim: Stored) -> float:
         """Returns the store's time; while it can't be known, that of the claim: the outcome must be kept."""

@@ -63,6 +63,8 @@ class Leader:
         self._alone = alone
         self._until = -math.inf
         """The lease's end, by the clock."""
+        self._since = -math.inf
+        """When it was taken last and not prolonged, by the clock."""
         self._led = self._failing = False
 
     def leads(self) -> bool:
@@ -91,6 +93,7 @@ class Leader:
             self._metrics.count_beat("failed")
         else:
             self._failing = False
+            self._since = self._since if asked < self._until else asked
             self._until = asked + lease.seconds if lease.holder == self.name else -math.inf
             self._metrics.count_beat("led" if lease.holder == self.name else "followed")
         self._note_change()
@@ -98,12 +101,15 @@ class Leader:
     async def turn(self, job: Job) -> None:
         """Calls the job once, if this worker leads."""
 
+        always = self._alone and job.scope == "nodes"
+
         def leads() -> bool:
-            return (self._alone and job.scope == "nodes") or self.leads()
+            return always or self.leads()
 
         if not leads():
             return
-        turn, failed = Turn(self._clock() + TURN_SECONDS, self._clock, leads), False
+        since = -math.inf if always else self._since
+        turn, failed = Turn(self._clock() + TURN_SECONDS, self._clock, leads, since), False
         try:
             async with asyncio.timeout(TURN_SECONDS + OVERTIME_SECONDS):
                 await job.run(turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,10 +16,15 @@ class TurnEnded(Exception):
 
 
 class Turn:
-    """One call of a job. `deadline` is by `clock`, monotonic seconds; safe to use from a thread of the job's."""
+    """One call of a job. `deadline` and `since` are by `clock`, monotonic seconds; safe to use from a thread of the
+    job's."""
 
-    def __init__(self, deadline: float, clock: Callable[[], float], leads: Callable[[], bool]) -> None:
+    def __init__(
+        self, deadline: float, clock: Callable[[], float], leads: Callable[[], bool], since: float = -math.inf
+    ) -> None:
         self.deadline = deadline
+        self.since = since
+        """Since then no other worker has led."""
         self.work = 0
         """What the job has done so far, in its own unit; shown on /metrics."""
         self._clock = clock

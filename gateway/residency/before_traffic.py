@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from adapters.artifact import artifact_key
 from cluster.messages import Adapter
 from gateway.http.routing import BOOLEAN, parameter
 from gateway.residency.messages import WARM_SECONDS, Version, WarmOrder
@@ -31,6 +30,8 @@ async def warm_targets(services: Services, tenant: str, name: str, versions: Ite
 
 def warm_first(services: Services, tenant: str, problems: list[str]) -> Callable[[Deployment], None]:
     """Returns what Registry.deploy is to call in its thread before it lists a version; `problems` is added to."""
+    from adapters.artifact import artifact_key  # with numpy, which clients that know of warm deploys need not load
+
     loop = asyncio.get_running_loop()
 
     def wait(made: Deployment) -> None:

@@ -100,7 +100,8 @@ class NodeWants:
                 return False
             self.kept_room[tier] -= size
             self.room[tier] -= size
-            known = self.wants[digest] = Want(wish.adapter, tier, 1.0, provisioned=tier)
+            # of a copy in host memory, the chance says whether it is wanted on the device besides
+            known = self.wants[digest] = Want(wish.adapter, tier, float(tier == "device"), provisioned=tier)
         known.causes.setdefault(wish.key, wish.cause)
         return True
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from adapters.errors import CorruptRecord, NoSuchFunction, NotFound
+from adapters.choices import Choice
 from adapters.schedules import forget_schedules, read_schedules
 from adapters.store import ObjectStore
 from adapters.warm_windows import CronProblem, WarmWindow, window_state
@@ -14,6 +14,7 @@ from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
 from gateway.residency.known import Known
+from gateway.residency.lookups import look_up
 from gateway.residency.plan import Wish
 
 LOOK_SECONDS = 10.0
@@ -49,10 +50,10 @@ class WarmSchedules:
     async def _look(self, turn: Turn) -> None:
         schedules = await self._threads.read(read_schedules, self._store)
         now, wishes, empty, windows = self._unix(), list[Wish](), list[str](), set[WarmWindow]()
-        for key in schedules.functions:
+        async for key, choices in look_up(self._functions, list(schedules.functions), turn):
             await asyncio.sleep(0)  # the next time of a cron expression may take 5 ms to find
             turn.check()
-            found = await self._now(key, now, windows)
+            found = self._wishes_now(key, choices, now, windows)
             if found is None:
                 empty.append(key)
             wishes += found or ()
@@ -62,16 +63,13 @@ class WarmSchedules:
         if empty:
             await self._threads.write(forget_schedules, self._store, empty)
 
-    async def _now(self, key: str, now: float, seen: set[WarmWindow]) -> list[Wish] | None:
-        """Returns what of the function is wanted now; None when it has no windows any more. Adds its windows to `seen`.
-        Raises StoreUnavailable."""
-        tenant, _, name = key.partition("/")
-        try:
-            choices = await self._functions.choices(tenant, name, None)
-        except NoSuchFunction:
-            return None
-        except (NotFound, CorruptRecord):  # it may get a `latest` again, or be mended
-            return []
+    def _wishes_now(
+        self, key: str, choices: Sequence[Choice] | None, now: float, seen: set[WarmWindow]
+    ) -> list[Wish] | None:
+        """Returns what of the function is wanted now; None when it has no windows any more. Adds its windows to
+        `seen`."""
+        if not choices:
+            return None if choices is None else []
         windows = choices[0].version.policy.warm
         seen.update(windows)
         copies = max((window.copies for window in windows if self._is_open(key, window, now)), default=0)

@@ -3,12 +3,11 @@ prefetch."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from adapters.errors import CorruptRecord, NoSuchFunction, NotFound
+from adapters.choices import Choice
 from adapters.functions import Policy
 from adapters.slo import CLASSES
 from adapters.standing import Entry, Memory, read_standing, settle, stands_in
@@ -19,6 +18,7 @@ from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
 from gateway.residency.known import Known
+from gateway.residency.lookups import look_up
 from gateway.residency.messages import Tier
 from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
 
@@ -26,8 +26,6 @@ LOOK_SECONDS = 3.0
 """Between two looks at the policies: a change is carried out so late at most."""
 SETTLED_SECONDS = 60.0
 """After which an entry that no policy asks for is taken out: before, its policy may be about to be committed."""
-TOGETHER = 64
-"""Functions that are looked at without a pause for the event loop."""
 
 log = logging.getLogger("gateway")
 
@@ -67,11 +65,9 @@ class StandingPolicies:
     async def _look(self, turn: Turn) -> None:
         standing = await self._threads.read(read_standing, self._store)
         found, idle, stale, not_prefetched = list[_Found](), dict[str, float](), list[str](), set[str]()
-        for number, (key, entry) in enumerate(standing.functions.items()):
-            if number % TOGETHER == 0:
-                await asyncio.sleep(0)
-                turn.check()
-            wanted = await self._wanted(key, entry)
+        async for key, choices in look_up(self._functions, list(standing.functions), turn):
+            entry = standing.functions[key]
+            wanted = _wanted(key, entry, choices)
             if wanted is None or not wanted.is_settled:
                 stale.append(key)
             if wanted is None:
@@ -87,30 +83,28 @@ class StandingPolicies:
             turn.check()
             await self._threads.write(_settle_old, self._store, key, standing.functions[key])
 
-    async def _wanted(self, key: str, entry: Entry) -> _Found | None:
-        """Returns None where the function is gone, or nothing stands of its policy. Raises StoreUnavailable."""
-        tenant, _, name = key.partition("/")
-        try:
-            choices = await self._functions.choices(tenant, name, None)
-        except NoSuchFunction:
-            return None
-        except (NotFound, CorruptRecord):  # it may get a `latest` again, or be mended
-            return _Found(entry.since, Policy(), [])
-        policy = choices[0].version.policy
-        if not stands_in(policy):
-            return None
-        adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole]
-        copies = policy.provisioned
-        tiers: list[tuple[Tier, int]] = []
-        if copies is not None:
-            tiers = [("device", copies.device), ("host", copies.host)]
-        wishes = [
-            Wish(key, adapter, "provisioned", 1.0, tier, copies=count)
-            for adapter in adapters
-            for tier, count in tiers
-            if count
-        ]
-        return _Found(entry.since, policy, wishes, entry.says(policy))
+
+def _wanted(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Found | None:
+    """Returns None where the function is gone, or nothing stands of its policy."""
+    if choices is None:
+        return None
+    if not choices:
+        return _Found(entry.since, Policy(), [])
+    policy = choices[0].version.policy
+    if not stands_in(policy):
+        return None
+    adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole]
+    copies = policy.provisioned
+    tiers: list[tuple[Tier, int]] = []
+    if copies is not None:
+        tiers = [("device", copies.device), ("host", copies.host)]
+    wishes = [
+        Wish(key, adapter, "provisioned", 1.0, tier, copies=count)
+        for adapter in adapters
+        for tier, count in tiers
+        if count
+    ]
+    return _Found(entry.since, policy, wishes, entry.says(policy))
 
 
 def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:

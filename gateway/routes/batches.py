@@ -10,7 +10,7 @@ from starlette.responses import Response
 from cluster.errors import ServiceError
 from gateway.batches.files import MAX_FILES
 from gateway.batches.messages import Batch, BatchList, BatchRequest
-from gateway.batches.pages import PAGE_PARAMETERS, Page
+from gateway.batches.pages import Page, page_parameters
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 routes = Routes()
 
+MAX_PAGE = 1000
 BATCH_ID = parameter("path", "batch_id", "The batch")
 
 
@@ -38,9 +39,9 @@ async def create_batch(request: Request, services: Services, tenant: str) -> Res
     return json_response(made.reply())
 
 
-@routes.tenant("GET /v1/batches", "The tenant's batches", {200: BatchList}, parameters=PAGE_PARAMETERS)
+@routes.tenant("GET /v1/batches", "The tenant's batches", {200: BatchList}, parameters=page_parameters(MAX_PAGE))
 async def list_batches(request: Request, services: Services, tenant: str) -> Response:
-    page, records = Page.asked(request, "batch_", 20), services.batches.records
+    page, records = Page.asked(request, "batch_", default=20, most=MAX_PAGE), services.batches.records
     ids = page.ids(await services.threads.read(records.ids, tenant))
     found = await services.threads.read(records.records, tenant, ids[: page.limit])
     shown = [record.reply() for record in found]

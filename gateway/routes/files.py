@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from adapters.errors import NotFound
 from cluster.errors import ServiceError
 from gateway.batches.files import FileRecord, piece_starts
 from gateway.batches.messages import FileDeleted, FileList, FileObject
-from gateway.batches.pages import PAGE_PARAMETERS, Page
+from gateway.batches.pages import Page, page_parameters
 from gateway.batches.upload import receive_file
 from gateway.http.bodies import media_type
 from gateway.http.responses import json_response
@@ -31,6 +32,8 @@ FILE_FORM = {
         "purpose": {"const": "batch"},
     },
 }
+MAX_PAGE = 10_000
+"""As OpenAI has it; a tenant has far fewer files."""
 PURPOSES = ("batch", "batch_output")
 FILE_ID = parameter("path", "file_id", "The file")
 
@@ -43,6 +46,7 @@ async def create_file(request: Request, services: Services, tenant: str) -> Resp
         raise ServiceError("unsupported_media_type", "send multipart/form-data with `file` and `purpose`")
     with services.deploys.deploy(tenant):
         made = await receive_file(request, services.config, services.batches.files, services.threads, tenant)
+    await _check_tenant(services, tenant, made)
     return json_response(made.reply())
 
 
@@ -50,10 +54,10 @@ async def create_file(request: Request, services: Services, tenant: str) -> Resp
     "GET /v1/files",
     "The tenant's files",
     {200: FileList},
-    parameters=(*PAGE_PARAMETERS, parameter("query", "purpose", "Only those of this purpose")),
+    parameters=(*page_parameters(MAX_PAGE), parameter("query", "purpose", "Only those of this purpose")),
 )
 async def list_files(request: Request, services: Services, tenant: str) -> Response:
-    page, purpose = Page.asked(request, "file-", 500), request.query_params.get("purpose")
+    page, purpose = Page.asked(request, "file-", default=MAX_PAGE, most=MAX_PAGE), request.query_params.get("purpose")
     if purpose not in (None, *PURPOSES):
         raise ServiceError("validation_failed", f"purpose is one of {', '.join(PURPOSES)}", param="purpose")
     files = services.batches.files
@@ -83,6 +87,16 @@ async def delete_file(request: Request, services: Services, tenant: str) -> Resp
     file_id = request.path_params["file_id"]
     await services.threads.write(services.batches.files.delete, tenant, file_id)
     return json_response(FileDeleted(file_id))
+
+
+async def _check_tenant(services: Services, tenant: str, made: FileRecord) -> None:
+    """Removes the file if its tenant was deleted during the upload: whoever is given the name next must not see it.
+    Raises NotFound then."""
+    try:
+        await services.callers.account(tenant)
+    except NotFound:
+        await services.threads.write(services.batches.files.abandon, tenant, made.id)
+        raise
 
 
 async def _record(request: Request, services: Services, tenant: str) -> FileRecord:

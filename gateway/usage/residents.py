@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 METER_SECONDS = 10.0
 LONGEST_GAP = 60.0
-"""Seconds: after a longer one this worker did not lead meanwhile, and nothing is counted for it."""
+"""Seconds: nothing is counted for a longer one, nor for one in which another worker may have led and counted."""
 MAX_DIGESTS = 40_000
 """Whose owners are known; those of the one that was named least recently are forgotten."""
 MAX_OWNERS = 16
@@ -126,7 +126,7 @@ class ResidentMeter:
         turn.check()
         now, before = self._clock(), self._at
         self._at = now
-        if now - before > LONGEST_GAP:
+        if now - before > LONGEST_GAP or before < turn.since:
             return
         sums = await self._sums(now - before)
         for number, ((owner, version), counts) in enumerate(sums.items()):

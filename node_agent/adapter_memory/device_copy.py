@@ -62,6 +62,10 @@ class DeviceCopy:
     def priority(self) -> Priority:
         return self.host.priority
 
+    @property
+    def leased(self) -> bool:
+        return self.host.leased
+
     def take(self, now: float, held: bool) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
         if self._running or self.over:
             return None

@@ -14,6 +14,9 @@ from node_agent.adapter_memory.loader import Loader
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
 
+LEAST_LOAD_S = 1e-6
+"""Of one that had ended, and was not looked at yet, when a request took it over from a prefetch."""
+
 
 class DeviceLoads:
     """The adapters that have room on the device and are not wholly there yet."""
@@ -75,7 +78,7 @@ class DeviceLoads:
             if entry.began > host.began and not entry.prefetched:  # from host memory alone
                 self._hosts.rates.note("host", entry.size, copy.arrived - entry.began)
             entry.weights = [views for views in copy.views if views is not None]
-            entry.load_seconds = copy.arrived - entry.began
+            entry.load_seconds = max(LEAST_LOAD_S, copy.arrived - entry.began)
             return True
         if not (host.failed or copy.abandoned):
             self._hosts.forget(host)  # the copy failed: the next request reads the store again

@@ -85,6 +85,10 @@ class Fetch:
     def priority(self) -> Priority:
         return self.host.priority
 
+    @property
+    def leased(self) -> bool:
+        return self.host.leased
+
     def take(self, now: float, held: bool) -> Callable[[], None] | None:
         if self.over:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from adapters.artifact import ArtifactHeader, read_header
 from adapters.base_model import BaseModel
@@ -18,9 +18,13 @@ from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import FirstBytes, Staging
+from node_agent.adapter_memory.tasks import Tasks
 
 MEASURE_THREADS = 8
 """Headers, and the first layers with them (two reads an adapter), must not wait behind the bytes of large adapters."""
+MEASURE_AHEAD = 2
+"""For prefetches a header is read while so few of these threads at most read for others; with what comes behind each
+header they take half of the threads."""
 STORE_THREADS = 8
 COPY_THREADS = 4
 
@@ -35,6 +39,10 @@ class _Awaited:
     @property
     def priority(self) -> Priority:
         return self._host.priority
+
+    @property
+    def leased(self) -> bool:
+        return self._host.leased
 
     @property
     def over(self) -> bool:
@@ -66,7 +74,7 @@ class Loader:
         self.dtype = host.data.dtype
         self.store_link, self.device_link, self.cache = store_link, device_link, cache
         self._links = store_link, device_link
-        self._measuring = ThreadPoolExecutor(MEASURE_THREADS, "measure")
+        self._measuring = Tasks("measure", MEASURE_THREADS, MEASURE_AHEAD)
         self._fetching = LoaderThreads("fetch", STORE_THREADS)
         self._copying = LoaderThreads("copy", COPY_THREADS)
         self._staging = Staging()
@@ -74,7 +82,7 @@ class Loader:
     def measure(self, host: HostAdapter) -> None:
         """Start to read the adapter's header; `host.layout` is its outcome."""
         self._fetching.add(_Awaited(host))
-        self._measuring.submit(self._measure, host)
+        self._measuring.submit(host, self._measure, host)
 
     def fetch(self, host: HostAdapter) -> None:
         """Start to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
@@ -116,13 +124,14 @@ class Loader:
 
     def wake(self) -> None:
         """Loads have become more or less urgent, or unwanted."""
+        self._measuring.wake()
         self._fetching.wake()
         self._copying.wake()
 
     def close(self) -> None:
         for link in self._links:
             link.close()
-        self._measuring.shutdown(wait=False, cancel_futures=True)
+        self._measuring.close()
         self._fetching.close(wait=False)
         self._copying.close(wait=self.device.data.is_cuda)  # then pinned memory can be given up
         if self.cache is not None:
@@ -136,7 +145,7 @@ class Loader:
         try:
             header = self._cached_header(host)
             if header is None:
-                first = FirstBytes(self.store, self._measuring)
+                first = FirstBytes(self.store, partial(self._measuring.follow, host))
                 header = read_header(first, host.artifact)
                 host.first = first
             if header.digest != host.digest or header.base != self.base.fingerprint:

@@ -1,5 +1,6 @@
 """Threads that serve the jobs of loads in turn: a piece of work from each, so that no job keeps the others out. While a
-more urgent job is under way, less urgent ones get nothing."""
+more urgent job is under way, less urgent ones get nothing; of equally urgent ones, those come first that requests in
+the batch wait for, and not only requests in the queue."""
 
 from __future__ import annotations
 
@@ -34,6 +35,10 @@ class Job(Protocol):
     @property
     def priority(self) -> Priority:
         """It may change at any time; whoever changes it calls `wake`."""
+
+    @property
+    def leased(self) -> bool:
+        """A request with a place in the batch waits for it: it goes before others of its priority."""
 
     @property
     def over(self) -> bool:
@@ -115,7 +120,8 @@ class LoaderThreads:
             return None
 
     def _take(self) -> Callable[[], None] | None:
-        """The first of the most urgent jobs that has work goes to the end of the line."""
+        """The first of the most urgent jobs that has work, of leased ones before others, goes to the end of the
+        line."""
         found, count = None, -1
         while found is None and count != len(self._jobs):  # once more where one ended: others may go on for it
             count = len(self._jobs)
@@ -125,7 +131,7 @@ class LoaderThreads:
 
     def _take_once(self) -> Callable[[], None] | None:
         now, first = time.monotonic(), self._first()
-        for job in self._jobs:
+        for job in sorted(self._jobs, key=lambda job: not job.leased):
             found = job.take(now, held=job.priority > first)
             if found is not None:
                 self._jobs.remove(job)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from adapters.artifact import LayerBlock
+from adapters.errors import StoreUnavailable
 from adapters.store import Arrived, ObjectStore
 
 LARGEST_RANGE = 8 << 20
@@ -15,6 +16,8 @@ LARGEST_RANGE = 8 << 20
 FIRST_RANGE = 1 << 20
 """Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large. The
 artifact's first so many are read before its header is known."""
+LONGEST_SILENCE_S = 10.0
+"""For which whoever places the artifact's first bytes waits for one more of them; then it asks the store itself."""
 
 
 @dataclass
@@ -37,8 +40,9 @@ class FirstBytes:
     far away costs one round trip, and not one for the header and one for the layers.
     """
 
-    def __init__(self, store: ObjectStore, threads: Executor) -> None:
-        self._store, self._threads = store, threads
+    def __init__(self, store: ObjectStore, submit: Callable[..., Future[int]]) -> None:
+        """`submit`: as of an Executor."""
+        self._store, self._submit = store, submit
         self.data = memoryview(bytearray(FIRST_RANGE))
         """The artifact's first bytes, as far as `read` has said that they are here."""
         self._changed = threading.Condition()
@@ -57,7 +61,7 @@ class FirstBytes:
             return self._store.get_range(key, start, length)
         behind = None
         if length < FIRST_RANGE:
-            behind = self._threads.submit(self._read_behind, key, length)
+            behind = self._submit(self._read_behind, key, length)
         head = self._store.get_range(key, 0, length)
         with self._changed:
             self._head = min(len(head), FIRST_RANGE)
@@ -70,13 +74,14 @@ class FirstBytes:
 
     def read(self, arrived: Arrived) -> int:
         """Calls `arrived` with how many of the artifact's first bytes are here, ever more, until all are. Returns how
-        many that is. Raises what reading them raised, and what `arrived` does."""
+        many that is. Raises what reading them raised, StoreUnavailable when none has come for LONGEST_SILENCE_S, and
+        what `arrived` does."""
         count = -1
         while True:
             with self._changed:
                 ended = self._behind is None or self._behind.done()
-                if count == self._count and not ended:
-                    self._changed.wait()
+                if count == self._count and not ended and not self._changed.wait(LONGEST_SILENCE_S):
+                    raise StoreUnavailable(f"no byte behind an artifact's header came for {LONGEST_SILENCE_S:g} s")
                 more, count = self._count > count, self._count
             if more:
                 arrived(count)

@@ -116,8 +116,8 @@ class AdapterStore:
             return Pending()  # it is about to go; the next load begins then
         elif entry.copy.failed:
             return LoadFailed(entry.copy.failed, entry.host.damaged)
-        if not (entry.leases or entry.settled) and entry.host.priority > Priority.REQUEST:
-            entry.began = time.monotonic()  # a prefetch began it: the seconds before are none of the request's own
+        if entry.prefetched and not (entry.leases or entry.settled):
+            entry.began = time.monotonic()  # the seconds before are none of the request's own
         entry.leases += 1
         self.hosts.note_lease(entry.host, True)
         self.room.note_call(adapter.digest)
@@ -358,8 +358,8 @@ class AdapterStore:
     ) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
         """Room on the device for an adapter that has none; each layer is copied once it is in host memory."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
-        if host.failed:
-            return LoadFailed(host.failed, host.damaged)
+        if host.failed:  # a load that was given up just now is begun anew by the next call
+            return Pending() if host.abandoned else LoadFailed(host.failed, host.damaged)
         if host.layout is None:
             return Pending()
         if host.size > self.largest:

@@ -60,11 +60,12 @@ class AdapterTable:
         return self._runs.take(rows)
 
     def set(self, slot: int, run: int, layout: AdapterLayout, positions: np.ndarray) -> None:
-        """Switch an adapter in: its rows are at `positions` (i64[rows], pool units), their entries begin at `run`."""
-        self.scale[slot].copy_(torch.from_numpy(layout.scale))
-        self.first[slot].copy_(torch.from_numpy(layout.first + np.int32(run)))
-        self.row_offset[run : run + layout.rows].copy_(torch.from_numpy(positions.astype(np.int32)))
-        self.rank[slot].copy_(torch.from_numpy(layout.rank))
+        """Switch an adapter in: its rows are at `positions` (i64[rows], pool units), their entries begin at `run`. On
+        a device with a stream this is enqueued there, and nobody waits for what runs before it."""
+        _send(self.scale[slot], layout.scale)
+        _send(self.first[slot], layout.first + np.int32(run))
+        _send(self.row_offset[run : run + layout.rows], positions.astype(np.int32))
+        _send(self.rank[slot], layout.rank)
 
     def clear(self, slot: int, run: int, rows: int) -> None:
         """Switch the slot's adapter out and give its run back."""
@@ -74,6 +75,13 @@ class AdapterTable:
     def give(self, run: int, rows: int) -> None:
         """A run that was reserved and is not used, or not any more."""
         self._runs.give(run, rows)
+
+
+def _send(target: torch.Tensor, values: np.ndarray) -> None:
+    """Copies values of the target's shape and type. To a GPU they go by pinned memory: a copy from any other would wait
+    for all that is enqueued."""
+    source = torch.from_numpy(values)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
 
 def rows_for(pool_units: int, base: BaseModel, itemsize: int) -> int:

@@ -112,6 +112,7 @@ class ColdStarts:
             choice.seconds,
             max(0.0, costs.decodable - choice.seconds),
             contention.others,
+            float(costs.load.sum()) / self.link.value,
         )
 
     def _decodable(self, lease: Lease, costs: ChunkCosts, profile: Profile) -> float:
@@ -194,7 +195,8 @@ class ColdStarts:
             return
         costs, layers = RowCosts(self.profile, self.base), self.base.num_layers
         parts = [(costs.work(self.store.layout(lease), rows), lora) for lease, rows, lora in joined]
-        work = sum(lora.layers_on_cpu / layers * each for each, lora in parts) / min(self.workers.usable, len(parts))
+        served = max(1, min(self.workers.usable, len(parts)))  # the last worker may have ended meanwhile
+        work = sum(lora.layers_on_cpu / layers * each for each, lora in parts) / served
         share = max(lora.layers_on_cpu for _, lora in parts) / layers
         between = share * np.where(work > 0, costs.beside(sum(rows for _, rows, _ in joined)), 0.0)
         self._learn(self.row_cpu, float(np.sum(work)), float(between.sum()), sum(lora.waited for _, lora in parts))
@@ -217,7 +219,7 @@ class ColdStarts:
             correction.learn(cpu, between + waited, at_most=waited < NO_WAIT * between)
 
     def observe_load(self, forecast: float, seconds: float) -> None:
-        """Learn from the rest of a load whose adapter lay in host memory."""
+        """Learn from the rest of a load whose adapter lay in host memory; `forecast` by the profile alone."""
         if forecast > LEAST_LOAD_S:
             self.link.learn(forecast, seconds)
 

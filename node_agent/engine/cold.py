@@ -118,7 +118,7 @@ class ColdPasses:
             return
         run, lora, plan = started
         if not phases.planned:
-            phases.planned, phases.load_forecast = begun, sum(plan.load)
+            phases.planned, phases.load_forecast = begun, plan.load_by_profile
         if plan.name != "wait" and phases.plan == "wait":
             phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed + plan.rest
         request.in_cold_pass, phases.opened = True, True

@@ -164,11 +164,10 @@ class Engine:
     def _compute_hot(self, chosen: HotRows) -> None:
         joined = self.joining.open(chosen.rows)
         rows = [row for row in chosen.rows if row not in joined.left_out]
-        if not rows:
-            return
         computed: Computed | OutOfMemory | None = None
         try:
-            computed = self.hot.compute(rows, chosen.n_decode - len(joined.left_out), joined)
+            if rows:
+                computed = self.hot.compute(rows, chosen.n_decode - len(joined.left_out), joined)
         finally:
             failed = joined.close(isinstance(computed, Computed))
         if isinstance(computed, Computed):

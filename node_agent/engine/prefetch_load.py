@@ -56,7 +56,7 @@ class PrefetchLoad:
         lay in host memory from the start."""
         if self.was_staged:
             entry = self._store.device.get(self.adapter.digest)
-            return 1 - entry.bytes_left / max(1, entry.layout.live) if entry is not None else 0.0
+            return entry.copied if entry is not None else 0.0
         host = self._store.hosts.get(self.adapter.digest)
         return host.fetched if host is not None else 0.0
 
@@ -72,8 +72,8 @@ class PrefetchLoad:
             return None
         if not self._is_staged():
             host = store.hosts.load(self.adapter)
-            if host.failed:
-                return LoadFailed(host.failed, host.damaged)
+            if host.failed:  # one that was given up just now is begun anew by the next call
+                return None if host.abandoned else LoadFailed(host.failed, host.damaged)
             if host.size > store.largest:
                 store.hosts.forget(host)
                 return TooLarge(host.size, store.largest)

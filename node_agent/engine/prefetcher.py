@@ -3,8 +3,9 @@ provisioned copies, which stay.
 
 A call always comes first: a prefetch begins only while no load of a request goes on or is awaited; it stands still when
 one begins (node_agent.adapter_memory.loader_threads), and its room is a request's to take. It evicts only adapters that
-are less likely to be called (`Spared`). A provisioned copy is loaded beside requests as one of them would be, and is
-pinned: a flood of other calls must neither hold it up nor take its room.
+are less likely to be called (`Spared`). A provisioned copy is loaded to its tier beside requests as one of them would
+be, and is pinned: a flood of other calls must neither hold it up nor take its room. Where it is wanted in a better tier
+than the policy's, the rest of its way is a prefetch like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import logging
 import time
 from dataclasses import dataclass
 
-from cluster.residency import WantedAdapter, WantedResidency
+from msgspec.structs import replace
+
+from cluster.residency import WantedAdapter, WantedResidency, WantedTier
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.idle_limits import IdleLimits
@@ -36,6 +39,7 @@ PROVISIONED_REST_S = 1.0
 """The same for a provisioned copy: requests end, and then it has room."""
 FAILED_REST_S = 60.0
 """The same where it could not be loaded, or an operator evicted it."""
+TIERS: tuple[WantedTier, ...] = ("device", "host")
 LEEWAY = 8
 """An eighth of the device's adapter memory is what may be wasted without counting in full (PrefetchRecord)."""
 
@@ -46,6 +50,10 @@ log = logging.getLogger("garnish.engine")
 class _Underway:
     want: WantedAdapter
     load: PrefetchLoad
+    tier: WantedTier
+    """to which it is loaded"""
+    is_kept: bool
+    """It is to be provisioned there."""
     progress: float = 0.0
     """at the last look"""
 
@@ -72,7 +80,8 @@ class Prefetcher:
         self._until = 0.0
         self._underway: dict[str, _Underway] = {}
         self._brought: dict[str, _Brought] = {}
-        self._rests: dict[str, float] = {}
+        self._rests: dict[tuple[str, WantedTier], float] = {}
+        """Until when an adapter is not brought to a tier."""
         self._look_at = 0.0
 
     @property
@@ -85,8 +94,10 @@ class Prefetcher:
         self._until = time.monotonic() + min(residency.seconds, LONGEST_WANT_S)
         wants: dict[str, WantedAdapter] = {}
         for want in residency.adapters:
-            if self._enabled or want.provisioned is not None:
+            if self._enabled:
                 wants.setdefault(want.adapter.digest, want)
+            elif want.provisioned is not None:
+                wants.setdefault(want.adapter.digest, replace(want, tier=want.provisioned))
         self._replace_wants(wants)
         self._idle_limits.set(residency)
 
@@ -102,7 +113,7 @@ class Prefetcher:
 
     def cancel(self, digest: str) -> None:
         """An operator evicts the adapter: it is not brought in again at once."""
-        self._rests[digest] = time.monotonic() + FAILED_REST_S
+        self._rest(digest, FAILED_REST_S)
         self._drop(digest)
         self._brought.pop(digest, None)
 
@@ -126,7 +137,7 @@ class Prefetcher:
             self.clear()
         may_place = bool(self._underway) and not self._store.urgent_loads
         for each in list(self._underway.values()):
-            self._advance(each, now, may_place or each.want.provisioned is not None)
+            self._advance(each, may_place or each.is_kept)
         if now >= self._look_at:
             self._look_at = now + LOOK_INTERVAL_S
             self._end_rests(now)
@@ -139,7 +150,7 @@ class Prefetcher:
         want, other = self._wants.get(wanted), self._wants.get(digest)
         if want is None or self._store.hosts.waiting(digest):
             return False
-        if want.provisioned is not None:
+        if self._is_kept(want):
             return other is None or other.provisioned is None
         if other is not None:
             return not other.pinned and other.chance * HYSTERESIS <= _chance(want)
@@ -154,7 +165,7 @@ class Prefetcher:
         self._store.pin(*([d for d, tier in provisioned.items() if tier == pinned] for pinned in ("device", "host")))
         for digest, each in list(self._underway.items()):
             want = wants.get(digest)
-            if want is None or (want.provisioned is None) != (each.want.provisioned is None):
+            if want is None or self._is_kept(want) != each.is_kept:
                 self._drop(digest)  # what is to be provisioned, or no longer so, is loaded at another priority
             else:
                 each.want = want
@@ -179,14 +190,14 @@ class Prefetcher:
         if not each.want.pinned:
             self._brought[each.want.adapter.digest] = _Brought(each.want.adapter.bytes, time.monotonic())
 
-    def _advance(self, each: _Underway, now: float, may_place: bool) -> None:
+    def _advance(self, each: _Underway, may_place: bool) -> None:
         adapter, progress = each.want.adapter, each.load.progress
         if progress < each.progress:  # a request took its room, and it begins anew
             self._waste(each, each.progress)
         each.progress = progress
         if self._store.hosts.lacks_room(adapter.digest):
             self._drop(adapter.digest)  # others may find some
-            self._rests[adapter.digest] = now + _full_rest(each.want)
+            self._rest(adapter.digest, _full_rest(each))
             return
         outcome = each.load.advance(may_place)
         if outcome is None:
@@ -197,10 +208,10 @@ class Prefetcher:
         if isinstance(outcome, (TooLarge, LoadFailed)):
             log.warning("a predicted prefetch failed", extra={"digest": adapter.digest, "reason": str(outcome)})
             self._waste(each, each.progress)
-            self._rests[adapter.digest] = now + FAILED_REST_S
+            self._rest(adapter.digest, FAILED_REST_S)
             return
-        if outcome == "host":
-            self._rests[adapter.digest] = now + _full_rest(each.want)
+        if outcome == "host":  # the device has no room, or it may be evicted again at once
+            self._rest(adapter.digest, _full_rest(each), each.tier)
         if outcome == "device" or not each.load.was_staged:
             self._note_brought(each)
 
@@ -218,26 +229,36 @@ class Prefetcher:
             return
         bounds, steps_back = self.record.bounds(now), self._store.urgent_loads
         for digest, want in self._wants.items():
-            if steps_back and want.provisioned is None:
+            is_kept = self._is_kept(want)
+            tier = want.provisioned if is_kept and want.provisioned is not None else want.tier
+            if steps_back and not is_kept:
                 continue
-            provisioned = [each.want.provisioned is not None for each in self._underway.values()]
-            if provisioned.count(want.provisioned is not None) >= MOST_AT_ONCE:
+            if [each.is_kept for each in self._underway.values()].count(is_kept) >= MOST_AT_ONCE:
                 continue
-            if digest in self._underway or digest in self._rests or self._store.hosts.waiting(digest):
+            if digest in self._underway or (digest, tier) in self._rests or self._store.hosts.waiting(digest):
                 continue
             if self._is_held_back(want, bounds) or self._is_there(want):
                 continue
             load = PrefetchLoad(
                 self._store,
                 want.adapter,
-                Priority.PREDICTED if want.provisioned is None else Priority.REQUEST,
-                to_device=want.tier == "device",
+                Priority.REQUEST if is_kept else Priority.PREDICTED,
+                to_device=tier == "device",
                 spared=Spared(self, digest),
             )
-            self._underway[digest] = _Underway(want, load)
+            self._underway[digest] = _Underway(want, load, tier, is_kept)
+
+    def _is_kept(self, want: WantedAdapter) -> bool:
+        """Whether what has to be done next for the want is to bring a provisioned copy to its tier."""
+        return want.provisioned == "device" or (want.provisioned == "host" and not self._is_staged(want.adapter.digest))
+
+    def _is_staged(self, digest: str) -> bool:
+        """Whether all of it lies in host memory."""
+        host = self._store.hosts.get(digest)
+        return host is not None and host.complete
 
     def _is_held_back(self, want: WantedAdapter, bounds: Bounds) -> bool:
-        if want.pinned:
+        if want.pinned and not _is_above_its_tier(want):
             return False
         return len(self._underway) >= bounds.at_once or want.chance < bounds.least_chance
 
@@ -245,11 +266,14 @@ class Prefetcher:
         """Whether it is where it is wanted, or on its way there."""
         if self._store.on_device(want.adapter.digest):
             return True
-        host = self._store.hosts.get(want.adapter.digest)
-        return want.tier == "host" and host is not None and host.complete
+        return want.tier == "host" and self._is_staged(want.adapter.digest)
+
+    def _rest(self, digest: str, seconds: float, *tiers: WantedTier) -> None:
+        """Brings the adapter to none of these tiers, or to neither where none is named, for so long."""
+        self._rests |= dict.fromkeys(((digest, tier) for tier in tiers or TIERS), time.monotonic() + seconds)
 
     def _end_rests(self, now: float) -> None:
-        self._rests = {digest: until for digest, until in self._rests.items() if until > now}
+        self._rests = {place: until for place, until in self._rests.items() if until > now}
 
 
 class Spared:
@@ -262,9 +286,15 @@ class Spared:
         return not self._prefetcher.may_go(str(digest), self._wanted)
 
 
-def _full_rest(want: WantedAdapter) -> float:
-    return FULL_REST_S if want.provisioned is None else PROVISIONED_REST_S
+def _full_rest(each: _Underway) -> float:
+    return PROVISIONED_REST_S if each.is_kept else FULL_REST_S
+
+
+def _is_above_its_tier(want: WantedAdapter) -> bool:
+    """Whether it is wanted on the device, where no policy keeps it, beside a copy that is provisioned in host
+    memory."""
+    return (want.provisioned, want.tier) == ("host", "device")
 
 
 def _chance(want: WantedAdapter) -> float:
-    return 1.0 if want.pinned else want.chance
+    return 1.0 if want.pinned and not _is_above_its_tier(want) else want.chance

@@ -21,7 +21,7 @@ class ColdPhases:
     forecast: float = 0.0
     """seconds of exposed load, as planned"""
     load_forecast: float = 0.0
-    """of what was left of the load at the first plan"""
+    """of what was left of the load at the first plan, by the profile alone"""
     planned: float = 0.0
     """when this was; monotonic, 0: never"""
     exposed: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -89,21 +90,29 @@ def _is_visible(gpu: Gpu, visible: str | None) -> bool:
 
 
 def _list() -> list[Gpu]:
-    """Raises NvmlProblem."""
+    """Raises NvmlProblem, also where no GPU can be read."""
     library = load_nvml()
     if library is None:
         return []
     nvml = Nvml(library)
     try:
-        return [_look(nvml, index) for index in range(nvml.call("nvmlDeviceGetCount"))]
+        found = [_look(nvml, index) for index in range(nvml.call("nvmlDeviceGetCount"))]
     except GpuFailed as failure:
         raise NvmlProblem(str(failure)) from failure
     finally:
-        nvml.ask("nvmlShutdown")
+        with suppress(GpuFailed):
+            nvml.ask("nvmlShutdown")
+    problems = [each for each in found if isinstance(each, NvmlProblem)]
+    if problems and len(problems) == len(found):
+        raise problems[0]
+    return [
+        each if isinstance(each, Gpu) else Gpu(index=index, fault=f"it can't be read ({each})")
+        for index, each in enumerate(found)
+    ]
 
 
-def _look(nvml: Nvml, index: int) -> Gpu:
-    """Raises NvmlProblem."""
+def _look(nvml: Nvml, index: int) -> Gpu | NvmlProblem:
+    """Returns the GPU, or why it can't be read: NVML counts also those that this process may not use."""
     gpu = Gpu(index=index)
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -114,3 +123,5 @@ def _look(nvml: Nvml, index: int) -> Gpu:
         return Gpu(index=index, uuid=gpu.uuid, name=facts.name, bus=bus, link=facts.link, fault=facts.fault)
     except GpuFailed as failure:
         return msgspec.structs.replace(gpu, fault=f"it is lost ({failure})")
+    except NvmlProblem as problem:
+        return problem

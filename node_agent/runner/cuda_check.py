@@ -24,7 +24,21 @@ weight does not."""
 
 
 def check_runner(reference: TransformersRunner, runner: CudaRunner) -> str | None:
-    """Computes a prompt and a decode step by both. Returns what differs; None: nothing does."""
+    """Computes a prompt and a decode step by both. Returns what differs, or why a kernel can't be compiled for this
+    GPU; None: nothing is wrong. Raises RuntimeError for what else goes wrong: nobody could compute here then."""
+    try:
+        return _difference(reference, runner)
+    except Exception as error:  # Triton's errors have no base that a host without Triton could name
+        if not _is_compile_error(error):
+            raise
+        return f"a kernel can't be compiled for this GPU: {type(error).__name__}: {error}"
+
+
+def _is_compile_error(error: Exception) -> bool:
+    return type(error).__module__.startswith("triton.") or "PassManager::run failed" in str(error)
+
+
+def _difference(reference: TransformersRunner, runner: CudaRunner) -> str | None:
     prompt = _length(runner.block_tokens, runner.num_blocks)
     for begin, end in ((0, prompt), (prompt, prompt + 1)):
         wanted, found = (

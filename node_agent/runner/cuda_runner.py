@@ -5,9 +5,8 @@ Without a GPU the same path runs on a CPU, with plain torch in the place of kern
 
 from __future__ import annotations
 
+import gc
 import logging
-
-import torch
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner import transformers_runner
@@ -17,6 +16,7 @@ from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_lora import CudaLora, SentLora, open_add
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
 from node_agent.runner.cuda_stream import Stream, open_stream
+from node_agent.runner.decode_library import choose_decode_attention
 from node_agent.runner.lora_choice import StartLora
 from node_agent.runner.transformers_runner import LoadModel, TransformersRunner, load_model
 from node_agent.types import ModelRunner, PassLora, RunnerSettings, StepBatch
@@ -35,10 +35,9 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
     problem = check_runner(reference, runner)
     if problem is None:
         return runner
-    log.error("node.runner: cuda is not used: it differs from transformers, which serves", extra={"reason": problem})
-    del reference, runner  # their memory is the other's
-    if settings.device.type == "cuda":
-        torch.cuda.empty_cache()
+    log.error("node.runner: cuda is not used, and transformers serves", extra={"reason": problem})
+    del reference, runner  # their memory is the other's, which measures what is free
+    gc.collect()
     return transformers_runner.open_runner(settings, load)
 
 
@@ -52,6 +51,8 @@ class CudaRunner:
         self.vocab: int = model.model.config.vocab_size
         self.current, self.stream = model.current, stream
         self.decoder = Decoder(model, block_tokens, num_blocks)
+        layers = [(layer.heads, layer.cache) for layer in self.decoder.layers]
+        self.decoder.decode_attention = choose_decode_attention(self.decoder.operations, layers, stream)
         self.buckets: list[Bucket] = []
         """by size; none before `serve`"""
 

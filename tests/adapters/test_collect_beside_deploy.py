@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,12 +24,44 @@ from adapters.verify import verify
 
 Good = tuple[bytes, Path]
 KINDS = ["blobs/", "artifacts/", "tenants/acme/functions/f/versions/"]
+STORES = len(KINDS) + 2
+"""One for each test."""
+S3_PAUSE_S, DISK_PAUSE_S = 1.2, 0.1
+"""After which a store tells another time: S3 tells it to the second, and disks by the kernel's ticks."""
+
+
+class Orphans(NamedTuple):
+    """Stores with what a function left that was deleted."""
+
+    urls: list[str]
+    now: float
+    """By which all of that is old, and what comes after is not."""
+
+
+@pytest.fixture(scope="module")
+def orphans(new_url: Callable[[], str], base: BaseModel, good: Good) -> Orphans:
+    urls = [new_url() for _ in range(STORES)]
+    stores = [open_store(url) for url in urls]
+    for store in stores:
+        Registry(store, base).deploy("acme", "f", *good)
+        store.delete("tenants/acme/functions/f/function.json")  # as a deploy leaves it that died before its end
+    pause = S3_PAUSE_S if isinstance(stores[0], S3Store) else DISK_PAUSE_S
+    time.sleep(pause)
+    now = stores[-1].now()
+    time.sleep(pause)
+    return Orphans(urls, now + ORPHAN_SECONDS)
 
 
 @pytest.fixture
-def url(new_url: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> str:
+def now(orphans: Orphans) -> float:
+    return orphans.now
+
+
+@pytest.fixture
+def url(orphans: Orphans, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a store that no other test uses."""
     monkeypatch.setattr(contents, "REWRITE_SECONDS", 0.0)  # all that a deploy meets is old, and written anew
-    return new_url()
+    return orphans.urls.pop()
 
 
 class Stop:
@@ -60,23 +93,10 @@ class Stop:
             assert self.go_on.wait(60)
 
 
-def old_orphans(url: str, base: BaseModel, good: Good) -> float:
-    """What a function left that was deleted; a `now` by which all of it is old, and what comes after is not."""
-    store = open_store(url)
-    registry = Registry(store, base)
-    registry.deploy("acme", "f", *good)
-    store.delete("tenants/acme/functions/f/function.json")  # as a deploy leaves it that died before its end
-    time.sleep(2.1)  # S3 tells times to the second
-    now = store.now()
-    time.sleep(2.1)
-    return now + ORPHAN_SECONDS
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_deploy_writes_meanwhile_is_there_in_the_end(
-    url: str, base: BaseModel, good: Good, kind: str, monkeypatch: pytest.MonkeyPatch
+    url: str, now: float, base: BaseModel, good: Good, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = old_orphans(url, base, good)
     swept = open_store(url)
     stop = Stop(monkeypatch, swept, kind)
     registry = Registry(open_store(url), base)
@@ -93,9 +113,10 @@ def test_what_a_deploy_writes_meanwhile_is_there_in_the_end(
     assert not registry.store.list(s3_removal.FOLDER)
 
 
-def test_two_collections_and_a_deploy(url: str, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_collections_and_a_deploy(
+    url: str, now: float, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The object is gone by the second when the deploy makes it new, and the first still has to remove it."""
-    now = old_orphans(url, base, good)
     first = open_store(url)
     stop = Stop(monkeypatch, first, "blobs/")
     registry = Registry(open_store(url), base)
@@ -113,9 +134,8 @@ def test_two_collections_and_a_deploy(url: str, base: BaseModel, good: Good, mon
 
 
 def test_a_collection_that_died_holds_up_a_deploy_for_a_while(
-    url: str, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch
+    url: str, now: float, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = old_orphans(url, base, good)
     store = open_store(url)
     if not isinstance(store, S3Store):
         pytest.skip("a directory's locks end with their process")

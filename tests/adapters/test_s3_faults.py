@@ -26,7 +26,9 @@ from adapters.s3_url import S3Place
 LIMITS = S3Limits(connect=60.0, read=60.0, call=300.0, attempts=4, part=5 << 20)
 """No healthy answer is late for these, however busy the machine is."""
 HURRIED = msgspec.structs.replace(LIMITS, read=3.0, call=10.0)
-"""For an answer that never comes."""
+"""For an answer that does not come."""
+HASTY = msgspec.structs.replace(LIMITS, read=0.5, call=2.0)
+"""Where no answer ever comes."""
 ALWAYS = 1000
 
 
@@ -35,6 +37,8 @@ class Clients(NamedTuple):
     patient: S3Store
     """Behind the proxy."""
     hurried: S3Store
+    """Behind the proxy."""
+    hasty: S3Store
     """Behind the proxy."""
     direct: S3Store
 
@@ -45,7 +49,7 @@ def clients(s3_endpoint: str) -> Iterator[Clients]:
     with Proxy(s3_endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
         direct = S3Store(place)
         patch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-        yield Clients(proxy, S3Store(place, LIMITS), S3Store(place, HURRIED), direct)
+        yield Clients(proxy, *(S3Store(place, limits) for limits in (LIMITS, HURRIED, HASTY)), direct)
 
 
 @pytest.fixture
@@ -68,6 +72,11 @@ def store(clients: Clients, place: S3Place) -> S3Store:
 @pytest.fixture
 def hurried(clients: Clients, place: S3Place) -> S3Store:
     return at(clients.hurried, place)
+
+
+@pytest.fixture
+def hasty(clients: Clients, place: S3Place) -> S3Store:
+    return at(clients.hasty, place)
 
 
 @pytest.fixture
@@ -150,8 +159,8 @@ LASTING = [
 
 
 @pytest.mark.parametrize("fault", LASTING, ids=lambda fault: f"{fault.kind}-{fault.status}")
-def test_what_lasts_ends_after_a_few_attempts(proxy: Proxy, store: S3Store, hurried: S3Store, fault: Fault) -> None:
-    store = hurried if fault.kind == "stall" else store
+def test_what_lasts_ends_after_a_few_attempts(proxy: Proxy, store: S3Store, hasty: S3Store, fault: Fault) -> None:
+    store = hasty if fault.kind == "stall" else store
     for name, call in CALLS.items():
         proxy.faults = [replace(fault)]
         if not name.startswith(fault.match.lower()):

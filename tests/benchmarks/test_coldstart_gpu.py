@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks import coldstart_gpu, gpu_cold_rig
-from benchmarks.coldstart_gpu import PLANS, SHARES, WAYS, failures, figures_of, study
+from benchmarks.coldstart_gpu import PLANS, SHARES, WAYS, ColdStudy, failures, figures_of, study
 from node_agent.cores import spare_cores
+from node_agent.runner.cuda_runner import CudaRunner
 
 
 @pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
@@ -34,6 +35,23 @@ def test_every_part_runs_and_one_that_fails_is_named(tmp_path: Path, monkeypatch
     (first, *_) = [row for row in document["rows"] if row["part"] == "same" and "rank" in row]
     assert first["warm_plain_logprob"] < 0.1 and first["cold_warm_logprob"] < 0.1
     assert first["layers_cpu"] and not first["replays"]
+
+
+@pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
+def test_the_runner_for_gpus_is_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PEFT, and with plain torch, which computes no captured step."""
+    monkeypatch.setattr(gpu_cold_rig, "SLOW_RATE", 5e5)
+    cold = ColdStudy(tmp_path, "tiny", "cpu", "cuda", quick=True, seed=3)
+    try:
+        parts = cold.parts()
+        (exact,) = parts["exact"](0.0)
+        (_, row) = parts["same"](0.0)
+        runner = cold._bench().engine.engine.runner
+        assert isinstance(runner, CudaRunner) and runner.feeds
+    finally:
+        cold.close()
+    assert exact["cases"] and not exact["mismatches"] and not exact["problems"]
+    assert row["warm_plain_logprob"] < 0.1 and row["layers_cpu"]
 
 
 def test_figures() -> None:

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from adapters.base_model import projection_widths
-from benchmarks import coldstart_gpu, gpu_exact, gpu_layer_check, gpu_peer, gpu_steps
+from benchmarks import coldstart_gpu, gpu_exact, gpu_layer_check, gpu_peer, gpu_steps, gpu_suite
 from benchmarks.gpu_check import WrongResult
 from benchmarks.gpu_engine import adapter_bytes
 from benchmarks.gpu_parts import Skipped, failures, run_parts
 from benchmarks.gpu_suite import SECONDS, figures_of, study
 from benchmarks.random_model import SHAPES
+from kernels.gpu_ops import LEAST_PIECE, Rows
 from kernels.gpu_reference import TorchOperations
+from tests.benchmarks.studies import run_study
 
 CPU = torch.device("cpu")
 PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels", "peer"]
@@ -65,6 +67,36 @@ def test_a_layer_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gpu_layer_check, "layer_operations", lambda _: Wrong())
     with pytest.raises(WrongResult, match=r"silu_mul in torch\.float32"):
         list(gpu_layer_check.check_layers(CPU, 1, gpu_layer_check.SHAPES[:1]))
+
+
+def test_a_kernel_that_forgets_pieces_of_a_context_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(TorchOperations):
+        def decode_attention(self, q: Any, cache: Any, rows: Rows, heads: Any, **named: Any) -> None:
+            first = Rows(rows.context_len.clamp(max=LEAST_PIECE), rows.block_table)
+            super().decode_attention(q, cache, first, heads, **named)
+
+    monkeypatch.setattr(gpu_layer_check, "layer_operations", lambda _: Wrong())
+    with pytest.raises(WrongResult, match=r"decode_attention in torch\.float32"):
+        list(gpu_layer_check.check_layers(CPU, 1, gpu_layer_check.SHAPES[:1]))
+
+
+def test_the_runner_for_gpus_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` does not choose it before this suite has passed; its graphs run here as calls."""
+    asked: list[str] = []
+
+    def note(*_: Any, runner: str, **__: Any) -> dict[str, Any]:
+        asked.append(runner)
+        return {"rows": [], "figures": {}}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(gpu_suite, "study", note)
+        patch.setattr(gpu_suite, "publish", lambda *_: None)
+        run_study(patch, "gpu_suite")
+    assert asked == ["cuda"]
+    document = run(tmp_path, ["graphs", "decode"], runner="cuda")
+    assert not failures(document)
+    assert document["figures"]["graphs_speedup_b1"] > 0 and document["figures"]["decode_over_floor_b6"] > 0
 
 
 def test_floors() -> None:

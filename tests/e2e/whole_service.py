@@ -24,7 +24,8 @@ from tests.processes import processes, tree
 
 START_SECONDS = 200
 STOP_SECONDS = 60
-POLL_SECONDS = 0.05
+FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.2
+"""Between two looks, longer each time: a look takes of the core on which a service starts."""
 
 
 @dataclass
@@ -154,11 +155,12 @@ def service_file(
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     """Whether the condition holds within the time."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, FIRST_POLL_S
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(LONGEST_POLL_S, pause * 1.2)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The command line as a process: exit codes, one-line errors, and how little it imports."""
+"""The command line: exit codes, one-line errors, and how little it imports."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from garnish.cli.main import main
 from garnish.cli.versions import parse_target
 
 
-def garnish(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def garnish(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "garnish.cli.main", *arguments],
         cwd=folder,
-        env={**os.environ, "XDG_CONFIG_HOME": str(folder), **environment},
+        env={**os.environ, "XDG_CONFIG_HOME": str(folder)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -33,10 +33,31 @@ def test_version(tmp_path: Path) -> None:
     assert json.loads(garnish(tmp_path, "version", "--json").stdout).keys() == {"version"}
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(("nonsense",), 2), (("list", "--url", "nonsense://x"), 1)])
+def test_the_exit_code_of_a_process(tmp_path: Path, arguments: tuple[str, ...], code: int) -> None:
+    """The other tests call what the process runs."""
+    done = garnish(tmp_path, *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory, and a service that nobody serves."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("GARNISH_URL", "http://127.0.0.1:1")
+
+
+def exit_of(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return ended.value.code
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("nonsense",),
         ("invoke", "only-a-name"),
         ("deploy", "only-a-name"),
         ("deploy", "name", ".", "-f", "serverless.yml"),
@@ -60,10 +81,12 @@ def test_version(tmp_path: Path) -> None:
         ("usage", "--tenant", "a", "--all-tenants"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    done = garnish(tmp_path, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr
+@pytest.mark.usefixtures("empty_folder")
+def test_wrong_usage(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of(*arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err and "Traceback" not in shown.err
 
 
 @pytest.mark.parametrize(
@@ -80,13 +103,9 @@ def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
         (("deploy", "f", "nowhere"), "nowhere: there is no such folder"),
     ],
 )
-def test_failures_are_one_line(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
-    done = garnish(tmp_path, *arguments, GARNISH_URL="http://127.0.0.1:1")
-    assert (done.returncode, done.stdout) == (1, "")
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("garnish: ")
-    assert told in last
-    assert "Traceback" not in done.stderr
+@pytest.mark.usefixtures("empty_folder")
+def test_failures_are_one_line(arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told in failure(capsys, *arguments)
 
 
 ASKING = (
@@ -114,10 +133,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line, apart from progress, of a command that fails with exit code 1."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
+    code = exit_of(*arguments)
     shown = capsys.readouterr()
-    assert (ended.value.code, shown.out) == (1, "")
+    assert (code, shown.out) == (1, "")
+    assert "Traceback" not in shown.err
     (line,) = [line for line in shown.err.splitlines() if line.startswith("garnish: ")]
     assert shown.err.endswith(line + "\n")
     return line
@@ -180,8 +199,10 @@ def test_targets_of_aliases(words: list[str], target: int | dict[str, float]) ->
 
 
 def test_imports_stay_light() -> None:
-    """No command loads torch into this process, and `import garnish` loads next to nothing."""
+    """No command loads torch into this process, those that ask a service load no numpy, and `import garnish` loads next
+    to nothing."""
     code = "import sys, garnish; assert 'httpx' not in sys.modules; "
-    code += "garnish.Client; import garnish.cli.main, garnish.up.run; "
+    code += "garnish.Client; assert not {'aiohttp', 'numpy'} & set(sys.modules); "
+    code += "import garnish.cli.main, garnish.up.run; "
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'gunicorn')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

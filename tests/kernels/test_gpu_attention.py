@@ -81,6 +81,21 @@ def test_decode_in_several_pieces(operations: LayerOperations, window: int | Non
     check(decode(operations, drawn, 3), drawn)
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype", "window"),
+    [(64, DTYPES[2], None), (80, DTYPES[0], 20), (96, DTYPES[1], 20), (128, DTYPES[2], 20), (256, DTYPES[0], None)],
+)
+def test_heads_of_real_models(width: int, dtype: torch.dtype, window: int | None) -> None:
+    """Eight query heads for a key head; contexts of one token, up to a block's edge and behind it, beside padding."""
+    heads = Heads(8, 1, width, width**-0.5, window)
+    decoded = add_padding(decode_rows([1, 16, 17, LEAST_PIECE + 1], heads, dtype), 1)
+    check(decode(TritonOperations(), decoded, 2), decoded)
+    chunks = make_sequences([1, 16, 80], [1, 16, 40], heads, dtype, device=DEVICE)
+    out = chunks.out
+    TritonOperations().prefill_attention(chunks.q, chunks.cache, chunks.rows, heads, out=out)
+    check(out, chunks)
+
+
 def test_a_row_has_the_same_bits_beside_any_others() -> None:
     heads = Heads(6, 2, 24, 0.3)
     drawn = decode_rows([150, 20], heads, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from adapters.artifact import read_header
 from benchmarks.local_engine import LocalEngine, MakeEngine
@@ -18,16 +20,34 @@ from node_agent.adapter_memory import ranges
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine import prefetcher
 from node_agent.engine.prefetcher import Prefetcher
+from node_agent.runner.transformers_runner import LoadModel, load_model
 from tests.node_agent.adapter_world import Turnstile, World
 from tests.node_agent.prefetch_world import MakePrefetcher, Stile, assert_nothing_held
 
 
+@pytest.fixture(scope="session")
+def load_stories(stories_dir: Path) -> LoadModel:
+    """Loads stories260K as an engine does, once; each engine gets a copy, which takes a fraction of a load."""
+    loaded: dict[torch.dtype | None, PreTrainedModel] = {}
+
+    def load(model_dir: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+        if model_dir != stories_dir or device.type != "cpu":
+            return load_model(model_dir, device, dtype)
+        if dtype not in loaded:
+            loaded[dtype] = load_model(model_dir, device, dtype)
+        return copy.deepcopy(loaded[dtype])
+
+    return load
+
+
 @pytest.fixture
-def make_engine(stories_dir: Path, tmp_path: Path) -> Iterator[MakeEngine]:
+def make_engine(stories_dir: Path, load_stories: LoadModel, tmp_path: Path) -> Iterator[MakeEngine]:
     """Builds engines in fp32; at the end of the test each must hold nothing."""
     engines: list[LocalEngine] = []
 
     def make(model_dir: Path | None = None, registry: Path | str | None = None, **settings: Any) -> LocalEngine:
+        if settings.get("runner", "auto") == "auto":
+            settings.setdefault("load", load_stories)
         settings.setdefault("dtype", "float32")
         settings.setdefault("threads", 1)  # more only get in each other's way on so small a model
         settings.setdefault("adapter_memory", 8 << 20)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine, MakeEngine
@@ -24,9 +27,9 @@ from node_agent.runner import cuda_layers, cuda_runner
 from node_agent.runner.cuda_decode import bucket_sizes
 from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
-from node_agent.runner.cuda_runner import CudaRunner
+from node_agent.runner.cuda_runner import CudaRunner, open_runner
 from node_agent.runner.cuda_stream import CpuStream
-from node_agent.runner.transformers_runner import TransformersRunner
+from node_agent.runner.transformers_runner import TransformersRunner, load_model
 from node_agent.types import PassLora, Plan, RunnerSettings, StepBatch
 from tests.draws import draws
 from tests.node_agent.coldstart.held_link import HeldLink
@@ -145,11 +148,45 @@ def test_a_runner_that_computes_other_numbers_is_not_used(
         walk.added += 0.5
 
     monkeypatch.setattr(Decoder, "advance", wrong)
-    opened = find_runner("cuda")(settings_of(stories_dir))
-    assert isinstance(opened, TransformersRunner)
+    first: list[weakref.ref[object]] = []
+
+    def load(*given: Any) -> Any:
+        assert all(model() is None for model in first), "two models would not fit on a GPU"
+        model = load_model(*given)
+        first.append(weakref.ref(model))
+        return model
+
+    opened = open_runner(settings_of(stories_dir), load)
+    assert isinstance(opened, TransformersRunner) and len(first) == 2
     assert opened.num_blocks == 128
-    (record,) = [r for r in caplog.records if "differs from transformers" in r.message]
+    (record,) = [r for r in caplog.records if "cuda is not used, and transformers serves" in r.message]
     assert record.levelname == "ERROR" and "apart" in record.reason
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfResources(300 << 10, 227 << 10, "shared memory"), RuntimeError("PassManager::run failed")]
+)
+def test_a_kernel_that_a_gpu_can_not_have_is_named(
+    stories_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Decoder, "advance", fail)
+    assert isinstance(find_runner("cuda")(settings_of(stories_dir)), TransformersRunner)
+    (record,) = [r for r in caplog.records if "cuda is not used, and transformers serves" in r.message]
+    assert record.levelname == "ERROR" and f"can't be compiled for this GPU: {type(error).__name__}" in record.reason
+
+
+def test_a_device_that_fails_at_the_start_ends_it(stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After such an error nobody else could compute on it either."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Decoder, "advance", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        find_runner("cuda")(settings_of(stories_dir))
 
 
 def test_captured_steps_that_differ_are_not_used(

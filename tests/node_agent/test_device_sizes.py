@@ -56,6 +56,16 @@ def test_a_cpu_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv_blocks(sized, small, CPU, torch.float32) == GIB // (1 << 10) // 4 // sized.block_tokens
 
 
+def test_what_torch_keeps_of_freed_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts it as taken: the parts of fused projections, by reading nine gigabytes of a 7B model."""
+    kept = [5 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB - kept[0], 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
+    assert kv_blocks(config(adapter_memory=2 * GIB), LLAMA_7B, CUDA, torch.float16) == (8 * GIB - 24 * GIB // 10) // (
+        LLAMA_7B.kv_elements * 2 * 16
+    )
+
+
 @given(
     total=st.integers(8 * GIB, 200 * GIB), weights=st.floats(0, 0.79), stated=st.integers(1, 7 * GIB),
     rows=st.integers(1, 1024),

@@ -64,7 +64,7 @@ def test_both_are_on_their_way_at_once(size: int, header_first: bool) -> None:
     data = rng.randbytes(size)
     objects = Reads(data, [rng.randrange(ranges.FIRST_RANGE) for _ in range(5)])
     with ThreadPoolExecutor(2) as threads:
-        first = FirstBytes(objects, threads)  # type: ignore[arg-type]
+        first = FirstBytes(objects, threads.submit)  # type: ignore[arg-type]
         head = threads.submit(first.get_range, "key", 0, FIRST_READ)
         header, behind = objects.both()
         for read in (header, behind) if header_first else (behind, header):
@@ -84,7 +84,7 @@ def test_both_are_on_their_way_at_once(size: int, header_first: bool) -> None:
 def test_the_header_does_not_wait_for_what_is_behind_it() -> None:
     objects = Reads(bytes(3 << 20))
     with ThreadPoolExecutor(2) as threads:
-        first = FirstBytes(objects, threads)  # type: ignore[arg-type]
+        first = FirstBytes(objects, threads.submit)  # type: ignore[arg-type]
         head = threads.submit(first.get_range, "key", 0, FIRST_READ)
         header, behind = objects.both()
         header.set_result(None)

@@ -10,7 +10,7 @@ from adapters.artifact import read_header
 from cluster.messages import Adapter
 from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT, TRIES
 from node_agent.adapter_memory.integrity import check_memory
-from node_agent.adapter_memory.loads import NEARLY_DONE
+from node_agent.adapter_memory.loads import NEARLY_DONE, HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.types import LayerState, Lease, Pending
 from tests.node_agent.adapter_world import (
@@ -215,4 +215,30 @@ def test_an_adapter_that_is_wanted_again_while_its_load_is_given_up(
     until(store, lambda: store.loaded(held))
     assert_contents(store, world, held)
     assert check_memory(store) == []
+    store.release(held, [])
+
+
+def test_a_load_that_is_given_up_as_its_adapter_is_called_again_fails_no_call(
+    store: AdapterStore, turnstile: Turnstile, world: World, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread says so between two looks of the call: that one is told to wait, and the next load is its own."""
+    turnstile.open_all()
+    store.announce(adapter)
+    real, given_up = store.hosts.load, []
+
+    def load(wanted: Adapter) -> HostAdapter:
+        host = real(wanted)
+        if not given_up:
+            given_up.append(host)
+            host.abandoned, host.failed = True, "nobody waits for it any more"
+        return host
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.hosts, "load", load)
+        assert isinstance(store.acquire(adapter), Pending)
+    held = lease(store, adapter)
+    until(store, lambda: store.loaded(held))
+    assert given_up and store.device[adapter.digest].host is not given_up[0]
+    assert_contents(store, world, held)
+    store.retract(adapter.digest)
     store.release(held, [])

@@ -23,7 +23,7 @@ from tests.node_agent.adapter_world import Turnstile, World, assert_layer
 class Steps:
     """A job of `left` pieces, which it writes down."""
 
-    priority = Priority.REQUEST
+    priority, leased = Priority.REQUEST, False
 
     def __init__(self, name: str, left: int, done: list[str], ended: threading.Event, not_before: float = 0.0) -> None:
         self.name, self.left, self.done, self.ended, self.not_before = name, left, done, ended, not_before
@@ -59,6 +59,22 @@ def test_jobs_are_served_in_turn() -> None:
     held.set()
     assert all(end.wait(30) for end in ends[1:])
     assert "".join(done) == "abcaca"
+    threads.close(wait=True)
+
+
+def test_what_the_batch_waits_for_goes_first() -> None:
+    """In turn among themselves, and then the others; a job may become one of them at any time."""
+    threads, done, held = LoaderThreads("test", 1), list[str](), threading.Event()
+    ends = [threading.Event() for _ in range(5)]
+    jobs = [Steps(name, left, done, end) for name, left, end in zip("abcd", (2, 3, 2, 1), ends[1:], strict=True)]
+    first = Steps("first", 1, done, ends[0])
+    first._work = lambda: held.wait(30)  # type: ignore[assignment, method-assign, return-value]
+    for job in (first, *jobs):
+        threads.add(job)
+    jobs[1].leased = jobs[3].leased = True
+    held.set()
+    assert all(end.wait(30) for end in ends[1:])
+    assert "".join(done) == "bdbbacac"
     threads.close(wait=True)
 
 

@@ -12,6 +12,7 @@ from node_agent.engine import prefetcher as module
 from tests.node_agent.adapter_world import LAYERS, World, lease, until
 from tests.node_agent.prefetch_world import (
     MakePrefetcher,
+    begin_predicted_copy,
     bring,
     call,
     full_adapters,
@@ -104,11 +105,50 @@ def test_an_unfit_or_broken_adapter_is_left_alone_for_a_while(world: World, make
     gone = Adapter("0" * 64, "artifacts/v1/none/none", 1, (1,))
     store.hosts.memory = 1
     prefetcher.want(wanted(want(gone), want(world.adapters[0])))
-    poll_until(store, prefetcher, lambda: len(prefetcher._rests) == 2)
+    poll_until(store, prefetcher, lambda: len({digest for digest, _ in prefetcher._rests}) == 2)
     assert (prefetcher.underway, stile.begun, sums(prefetcher)) == (0, [], (0, 0, 0))
     for _ in range(5):
         prefetcher.poll()
     assert prefetcher.underway == 0
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_was_brought_to_host_memory_goes_on_at_once_when_it_is_wanted_on_the_device(
+    world: World, make_prefetcher: MakePrefetcher, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """Also where that is said while its bytes come. It rests only where the device has no room for it."""
+    monkeypatch.setattr(module, "FULL_REST_S", 3600.0)
+    store, prefetcher, stile = make_prefetcher()
+    adapter = full_adapters(world)[0]
+    prefetcher.want(wanted(want(adapter, 0.3, tier="host")))
+    if early:
+        poll_until(store, prefetcher, lambda: stile.reads(adapter) > 0)
+        prefetcher.want(wanted(want(adapter, 0.6)))
+    stile.open_all()
+    poll_until(store, prefetcher, lambda: here(store, adapter) == LAYERS and not prefetcher.underway)
+    if not early:
+        assert not store.on_device(adapter.digest)
+        prefetcher.want(wanted(want(adapter, 0.3)))
+    poll_until(store, prefetcher, lambda: store.ready(adapter.digest))
+
+
+def test_bytes_of_a_staged_adapter_are_late_until_they_are_on_the_device(
+    world: World, make_prefetcher: MakePrefetcher
+) -> None:
+    """Of each that lies in host memory: nothing, then all of it has come when it is called."""
+    store, prefetcher, stile = make_prefetcher(adapter_memory=4 << 20, adapter_slots=6)
+    stile.open_all()
+    for adapter in world.adapters:
+        prefetcher.want(wanted(want(adapter, tier="host")))
+        poll_until(store, prefetcher, lambda: prefetcher._is_staged(adapter.digest) and not prefetcher.underway)  # noqa: B023
+        prefetcher._brought.clear()
+        before = sums(prefetcher)
+        link = begin_predicted_copy(store, prefetcher, stile, adapter)
+        call(store, prefetcher, adapter)
+        assert [now - then for now, then in zip(sums(prefetcher), before, strict=True)] == [0, adapter.bytes, 0]
+        link.passes.release(LAYERS)
+        until(store, lambda: store.ready(adapter.digest))  # noqa: B023
+        store.retract(adapter.digest)
 
 
 def test_few_prefetches_go_on_at_once_the_likeliest_first(world: World, make_prefetcher: MakePrefetcher) -> None:

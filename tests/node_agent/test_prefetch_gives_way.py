@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from node_agent.adapter_memory import loader
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.types import LayerState, Lease, NoRoom, Pending, TooLarge
 from tests.node_agent.adapter_world import LAYERS, World, assert_contents, lease, until
@@ -105,6 +106,27 @@ def test_a_prefetch_stands_still_while_a_request_reads_its_header(
 
 
 @pytest.mark.usefixtures("by_layer")
+def test_loads_of_the_batch_go_before_those_of_the_queue(
+    world: World, make_prefetcher: MakePrefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread; two requests are queued whose adapters load when a third one gets its place in the batch."""
+    monkeypatch.setattr(loader, "STORE_THREADS", 1)
+    store, prefetcher, stile = make_prefetcher()
+    *queued, admitted = full_adapters(world)[:3]
+    for adapter in queued:
+        store.announce(adapter)
+    poll_until(store, prefetcher, lambda: len(stile.begun) == 1)
+    held = lease(store, admitted)
+    stile.open_all()
+    poll_until(store, prefetcher, lambda: store.loaded(held) and all(here(store, a) == LAYERS for a in queued))
+    reads = [key for key, _ in stile.begun]
+    assert reads[1 : 1 + LAYERS] == [admitted.artifact] * LAYERS
+    store.release(held, [])
+    for adapter in queued:
+        store.retract(adapter.digest)
+
+
+@pytest.mark.usefixtures("by_layer")
 def test_a_prefetch_goes_on_when_a_request_is_refused(world: World, make_prefetcher: MakePrefetcher) -> None:
     """Its adapter is larger than host memory: no fetch of it begins or ends, so that nothing else wakes the threads."""
     store, prefetcher, stile = make_prefetcher()
@@ -199,6 +221,29 @@ def test_a_copy_stands_still_while_a_requests_copy_goes_on(world: World, make_pr
     store.release(held, [])
     held = lease(store, fetched)
     assert_contents(store, world, held)
+    store.release(held, [])
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_a_copy_took_before_its_adapter_was_called_is_not_the_requests(
+    world: World, make_prefetcher: MakePrefetcher, ended: bool
+) -> None:
+    store, prefetcher, stile = make_prefetcher()
+    adapter = full_adapters(world)[0]
+    link = begin_predicted_copy(store, prefetcher, stile, adapter)
+    entry = store.device[adapter.digest]
+    entry.began -= 100.0
+    if ended:
+        link.passes.release(LAYERS)
+        assert entry.copy.ended.wait(60)
+    call(store, prefetcher, adapter)
+    held = store.acquire(adapter)
+    assert isinstance(held, Lease)
+    link.passes.release(LAYERS)
+    poll_until(store, prefetcher, lambda: store.loaded(held))
+    assert 0 < store.load_seconds(held) < 60
+    assert (store.source(held), store.fetch_seconds(held)) == ("host", 0.0)
+    store.retract(adapter.digest)
     store.release(held, [])
 
 

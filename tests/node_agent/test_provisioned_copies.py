@@ -15,6 +15,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine import idle_limits
 from node_agent.engine import prefetcher as prefetcher_module
 from node_agent.engine.idle_limits import IdleLimits
+from node_agent.engine.prefetcher import Prefetcher
 from tests.node_agent.adapter_world import LAYERS, World, assert_contents, lease, loaded_lease
 from tests.node_agent.prefetch_world import (
     MakePrefetcher,
@@ -103,6 +104,58 @@ def test_what_was_forecast_and_is_now_provisioned_begins_anew(world: World, make
     poll_until(store, prefetcher, lambda: store.ready(kept.digest))
     assert here(store, called) == 0
     store.retract(called.digest)
+
+
+@pytest.mark.usefixtures("by_layer")
+def test_a_copy_of_host_memory_gets_on_the_device_as_any_forecast_does(
+    world: World, make_prefetcher: MakePrefetcher
+) -> None:
+    """It comes to host memory beside a call's load, and steps back for that on its way to the device."""
+    store, prefetcher, stile = make_prefetcher()
+    kept, called = full_adapters(world)[:2]
+    call(store, prefetcher, called)
+    poll_until(store, prefetcher, lambda: stile.reads(called) > 0)
+    prefetcher.want(wanted(want(kept, 0.6, tier="device", provisioned="host", pinned=True)))
+    stile.let(kept, LAYERS)
+    poll_until(store, prefetcher, lambda: here(store, kept) == LAYERS and not prefetcher.underway)
+    for _ in range(20):
+        store.poll()
+        prefetcher.poll()
+    assert here(store, called) == 0 and not store.on_device(kept.digest)
+    stile.open_all()
+    store.release(loaded_lease(store, called), [])
+    store.retract(called.digest)
+    poll_until(store, prefetcher, lambda: store.ready(kept.digest))
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.9])
+def test_a_copy_of_host_memory_evicts_no_likelier_adapter_from_the_device(
+    world: World, make_prefetcher: MakePrefetcher, chance: float
+) -> None:
+    store, prefetcher, stile = make_prefetcher(adapter_slots=1)
+    stile.open_all()
+    kept, likely = full_adapters(world)[:2]
+    bring(store, likely)
+    prefetcher.want(wanted(want(kept, chance, provisioned="host", pinned=True), want(likely, 0.4)))
+    poll_until(store, prefetcher, lambda: ("device" in tiers_rested(prefetcher, kept)) or store.ready(kept.digest))
+    assert store.ready(likely.digest) == (chance < 0.4)
+    assert here(store, kept) == LAYERS
+
+
+def test_where_prefetch_is_off_a_copy_of_host_memory_stays_there(world: World, make_prefetcher: MakePrefetcher) -> None:
+    store, prefetcher, stile = make_prefetcher(None)
+    stile.open_all()
+    kept = full_adapters(world)[0]
+    prefetcher.want(wanted(want(kept, 1.0, provisioned="host", pinned=True)))
+    poll_until(store, prefetcher, lambda: here(store, kept) == LAYERS and not prefetcher.underway)
+    for _ in range(5):
+        store.poll()
+        prefetcher.poll()
+    assert not store.on_device(kept.digest) and store.hosts.pinned == {kept.digest}
+
+
+def tiers_rested(prefetcher: Prefetcher, adapter: Adapter) -> set[str]:
+    return {tier for digest, tier in prefetcher._rests if digest == adapter.digest}
 
 
 @pytest.mark.usefixtures("by_layer")

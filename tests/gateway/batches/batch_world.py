@@ -83,9 +83,12 @@ class World:
             finally:
                 under_way -= 1
 
+        async def unix() -> float:
+            return self.unix()
+
         made = BatchRunner(
             self.batches, self.files, self.accounts, name=name, spare=spare,
-            registry=CollectorRegistry(), clock=time.monotonic, unix=lambda: self.unix(),
+            registry=CollectorRegistry(), clock=time.monotonic, unix=unix,
         )  # fmt: skip
         async with made.running(answer):
             yield made

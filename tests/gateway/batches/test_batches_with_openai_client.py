@@ -14,6 +14,8 @@ import pytest
 from openai.types import Batch
 from running_gateway import Running
 
+from adapters.local_store import LocalStore
+
 
 @pytest.fixture
 def client(deployed: Running) -> Iterator[openai.OpenAI]:
@@ -113,6 +115,7 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI, deployed: Runn
     made = [client.files.create(file=(f"{number}.jsonl", content), purpose="batch") for number in range(3)]
     assert [(file.bytes, file.filename, file.purpose) for file in made[:1]] == [(9 << 20, "0.jsonl", "batch")]
     assert client.files.content(made[0].id).read() == content
+    assert {file.id for file in client.files.list(limit=10_000)} == known | {file.id for file in made}
     listed = [file.id for file in client.files.list(limit=2) if file.id not in known]
     assert listed == [file.id for file in reversed(made)], "pages follow one another, the newest first"
     oldest = [file.id for file in client.files.list(limit=2, order="asc") if file.id not in known]
@@ -159,6 +162,16 @@ def test_refused_uploads_leave_nothing(
     assert {path for path in data.rglob("*") if path.is_file()} == before
 
 
+def test_a_batch_goes_by_the_registry_s_clock(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the gateway's host is days ahead of it."""
+    monkeypatch.setattr(LocalStore, "now", lambda _: time.time() - 3 * 86400)
+    ahead = start()
+    ahead.node()
+    with openai.OpenAI(base_url=f"{ahead.url}/v1", api_key=ahead.keys["acme"], max_retries=0) as client:
+        batch = ended(client, submit(client, jsonl(call(0, model="stories260K"))))
+    assert (batch.status, batch.in_progress_at and batch.in_progress_at < batch.expires_at) == ("completed", True)
+
+
 def test_batches_are_listed_and_cancelled(client: openai.OpenAI) -> None:
     batch = ended(client, submit(client, jsonl(call(0))))
     assert next(iter(client.batches.list(limit=1))).id == batch.id
@@ -176,3 +189,22 @@ def test_a_removed_tenant_leaves_no_files(deployed: Running) -> None:
     assert (Path(deployed.config.registry) / "data" / "gone").exists()
     assert admin.delete("/tenants/gone").status_code == 204
     assert not (Path(deployed.config.registry) / "data" / "gone").exists()
+
+
+def test_an_upload_leaves_nothing_of_a_tenant_that_is_removed_meanwhile(deployed: Running) -> None:
+    admin = deployed.client("admin")
+    assert admin.put("/tenants/brief", json={}).status_code == 201
+    key = admin.post("/tenants/brief/keys").json()["key"]
+    form = [
+        b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n',
+        b'--b\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n{}\r\n--b--\r\n',
+    ]
+
+    def body() -> Iterator[bytes]:
+        yield form[0]
+        assert admin.delete("/tenants/brief").status_code == 204
+        yield form[1]
+
+    headers = {"authorization": f"Bearer {key}", "content-type": "multipart/form-data; boundary=b"}
+    assert deployed.client(None).post("/v1/files", content=body(), headers=headers).status_code == 404
+    assert not (Path(deployed.config.registry) / "data" / "brief").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -111,6 +112,32 @@ def test_lines_and_problems_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert scanned(many, [10]).problems == []
     assert [problem.code for problem in scanned(many + b"\n" + line("more"), [10]).problems] == ["too_many_lines"]
     assert len(scanned(b"{\n" * 1000, []).problems) == lines.MAX_PROBLEMS
+
+
+def test_blank_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_BLANK_LINES", 20)
+    assert scanned(line() + b"\n" * 21, [10]).problems == []
+    scanner = scanned(line() + b"\n" * 100_000, [10])
+    assert [problem.code for problem in scanner.problems] == ["too_many_lines"]
+    assert scanner._number < 30, "the rest was not looked at"
+
+
+def test_long_names_of_models_are_not_kept() -> None:
+    scanner = LineScanner(URL)
+    names = [f"{'x' * 500_000}{at % 3}:{at % 2}" for at in range(12)]
+    tracemalloc.start()
+    for at, name in enumerate(names):
+        scanner.feed(line(str(at), body={"model": name}) + b"\n")
+    scanner.end()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert scanner.problems == []
+    assert kept < 1_500_000, "six names are twice as much"
+    order = [names[index] for index in scanner.order()]
+    runs = [name for at, name in enumerate(order) if at == 0 or order[at - 1] != name]
+    assert len(runs) == 6
+    functions = [name.partition(":")[0] for name in runs]
+    assert functions[0::2] == functions[1::2] == [name.partition(":")[0] for name in names[:3]]
 
 
 def test_a_line_without_end_is_not_kept() -> None:

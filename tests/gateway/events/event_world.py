@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from adapters.errors import StoreUnavailable
+from adapters.functions import Policy
 from adapters.local_store import LocalStore
 from adapters.store import MAX_LIST, Object, ObjectInfo
 from cluster.errors import ServiceError
@@ -145,9 +146,10 @@ def open_events(store: LocalStore, **options: Any) -> Events:
 
 def new_event(number: int, now: float, tenant: str = "acme", **fields: Any) -> EventRecord:
     defaults: dict[str, Any] = {"retries": 2, "deadline": now + 3600, "request": {"prompt": "Once"}}
+    defaults["function"] = "pirate"
     return EventRecord(
-        id=f"inv_{number:04d}", tenant=tenant, function="pirate", created=now, changed=now, due=now,
-        nonce=new_nonce(), **(defaults | fields),
+        id=f"inv_{number:04d}", tenant=tenant, created=now, changed=now, due=now, nonce=new_nonce(),
+        **(defaults | fields),
     )  # fmt: skip
 
 
@@ -162,7 +164,15 @@ def make_worker(world: World, events: Events, failing: Callable[[str, int], Serv
             raise error
         return msgspec.structs.replace(RESULT, id=event.id)
 
-    return Worker(events, execute, Deliveries(events, NoWebhooks()))  # type: ignore[arg-type]
+    return Worker(events, execute, Deliveries(events, NoWebhooks(), no_policy), always)  # type: ignore[arg-type]
+
+
+async def always() -> bool:
+    return True
+
+
+async def no_policy(_tenant: str, _name: str, _qualifier: str | None) -> Policy:
+    return Policy()
 
 
 async def all_ended(events: Events, ids: Sequence[str], tenant: str = "acme") -> list[EventRecord]:

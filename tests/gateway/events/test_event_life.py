@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -109,6 +111,36 @@ def test_metrics_tell_what_became_of_events(world: World) -> None:
     world.pass_time(120)
     release_lost(store, Turn(float("inf"), lambda: 0.0, lambda: True))
     assert told("events_ended_total", state="failed") == 3
+
+
+def test_no_attempt_is_used_up_by_a_node_that_goes_between_claim_and_call(world: World) -> None:
+    serves, tries = True, 0
+
+    async def can_run() -> bool:
+        return serves
+
+    def failing(*_: Any) -> ServiceError | None:
+        nonlocal serves, tries
+        tries += 1
+        serves = tries > 3
+        return None if serves else ServiceError("unavailable", "no node is ready")
+
+    async def work() -> None:
+        nonlocal serves
+        events = open_events(world.store())
+        [event_id] = await add_some(events, 1)
+        worker = make_worker(world, events, failing)
+        worker._can_run = can_run
+        async with worker.running():
+            for number in range(1, 4):
+                while tries < number or (await events.get("acme", event_id)).state != "queued":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert (await events.get("acme", event_id)).attempts == ()
+                serves = True
+            [event] = await all_ended(events, [event_id])
+        assert (event.state, len(event.attempts)) == ("succeeded", 1)
+
+    run(work())
 
 
 def test_an_event_past_its_deadline_is_not_run(world: World) -> None:

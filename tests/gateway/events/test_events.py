@@ -17,6 +17,7 @@ from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
 from cluster.errors import ServiceError
 from gateway.catalog.threads import StoreThreads
+from gateway.events import events as events_module
 from gateway.events import jobs, poller, worker
 from gateway.events.event_store import EventStore, Stored
 from gateway.events.jobs import KEPT_S, event_jobs, remove_old
@@ -249,6 +250,22 @@ def test_dead_letters_are_redriven_up_to_the_queue_s_limit(world: World) -> None
         for number in range(4):
             assert events.store.add(expired(new_event(number, now), now)) is not None
         assert await events.redrive_all("acme", None) == (4, False)
+
+    run(work())
+
+
+def test_dead_letters_of_a_function_are_found_behind_many_of_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "SCANNED", 3)
+
+    async def work() -> None:
+        events, now = open_events(world.store()), world.store().now()
+        for number in range(9):
+            function = "rare" if number < 2 else "frequent"  # the oldest come last
+            assert events.store.add(expired(new_event(number, now, function=function), now + number)) is not None
+        assert (await events.redrive_all("acme", "rare"))[0] > 0
+        assert (await events.list("acme", ("queued",), "rare", "", 10)).events
 
     run(work())
 

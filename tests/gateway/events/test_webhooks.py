@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from event_world import RESULT, World, new_event, open_events
+from event_world import RESULT, World, new_event, no_policy, open_events
 from served_app import served
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,7 +23,8 @@ from adapters.errors import Conflict, NotFound
 from adapters.local_store import LocalStore
 from adapters.tenants import Tenants
 from gateway.events import webhooks
-from gateway.events.deliveries import Deliveries
+from gateway.events.deliveries import MAX_DEPTH, Deliveries
+from gateway.events.event_store import EventStore
 from gateway.events.records import EventRecord, new_nonce
 from gateway.events.transitions import claimed, succeeded
 from gateway.events.webhook_hosts import NotAllowed, parse_webhook_hosts
@@ -38,9 +39,12 @@ class Receiver:
     def __init__(self) -> None:
         self.received: list[tuple[dict[str, str], bytes]] = []
         self.answers: list[int] = []
+        self.amid: Callable[[], None] = lambda: None
+        """Called before it answers."""
 
     async def hook(self, request: Request) -> Response:
         self.received.append((dict(request.headers), await request.body()))
+        self.amid()
         return Response(status_code=self.answers.pop(0) if self.answers else 204)
 
     async def moved(self, request: Request) -> Response:
@@ -72,7 +76,7 @@ def deliver(world: World, event: EventRecord, allowed: Sequence[str] = LOOPBACK)
         events = open_events(world.store())
         added = await events.threads.write(events.store.add, event)
         async with webhooks.open_webhooks(parse_webhook_hosts(allowed)) as sender:
-            await Deliveries(events, sender).deliver(added)
+            await Deliveries(events, sender, no_policy).deliver(added)
         return await events.get(event.tenant, event.id)
 
     return asyncio.run(work())
@@ -126,6 +130,35 @@ def test_a_refusal_is_tried_again_for_a_day(
     assert late.delivery.state == "failed"
 
 
+def test_nobody_else_tries_while_a_receiver_takes_its_time(
+    world: World, secret: WebhookSecret, receiver_url: tuple[Receiver, str]
+) -> None:
+    receiver, url = receiver_url
+    left: list[float] = []
+
+    def look() -> None:
+        store = world.store()
+        [marker] = [marker for marker, _ in EventStore(store).infos("events/delivering/")]
+        left.append(marker.time - store.now())
+
+    receiver.amid = look
+    try:
+        event = deliver(world, ended_event(world, f"{url}/hook"))
+    finally:
+        receiver.amid = lambda: None
+    assert event.delivery is not None
+    assert event.delivery.state == "delivered"
+    assert left[0] > webhooks.SEND_S, "for as long as the try may last"
+
+
+def test_a_loop_of_functions_is_given_up_at_once(world: World) -> None:
+    now = world.store().now()
+    event = new_event(1, now, on_success=Destination(function="pirate"), depth=MAX_DEPTH)
+    told = deliver(world, succeeded(claimed(event, "w", now), RESULT, now)).delivery
+    assert told is not None
+    assert (told.state, told.attempts, told.problem) == ("failed", 1, "8 events led to this one already")
+
+
 @pytest.mark.parametrize(
     ("path", "allowed", "problem"),
     [
@@ -167,12 +200,20 @@ def test_a_name_that_leads_to_a_private_address_is_refused(
 @pytest.mark.parametrize(
     "address",
     ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "::ffff:10.0.0.1", "fe80::1", "fd00::1", "0.0.0.0", "224.0.0.1",
-     "100.64.0.1"],
+     "100.64.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::a00:1", "2002:7f00:1::", "2002:a00:1::1",
+     "::7f00:1", "2001:0:a00:1::1", "fec0::1", "5f00::1", "ff0e::1"],
 )  # fmt: skip
 def test_addresses_that_are_not_public(address: str) -> None:
     with pytest.raises(NotAllowed):
         parse_webhook_hosts(["hooks.acme.example"]).check_address(ip_address(address))
     parse_webhook_hosts(["0.0.0.0/0", "::/0"]).check_address(ip_address(address))
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"]
+)
+def test_addresses_that_are_public(address: str) -> None:
+    parse_webhook_hosts(["hooks.acme.example"]).check_address(ip_address(address))
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,37 @@ def test_a_job_that_was_stopped_does_nothing_more(tmp_path: Path) -> None:
         turn.check()
 
 
+def test_a_turn_says_since_when_no_other_has_led(tmp_path: Path) -> None:
+    """The first worker is stopped over its lease's end, and the second one leads meanwhile."""
+    seen: list[float] = []
+
+    async def run(turn: Turn) -> None:
+        seen.append(turn.since)
+
+    store = LocalStore(tmp_path)
+    one, two = Worker(store, "one"), Worker(store, "two")
+
+    async def main() -> None:
+        one.clock.now = 10.0
+        for _ in range(3):
+            await one.leader.beat()
+            await one.leader.turn(Job("seen", run))
+            one.clock.now += LEASE_SECONDS / 2
+        assert seen == [10.0] * 3
+        await two.leader.beat()
+        two.clock.now += LEASE_SECONDS + 0.1
+        await two.leader.beat()
+        assert two.leader.leads()
+        await two.leader._resign()
+        one.clock.now += LEASE_SECONDS
+        began = one.clock.now
+        await one.leader.beat()
+        await one.leader.turn(Job("seen", run))
+        assert seen[3:] == [began]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_who_shares_its_nodes_with_nobody_does_their_jobs_without_a_lease(tmp_path: Path, alone: bool) -> None:
     done: list[str] = []

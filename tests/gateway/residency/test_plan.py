@@ -111,6 +111,18 @@ def test_equal_adapters_of_two_functions_are_one_want_with_their_chances_togethe
     assert want.message().chance == 0.75
 
 
+def test_a_copy_of_host_memory_is_wanted_on_the_device_by_its_forecast_alone() -> None:
+    """On the device it is worth what is forecast, not what a copy there would be."""
+    copies = [Wish(f"t/f{number}", adapter(number), "provisioned", 1.0, "host") for number in range(3)]
+    others = [Wish("t/f0", adapter(0), "forecast", 0.6), Wish("t/f1", adapter(1), "order", 1.0)]
+    wants = planned([node("n")], [*copies, *others])["n"]
+    told = [wants[digest].message() for digest in DIGESTS[:3]]
+    assert [(each.provisioned, each.tier) for each in told] == [("host", "device")] * 2 + [("host", "host")]
+    assert [each.chance for each in told[:2]] == [0.6, 1.0]
+    device = planned([node("n")], [Wish("t/f", adapter(0), "provisioned", 1.0)])["n"][DIGESTS[0]]
+    assert (device.provisioned, device.message().chance) == ("device", 1.0)
+
+
 def test_a_forecast_finds_host_memory_where_the_device_has_none_left() -> None:
     """The device takes three quarters of its bytes in likely ones; host memory takes others, up to its own share."""
     size = MEMORY // 4

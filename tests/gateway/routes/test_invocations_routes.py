@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +17,11 @@ from running_gateway import Running, until
 from stub_node import Script, die_at_once, hang_before_first, refuse_for_good
 
 import garnish
+from adapters.local_store import LocalStore
 from garnish.cli.main import main
+from gateway.events.event_store import EventStore
 from gateway.events.messages import EventReply
+from gateway.events.records import EventRecord, new_nonce
 
 
 @pytest.fixture
@@ -181,6 +186,74 @@ def test_a_function_is_told(client: httpx.Client, deployed: Running) -> None:
         return [item for item in found if item["qualifier"] == "latest"]
 
     until(lambda: len(led_to()) == 1)
+
+
+def test_a_function_that_is_told_runs_by_its_own_policy(
+    client: httpx.Client, deployed: Running, pirate: dict[str, Any]
+) -> None:
+    """Its destination is told in turn, and a loop of two functions ends."""
+    for name, policy in (("second", {"retries": 0, "max_age": 60, "on_success": {"function": "third"}}),
+                         ("third", {"on_success": {"function": "second"}})):  # fmt: skip
+        client.post(f"/deploy/{name}", files=pirate).raise_for_status()
+        client.patch(f"/functions/{name}", json=policy).raise_for_status()
+    submit(client, on_success={"function": "second"}).raise_for_status()
+
+    def led_to(name: str) -> list[EventReply]:
+        query = {"state": "succeeded", "limit": 100, "function": name}
+        items = client.get("/invocations", params=query).json()["invocations"]
+        return [event_of(client, item["id"]) for item in items]
+
+    until(
+        lambda: any(event.delivery and event.delivery.state == "failed" for event in led_to("third") + led_to("second"))
+    )
+    second, third = led_to("second"), led_to("third")
+    assert len(second) + len(third) == 8
+    assert {(event.retries, event.deadline - event.created) for event in second} == {(0, 60.0)}
+    assert {(event.retries, event.deadline - event.created) for event in third} == {(2, 6 * 3600.0)}
+
+
+def test_others_of_the_tenant_find_a_place_beside_asynchronous_calls(deployed: Running) -> None:
+    admin = deployed.client("admin", **{"x-garnish-tenant": "narrow"})
+    admin.put("/tenants/narrow", json={"limits": {"concurrent": 2}}).raise_for_status()
+    node, call = deployed.nodes[0], {"prompt": "x", "max_tokens": 1}
+    before = len(node.received)
+    with scripted(deployed, hang_before_first):
+        ids = [admin.post("/invoke/stories260K", json=call | {"background": True}).json()["id"] for _ in range(2)]
+        until(lambda: len(node.received) == before + 2 or any(event_of(admin, each).error for each in ids))
+        with ThreadPoolExecutor(1) as pool:
+            waited_for = pool.submit(admin.post, "/invoke/stories260K", json=call)
+            until(lambda: len(node.received) == before + 2 or waited_for.done())
+            node.go_on.set()
+            assert waited_for.result().status_code == 200
+        assert [ended(admin, each).state for each in ids] == ["succeeded"] * 2
+    node.go_on.clear()
+
+
+def test_no_attempt_is_used_up_while_no_node_serves(start: Callable[..., Running]) -> None:
+    empty = start()
+    client = empty.client()
+    reply = client.post("/invoke/stories260K", json={"prompt": "x", "max_tokens": 1, "background": True})
+    time.sleep(1.0)
+    waits = event_of(client, reply.json()["id"])
+    assert (waits.state, waits.attempts) == ("queued", [])
+    empty.node()
+    event = ended(client, waits.id)
+    assert (event.state, len(event.attempts)) == ("succeeded", 1)
+
+
+def test_a_call_with_fields_of_a_newer_release_waits_for_its_workers(client: httpx.Client, deployed: Running) -> None:
+    """During an upgrade, or after its rollback: that this worker can't run it is no attempt."""
+    store = LocalStore(Path(deployed.config.registry))
+    now = store.now()
+    event = EventRecord(
+        id="inv_newer", tenant="acme", function="pirate", request={"prompt": "x", "newer": 1}, created=now, changed=now,
+        due=now, deadline=now + 3600, nonce=new_nonce(),
+    )  # fmt: skip
+    assert EventStore(store).add(event) is not None
+    until(lambda: event_of(client, event.id).error is not None)
+    waits = event_of(client, event.id)
+    assert (waits.state, waits.attempts, waits.error.type) == ("queued", [], "unavailable")
+    assert client.delete(f"/invocations/{event.id}").status_code == 200
 
 
 def test_the_clients(deployed: Running) -> None:

@@ -63,9 +63,10 @@ class World:
         entries = [VersionEntry(n + 1, digest, "b", (), (), 1, 1.0) for n, digest in enumerate(digests)]
         return FunctionRecord(name, 1.0, versions=tuple(entries))
 
-    def look(self, seconds: float = 0.0) -> None:
+    def look(self, seconds: float = 0.0, since: float = -math.inf) -> None:
+        """`since`: when this worker began to lead."""
         self.now += seconds
-        asyncio.run(self.meter.look(Turn(math.inf, lambda: 0.0, lambda: True)))
+        asyncio.run(self.meter.look(Turn(math.inf, lambda: 0.0, lambda: True, since)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -114,6 +115,11 @@ def test_who_did_not_lead_meanwhile_counts_nothing_for_it() -> None:
     assert not world.counted
     world.look(5)
     assert world.counted["t", "f", "1"].device_gb_seconds == pytest.approx(5)
+    began = world.now + 20  # another worker has led until then
+    world.look(30, began)
+    assert world.counted["t", "f", "1"].device_gb_seconds == pytest.approx(5)
+    world.look(7, began)
+    assert world.counted["t", "f", "1"].device_gb_seconds == pytest.approx(12)
 
 
 def test_versions_are_looked_up_once_and_again_after_a_change() -> None:

@@ -18,6 +18,7 @@ from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.residency import InUse, evict
 from node_agent.coldstart.learning import Correction
+from node_agent.coldstart.messages import PassMessages
 from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.cores import spare_cores
@@ -148,6 +149,34 @@ def test_workers_that_are_gone_leave_rows_out_of_a_pass(
     engine.run()
     assert is_exact(engine, reference, directories[0], request, 6)
     assert ended(engine, request).cold_start.replays == 0
+    engine.assert_clean()
+
+
+def test_a_pass_that_all_rows_are_left_out_of_holds_nothing(
+    engine: LocalEngine, reference: PeftReference, directories: list[Path]
+) -> None:
+    """The handoffs that were opened for it end: on a device with a stream each takes one of a few slots."""
+    link = HeldLink(engine)
+    request = engine.submit(STORY, 6, engine.deploy(directories[0]), ignore_eos=True)
+    engine.run(until=lambda: len(engine.outcomes[request].tokens) == 2)
+    assist, opened = engine.engine.assist, list[PassMessages]()
+    assert assist is not None
+    open_messages = assist.messages
+
+    def messages(at_once: bool = False) -> PassMessages | None:
+        found = open_messages(at_once)
+        opened.extend([found] if found is not None else [])
+        return found
+
+    assist.messages = messages  # type: ignore[method-assign]
+    assist.join = lambda messages, lease, layout: None  # type: ignore[method-assign]
+    for _ in range(10):
+        engine.step()
+    assert opened and all(each.handoffs.quiet for each in opened)
+    assert len(engine.outcomes[request].tokens) == 2
+    link.open()
+    engine.run()
+    assert is_exact(engine, reference, directories[0], request, 6)
     engine.assert_clean()
 
 

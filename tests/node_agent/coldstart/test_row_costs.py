@@ -111,3 +111,23 @@ def test_rows_that_wait_for_each_other_do_not_make_their_worker_slow(base: BaseM
     for _ in range(40):
         starts.observe_joined([(Lease("", i, (8,)), 1, lora) for i, lora in enumerate(loras)])  # type: ignore[misc]
     assert starts.row_cpu.value == pytest.approx(slower, rel=0.05)
+
+
+def test_a_worker_that_ends_while_its_step_is_judged_teaches_nothing_wrong(base: BaseModel) -> None:
+    """The keeper's thread may note that at any time: the last one is counted, and is gone at the next look."""
+
+    class Ending:
+        def __init__(self) -> None:
+            self.left = [1, 0]
+
+        @property
+        def usable(self) -> int:
+            return self.left.pop(0) if self.left else 0
+
+    wide = layout(base, 8, tuple(range(7)))
+    store = SimpleNamespace(layout=lambda _: wide, pool=SimpleNamespace(data=torch.zeros(1)))
+    starts = ColdStarts(store, base, WAYS["auto"], profile(2e-3), Ending())  # type: ignore[arg-type]
+    waited = 2e-3 * 4 * base.num_layers - LAYER_S * base.num_layers
+    lora = SimpleNamespace(layers_on_cpu=base.num_layers, waited=waited)
+    starts.observe_joined([(Lease("", 0, (8,)), 1, lora)])  # type: ignore[list-item]
+    assert starts.row_cpu.value == pytest.approx(1.0)

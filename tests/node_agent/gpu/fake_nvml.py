@@ -51,7 +51,8 @@ FUNCTIONS = {
     "nvmlSystemGetDriverVersion": '(char *text, unsigned int n) { strcpy(text, "570.1"); return enter(F); }',
     "nvmlDeviceGetCount_v2": "(unsigned int *n) { *n = VALUE(F); return enter(F); }",
     "nvmlDeviceGetHandleByIndex_v2": (
-        "(unsigned int i, void **device) { *device = DEVICE(i); return VALUE(F) & (1 << i) ? 15 : enter(F); }"
+        "(unsigned int i, void **device) { *device = DEVICE(i); if (VALUE(F) >> 32 & (1 << i)) return 4; "
+        "return VALUE(F) & (1 << i) ? 15 : enter(F); }"
     ),
     "nvmlDeviceGetHandleByUUID": (
         "(const char *uuid, void **device) { *device = DEVICE(uuid[4] - '0'); return enter(F); }"

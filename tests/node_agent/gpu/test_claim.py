@@ -123,6 +123,15 @@ def test_a_gpu_that_has_failed_is_passed_over(three: FakeNvml) -> None:
         pass
 
 
+def test_a_gpu_that_this_process_may_not_use_is_passed_over(three: FakeNvml) -> None:
+    """As where a container or a batch system gives it some of the host's GPUs: NVML counts all."""
+    three.set("nvmlDeviceGetHandleByIndex_v2", value=0b101 << 32)
+    with claimed_gpu(CONFIG) as config:
+        assert config.gpu == "GPU-1"
+    with pytest.raises(NoGpu, match="GPU 2 can't be used: it can't be read"):
+        node_gpus("auto", (2,))
+
+
 def test_uncorrectable_errors_pass_over_a_gpu_too(three: FakeNvml) -> None:
     three.set("nvmlDeviceGetTotalEccErrors", value=1 << 32)
     with pytest.raises(NoGpu, match="uncorrectable"):

@@ -26,12 +26,6 @@ from tests.node_agent.test_engine_process import received
 CALL = Submit(GenerateRequest("call", "", "v0", [1, 70, 80], 2, Sampling(temperature=0), timeout=60.0, ignore_eos=True))
 
 
-@pytest.fixture(autouse=True)
-def host_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else runs on the host of these tests."""
-    monkeypatch.setattr(idle_module, "others_share", lambda before, after: 0.0)
-
-
 @contextmanager
 def loop_of(engine: LocalEngine, idle: IdleMeasurement, folder: Path) -> Iterator[tuple[Loop, Channel, socket.socket]]:
     """The engine process's loop, with this test in place of the API process."""

@@ -1,0 +1,38 @@
+"""What calls of many functions get. A few are looked up at a time: who begins to lead may know none of them yet, and
+nodes keep what the leader before wanted for some seconds only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from adapters.choices import Choice
+from adapters.errors import CorruptRecord, NoSuchFunction, NotFound
+from gateway.catalog.functions import Functions
+from gateway.leader.turn import Turn
+
+AT_ONCE = 8
+"""Half of the threads that read: calls have the others."""
+
+
+async def look_up(
+    functions: Functions, keys: Sequence[str], turn: Turn
+) -> AsyncIterator[tuple[str, Sequence[Choice] | None]]:
+    """Yields each function (`tenant/name`), with what `latest` stands for: nothing where it has none now or is damaged,
+    for it may get one again or be mended; None where the function is gone. Raises TurnEnded, StoreUnavailable."""
+    for first in range(0, len(keys), AT_ONCE):
+        turn.check()
+        together = keys[first : first + AT_ONCE]
+        found = await asyncio.gather(*(_choices(functions, key) for key in together))
+        for key, choices in zip(together, found, strict=True):
+            yield key, choices
+
+
+async def _choices(functions: Functions, key: str) -> Sequence[Choice] | None:
+    tenant, _, name = key.partition("/")
+    try:
+        return await functions.choices(tenant, name, None)
+    except NoSuchFunction:
+        return None
+    except (NotFound, CorruptRecord):
+        return ()
