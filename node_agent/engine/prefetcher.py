@@ -203,8 +203,8 @@ class Prefetcher:
         if outcome is None:
             return
         del self._underway[adapter.digest]
-        if each.want.provisioned is not None:
-            self._look_at = now  # the next copy follows at once: small ones would leave the link idle between two looks
+        if each.is_kept:
+            self._look_at = 0.0  # the next copy follows at once: small ones would leave the link idle between two looks
         if isinstance(outcome, (TooLarge, LoadFailed)):
             log.warning("a predicted prefetch failed", extra={"digest": adapter.digest, "reason": str(outcome)})
             self._waste(each, each.progress)
