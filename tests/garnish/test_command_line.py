@@ -18,11 +18,11 @@ from garnish.cli.main import main
 from garnish.cli.versions import parse_target
 
 
-def garnish(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def garnish(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "garnish.cli.main", *arguments],
         cwd=folder,
-        env={**os.environ, "XDG_CONFIG_HOME": str(folder)},
+        env={**os.environ, "XDG_CONFIG_HOME": str(folder), **environment},
         capture_output=True,
         text=True,
         timeout=60,
