@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types import Batch
-from running_gateway import Running
+from running_gateway import Running, until
 
 from adapters.local_store import LocalStore
 
@@ -200,11 +200,14 @@ def test_an_upload_leaves_nothing_of_a_tenant_that_is_removed_meanwhile(deployed
         b'--b\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n{}\r\n--b--\r\n',
     ]
 
+    stored = Path(deployed.config.registry) / "data" / "brief"
+
     def body() -> Iterator[bytes]:
         yield form[0]
+        until(stored.exists)  # the upload has begun
         assert admin.delete("/tenants/brief").status_code == 204
         yield form[1]
 
     headers = {"authorization": f"Bearer {key}", "content-type": "multipart/form-data; boundary=b"}
     assert deployed.client(None).post("/v1/files", content=body(), headers=headers).status_code == 404
-    assert not (Path(deployed.config.registry) / "data" / "brief").exists()
+    assert not stored.exists()
