@@ -16,8 +16,8 @@ def batches_table(document: dict[str, Any]) -> str:
     text = (
         f"{settings['model']}, {settings['adapters']} adapters of rank {settings['rank']} on q, k, v, "
         f"{settings['pool']} of them fit on the device, a simulated link of {settings['link_mb_per_s']:.0f} MB/s; "
-        f"{settings['calls']:,} calls of 60 tokens in and 20 out, shuffled. Median of {settings['rounds']} rounds "
-        "(worst)."
+        f"{settings['calls']:,} calls of 60 tokens in and 20 out, shuffled. Median of {settings['rounds']} "
+        f"round{'s' if settings['rounds'] > 1 else ''} (worst)."
     )
     cells = [
         (

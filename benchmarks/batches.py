@@ -73,10 +73,9 @@ class Size:
     calls: int
     pool: int
     """adapters that fit on the device"""
-    rounds: int
 
 
-FULL, QUICK = Size(200, 64, 1000, 20, 3), Size(6, 8, 48, 2, 1)
+FULL, QUICK = Size(200, 64, 1000, 20), Size(6, 8, 48, 2)
 
 
 class Bed:
@@ -225,7 +224,7 @@ def link_rate(bed: Bed) -> float:
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:
-    size = QUICK if options.quick else FULL
+    size, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
     folders = make_adapters(options.model, root, [size.rank] * size.adapters, options.seed, dtype=torch.bfloat16)
     bed, file = Bed(options.model, folders, root), root / "calls.jsonl"
     write_calls(file, size, options.seed)
@@ -238,10 +237,16 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         stack.enter_context(bed.node("scaled", adapter_memory=memory, host_memory="4GiB", simulate=simulated))
         bed.ttft("a0", 60)
         alone = [bed.ttft("a0", 60) for _ in range(5 if options.quick else 60)]
-        for _ in range(size.rounds):
+        for _ in range(rounds):
             for grouped in (True, False):
                 rows.append(asyncio.run(measured(bed, file, grouped=grouped)))
-    settings = {"model": options.model.name, **vars(size), "link_mb_per_s": rate / 1e6, "quick": options.quick}
+    settings = {
+        "model": options.model.name,
+        **vars(size),
+        "rounds": rounds,
+        "link_mb_per_s": rate / 1e6,
+        "quick": options.quick,
+    }
     figures = figures_of(rows, float(np.percentile(alone, 95)) * 1e3, size.adapters)
     return report("batches", settings, options.seed, rows, figures, simulated=True)
 
@@ -249,6 +254,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser.add_argument("--rounds", type=int, default=3, help="of both orders")
     options = parser.parse_args()
     options.model = options.model.absolute()
     with tempfile.TemporaryDirectory() as root:
