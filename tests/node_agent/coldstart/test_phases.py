@@ -129,6 +129,7 @@ def test_a_chunk_that_is_computed_again_waited_for_its_weights(make_engine: Make
 @pytest.mark.parametrize("how", ["cancelled", "timeout"])
 def test_a_request_that_ends_while_its_second_token_waits(make_engine: MakeEngine, directory: Path, how: str) -> None:
     engine = assisted(make_engine)
+    engine.engine.cold_start.joining = lambda waiting, others: set()  # type: ignore[method-assign]
     link = HeldLink(engine)
     adapter = engine.deploy(directory)
     request = engine.submit(PROMPT, 4, adapter, ignore_eos=True)
