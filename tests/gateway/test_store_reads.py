@@ -84,4 +84,13 @@ def _work(clients: list[list[httpx.Client]]) -> tuple[list[httpx.Client], list[r
 
 def _call_all(client: httpx.Client, numbers: range) -> None:
     for number in numbers:
-        client.post(f"/invoke/f{number:05d}", json={"prompt": "x", "max_tokens": 1}).raise_for_status()
+        _call(client, f"/invoke/f{number:05d}").raise_for_status()
+
+
+def _call(client: httpx.Client, path: str) -> httpx.Response:
+    """Once more on another connection, if this one ends at that moment, as a kept one may."""
+    body = {"prompt": "x", "max_tokens": 1}
+    try:
+        return client.post(path, json=body)
+    except httpx.RemoteProtocolError:
+        return client.post(path, json=body)
