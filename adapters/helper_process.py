@@ -27,6 +27,8 @@ KEPT_BYTES = 128 << 20
 LENGTH_BYTES = 4
 """Before each message, its length."""
 MAX_ANSWER_BYTES = 64 << 20
+GIVEN = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+"""What a helper gets of the environment, beside what is for Python: no credentials of a store, and none of Redis."""
 END_SECONDS = 10.0
 """For which a process that has hung up may take to end."""
 
@@ -100,13 +102,18 @@ class HelperProcess:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 process_group=0,  # a Ctrl-C is for the gateway, whose end is this process's, too
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+                env=_environment(),
             )
         self.connection = ours
         ours.settimeout(seconds)
         if self._hello is not None:
             send(ours, self._hello)
         return ours
+
+
+def _environment() -> dict[str, str]:
+    given = {name: value for name, value in os.environ.items() if name in GIVEN or name.startswith(("PYTHON", "LC_"))}
+    return given | {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:

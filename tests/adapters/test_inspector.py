@@ -34,6 +34,20 @@ def inspector(base: BaseModel) -> Iterator[Inspector]:
         yield made
 
 
+def test_the_process_knows_no_secrets(
+    base: BaseModel, good: tuple[bytes, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("GARNISH_KEY", "hidden")
+    with closing(Inspector(base)) as made:
+        made.inspect(*good)
+        process = made.helper.process
+        assert process is not None
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    assert any(line.startswith(b"PATH=") for line in environment)
+    assert not any(b"hidden" in line for line in environment)
+
+
 def outcome(config: bytes, weights: Path, look: object) -> Inspection | list[object]:
     try:
         return look(config, weights)  # type: ignore[operator]
