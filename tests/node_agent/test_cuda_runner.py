@@ -336,7 +336,8 @@ def test_sampled_requests_say_what_they_say_elsewhere(
             assert (a is None) == (b is None)
             if a is not None:
                 assert [token for token, _ in a.top] == [token for token, _ in b.top]
-                assert abs((a.rank or 0) - (b.rank or 0)) <= 2  # of tokens that lie close together
+                rank = a.rank or 0
+                assert abs(rank - (b.rank or 0)) <= max(2, rank // 50)  # tokens lie closer together further down
                 assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
