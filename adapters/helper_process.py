@@ -16,9 +16,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+T = TypeVar("T")
 NICENESS = 10
 MEMORY_BYTES = 512 << 20
 """Beyond what the process has when it starts."""
@@ -140,6 +142,16 @@ def send(connection: socket.socket, message: object) -> None:
 def receive(connection: socket.socket) -> bytes:
     """Returns the next message. Raises EOFError when the gateway has gone."""
     return _exactly(connection, int.from_bytes(_exactly(connection, LENGTH_BYTES), "little"))
+
+
+def jobs(connection: socket.socket, kind: type[T]) -> Iterator[T]:
+    """Yields jobs until the gateway hangs up."""
+    while True:
+        try:
+            data = receive(connection)
+        except EOFError:
+            return
+        yield msgspec.msgpack.decode(data, type=kind)
 
 
 @contextmanager

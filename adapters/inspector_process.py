@@ -13,13 +13,12 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
 from adapters.base_model import BaseModel
 from adapters.errors import InvalidAdapter, Problem, TooLarge
-from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_much, limited, receive, send
+from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_much, jobs, limited, receive, send
 from adapters.peft_config import WEIGHTS_FILE, LoraSettings, field_problem
 from adapters.peft_targets import MATCH_SECONDS, Target, match
 from adapters.validate import Inspection, inspect_files
@@ -89,17 +88,13 @@ def _find(seconds: float, settings: LoraSettings, names: Sequence[str]) -> list[
         raise InvalidAdapter([problem]) from None
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Jobs come, and outcomes go, over the socket that is the standard input."""
     os.nice(NICENESS)
     connection = socket.socket(fileno=0)
     base = msgspec.msgpack.decode(receive(connection), type=BaseModel)
     bound_memory()
-    while True:
-        try:
-            job = msgspec.msgpack.decode(receive(connection), type=Job)
-        except EOFError:
-            raise SystemExit(0) from None
+    for job in jobs(connection, Job):
         outcome = outcome_of(job, base)
         send(connection, Answer(outcome, last=holds_much()))
 

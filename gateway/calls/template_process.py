@@ -10,12 +10,12 @@ import os
 import signal
 import socket
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import msgspec
 
-from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_much, limited, receive, send
+from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_much, jobs, limited, send
 from cluster.chat_template import compile_template, render
 
 RENDER_SECONDS = 1.0
@@ -72,16 +72,12 @@ def _compiled(source: str) -> jinja2.Template:
     return compile_template(source)
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Jobs come, and outcomes go, over the socket that is the standard input."""
     os.nice(NICENESS)
     connection = socket.socket(fileno=0)
     bound_memory()
-    while True:
-        try:
-            job = msgspec.msgpack.decode(receive(connection), type=Job)
-        except EOFError:
-            raise SystemExit(0) from None
+    for job in jobs(connection, Job):
         send(connection, outcome_of(job))
 
 
