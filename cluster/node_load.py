@@ -63,8 +63,6 @@ class NodeLoad(msgspec.Struct, frozen=True):
     adapter_ranks: int
     tightest_tpot: float
     """seconds; infinite where nobody was promised any"""
-    adapter_bytes_free: int
-    adapter_bytes: int
     loading_bytes: int
     strict: StrictLoad | None = None
 
@@ -85,8 +83,6 @@ def load_of(record: NodeRecord) -> NodeLoad:
         request_ranks=count(record.request_ranks),
         adapter_ranks=count(record.adapter_ranks),
         tightest_tpot=_promise(record.tightest_tpot),
-        adapter_bytes_free=count(record.adapter_bytes_free),
-        adapter_bytes=count(record.adapter_bytes),
         loading_bytes=count(record.loading_bytes),
         strict=_strict_load(record),
     )

@@ -71,8 +71,7 @@ def as_served(model: PerformanceModel, base: str) -> PerformanceModel:
 def _load(node: SimulatedNode, now: float) -> NodeLoad:
     """Returns what `load_of` would make of the node's record."""
     profile, running, queued = node.profile, node.running_mix, node.queued_mix
-    bounded, block = profile.adapter_memory is not None, profile.block_tokens
-    tpot = node.tightest_tpot()
+    block, tpot = profile.block_tokens, node.tightest_tpot()
     return NodeLoad(
         ready=True,
         running=running.rows,
@@ -88,8 +87,6 @@ def _load(node: SimulatedNode, now: float) -> NodeLoad:
         request_ranks=running.request_ranks + queued.request_ranks,
         adapter_ranks=running.adapter_ranks + queued.request_ranks,
         tightest_tpot=inf if tpot is None else tpot,
-        adapter_bytes_free=node.loads.memory.free if bounded else 0,
-        adapter_bytes=profile.adapter_memory or 0,
         loading_bytes=node.loads.loading_bytes,
     )
 
