@@ -68,7 +68,6 @@ class NodeBook:
         self.max_nodes = max_nodes
         self.forget_seconds = forget_seconds
         self.table = NodeTable(max_nodes)
-        self._heard = np.full(max_nodes, -math.inf)
         self._next_expiry = math.inf
         """No node that is alive ceases to be before this time by the clock of `aged`."""
         self._nodes: dict[str, _Node] = {}
@@ -82,7 +81,7 @@ class NodeBook:
     def heard(self, node_id: str) -> float:
         """Returns when the node's last record came, by the clock of `aged`; -inf when the node is unknown."""
         node = self._nodes.get(node_id)
-        return -math.inf if node is None else float(self._heard[node.row])
+        return -math.inf if node is None else float(self.table.heard[node.row])
 
     def ids(self) -> list[str]:
         return list(self._nodes)
@@ -131,7 +130,6 @@ class NodeBook:
             node.places.pop(request_id, None)
         node.record = record
         node.at = changes.at if is_whole else max(node.at, changes.at)
-        self._heard[row] = heard
         self._next_expiry = min(self._next_expiry, heard + self.expiry)
 
     def news(self, node_id: str) -> News:
@@ -193,10 +191,10 @@ class NodeBook:
 
     def _expire(self, aged: float) -> None:
         live = np.flatnonzero(self.table.live)
-        late = aged - self._heard[live] >= self.expiry
+        late = aged - self.table.heard[live] >= self.expiry
         for row in live[late]:
             self.table.expire(int(row))
-        self._next_expiry = float(self._heard[live[~late]].min(initial=math.inf)) + self.expiry
+        self._next_expiry = float(self.table.heard[live[~late]].min(initial=math.inf)) + self.expiry
 
     def views(self, now: float, aged: float) -> list[NodeView]:
         """Live nodes in the order of their ids."""
@@ -205,7 +203,7 @@ class NodeBook:
             NodeView(
                 record=node.record,
                 reserved=len(table.reservations(node.row)),
-                age=max(0.0, aged - float(self._heard[node.row])),
+                age=max(0.0, aged - float(self.table.heard[node.row])),
                 residents=table.residents(node.row),
             )
             for _, node in sorted(self._nodes.items())
@@ -217,15 +215,14 @@ class NodeBook:
         node = self._nodes.get(node_id)
         if node is None or node.record.epoch != epoch:
             return math.inf
-        return max(0.0, aged - float(self._heard[node.row]))
+        return max(0.0, aged - float(self.table.heard[node.row]))
 
     def forget(self, aged: float) -> None:
         """Nodes that have been silent for long."""
         oldest = aged - self.forget_seconds
-        for node_id in [name for name, node in self._nodes.items() if self._heard[node.row] <= oldest]:
+        for node_id in [name for name, node in self._nodes.items() if self.table.heard[node.row] <= oldest]:
             self.remove(node_id)
 
     def remove(self, node_id: str) -> None:
-        node = self._nodes.pop(node_id)
+        del self._nodes[node_id]
         self.table.remove(node_id)
-        self._heard[node.row] = -math.inf
