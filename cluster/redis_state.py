@@ -18,11 +18,11 @@ import msgspec
 
 from cluster.messages import check_version
 from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, Heartbeat, News, Resident
-from cluster.node_book import PAST_EPOCHS
+from cluster.node_book import PAST_EPOCHS, TooManyNodes
 from cluster.node_table import Demand
 from cluster.queue_shares import room_for_others
 from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
-from cluster.state import ClusterState, PublishResult, StateSettings, TooManyNodes
+from cluster.state import ClusterState, PublishResult, StateSettings
 
 CATCH_UP_SECONDS = 0.1
 """Longest wait for a change that Redis has published already."""

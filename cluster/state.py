@@ -9,19 +9,8 @@ from typing import Literal, TypedDict, Unpack
 
 from cluster.messages import check_version
 from cluster.news import RECORD_EXPIRY, News, Resident
-from cluster.node_book import FORGET_SECONDS, PAST_EPOCHS, NodeBook, NodeView, TooManyNodes
+from cluster.node_book import FORGET_SECONDS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
-
-__all__ = [
-    "FORGET_SECONDS",
-    "MAX_NODES",
-    "PAST_EPOCHS",
-    "RESERVATION_SECONDS",
-    "ClusterState",
-    "MemoryClusterState",
-    "NodeView",
-    "TooManyNodes",
-]
 
 RESERVATION_SECONDS = 5.0
 """A place that no record acknowledged by then is free again: the request never reached the node."""

@@ -11,10 +11,11 @@ from starlette.responses import Response
 from cluster.errors import ServiceError
 from cluster.messages import VersionMismatch, check_version
 from cluster.news import News, Wanted
+from cluster.node_book import TooManyNodes
 from cluster.old_record import OldRecord, decode_news, news_of_old
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
-from cluster.state import PublishResult, TooManyNodes
+from cluster.state import PublishResult
 from gateway.http.bodies import read_body
 from gateway.http.routing import Routes
 

@@ -20,7 +20,7 @@ from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_TEXT, Routes, parameter
 
 if TYPE_CHECKING:
-    from cluster.state import NodeView
+    from cluster.node_book import NodeView
     from gateway.services import Services
 
 routes = Routes()

@@ -16,6 +16,7 @@ from cluster.errors import ServiceError
 from cluster.gpu import GpuLoad, throttle_reasons
 from cluster.messages import Adapter
 from cluster.news import NodeRecord
+from cluster.node_book import NodeView
 from cluster.record_check import BadRecord
 from cluster.residency import (
     AdapterState,
@@ -26,7 +27,6 @@ from cluster.residency import (
     Moved,
     PrefetchOrder,
 )
-from cluster.state import NodeView
 from gateway.catalog.functions import adapter_of
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response

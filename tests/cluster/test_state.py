@@ -17,9 +17,10 @@ from worlds import World, news, until
 from benchmarks.redis_server import RedisServer
 from cluster.messages import VersionMismatch
 from cluster.news import Changes, News, Resident
+from cluster.node_book import PAST_EPOCHS, TooManyNodes
 from cluster.node_table import STANDARD, Demand
 from cluster.received import Received
-from cluster.state import PAST_EPOCHS, RESERVATION_SECONDS, ClusterState, TooManyNodes
+from cluster.state import RESERVATION_SECONDS, ClusterState
 from tests.draws import draws
 
 
