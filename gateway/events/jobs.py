@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from adapters.errors import CorruptRecord
 from adapters.store import MAX_LIST
 from gateway.catalog.threads import LeavableThreads
 from gateway.events.event_store import EventStore, Stored
@@ -25,8 +23,6 @@ COUNTED = ("queued", "running", *DEAD, DELIVERING)
 """Indexes whose events are counted for /metrics."""
 MAX_COUNTED = 50_000
 """Events of one index: a store lists 1,000 at a time."""
-
-log = logging.getLogger("gateway")
 
 
 def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
@@ -79,11 +75,7 @@ def remove_old(store: EventStore, turn: Turn) -> None:
             after = ended_before(state, tenant, before)
             for marker, info in store.infos(f"events/{state}/{tenant}/", after):
                 turn.check()
-                try:
-                    stored = store.owner(marker, info.modified)
-                except CorruptRecord as error:
-                    log.error("an event can't be read", extra={"event": marker.id, "why": str(error)})
-                    continue
+                stored = store.readable_owner(marker, info.modified)
                 turn.work += stored is not None and _remove(store, stored)
 
 
