@@ -37,25 +37,19 @@ class ArrivalCounter:
     """Of one worker."""
 
     def __init__(self) -> None:
-        self._calls: Counter[tuple[str, str, str]] = Counter()
-        """By tenant, function and digest."""
-        self._adapters: dict[str, Adapter] = {}
+        self._calls: Counter[tuple[str, str, Adapter]] = Counter()
+        """By tenant, function and version."""
 
     def note(self, tenant: str, function: str, adapter: Adapter) -> None:
         """A call has come."""
-        key = (tenant, function, adapter.digest)
+        key = (tenant, function, adapter)
         if key in self._calls or len(self._calls) < MAX_COUNTED:
             self._calls[key] += 1
-            self._adapters[adapter.digest] = adapter
 
     def take(self) -> list[Arrival]:
         """Returns what was counted since the last time."""
-        taken = [
-            Arrival(tenant, function, self._adapters[digest], calls)
-            for (tenant, function, digest), calls in self._calls.items()
-        ]
+        taken = [Arrival(*key, calls) for key, calls in self._calls.items()]
         self._calls.clear()
-        self._adapters.clear()
         return taken
 
 

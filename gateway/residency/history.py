@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from cluster.forecast.chances import Chances, Forecasts, Likely
+from cluster.forecast.chances import Chances, Likely
+from cluster.forecast.forecaster import Forecaster
 from cluster.messages import Adapter
 from gateway.catalog.threads import LeavableThreads
 from gateway.residency.arrivals import Arrival, function_key
@@ -31,16 +32,6 @@ MAX_CHOSEN = 4096
 """Functions whose adapters are considered, likeliest first."""
 
 
-class ForecasterLike(Protocol):
-    """cluster.forecast.forecaster.Forecaster, or what a test has for it."""
-
-    def observe(self, now: float, counts: Mapping[str, int]) -> None: ...
-
-    def forecast(self, now: float) -> Forecasts: ...
-
-    def error(self) -> dict[str, float]: ...
-
-
 class Forecast(NamedTuple):
     """All that is forecast at one time."""
 
@@ -58,7 +49,7 @@ class CallHistory:
     """`clock`: monotonic seconds; `unix`: the time of day, by which days and hours are learnt."""
 
     def __init__(
-        self, make_forecaster: Callable[[], ForecasterLike], clock: Callable[[], float], unix: Callable[[], float]
+        self, make_forecaster: Callable[[], Forecaster], clock: Callable[[], float], unix: Callable[[], float]
     ) -> None:
         self._make_forecaster, self._clock, self._unix = make_forecaster, clock, unix
         self._thread = LeavableThreads(1)
@@ -143,6 +134,6 @@ class CallHistory:
             self._versions.popitem(last=False)
 
 
-def _forecast(forecaster: ForecasterLike, unix: float) -> Forecast:
+def _forecast(forecaster: Forecaster, unix: float) -> Forecast:
     chances = forecaster.forecast(unix)
     return Forecast(chances, chances.likeliest(LEAST_CHANCE, MAX_CHOSEN), forecaster.error())

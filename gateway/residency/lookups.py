@@ -18,17 +18,18 @@ AT_ONCE = 8
 async def look_up(
     functions: Functions, keys: Sequence[str], turn: Turn
 ) -> AsyncIterator[tuple[str, Sequence[Choice] | None]]:
-    """Yields each function (`tenant/name`), with what `latest` stands for: nothing where it has none now or is damaged,
-    for it may get one again or be mended; None where the function is gone. Raises TurnEnded, StoreUnavailable."""
+    """Yields each function with its `choices_of`. Raises TurnEnded, StoreUnavailable."""
     for first in range(0, len(keys), AT_ONCE):
         turn.check()
         together = keys[first : first + AT_ONCE]
-        found = await asyncio.gather(*(_choices(functions, key) for key in together))
+        found = await asyncio.gather(*(choices_of(functions, key) for key in together))
         for key, choices in zip(together, found, strict=True):
             yield key, choices
 
 
-async def _choices(functions: Functions, key: str) -> Sequence[Choice] | None:
+async def choices_of(functions: Functions, key: str) -> Sequence[Choice] | None:
+    """Returns what a function's `latest` stands for, by `tenant/name`: nothing where it has none now or is damaged, for
+    it may get one again or be mended; None where the function is gone. Raises StoreUnavailable."""
     tenant, _, name = key.partition("/")
     try:
         return await functions.choices(tenant, name, None)

@@ -11,6 +11,7 @@ from cluster.messages import Adapter
 from cluster.residency import HeldTier
 
 Tier = Literal["device", "host"]
+Cause = Literal["provisioned", "order", "schedule", "forecast"]
 
 MAX_COPIES = 16
 """Nodes on which a version may be asked for."""
@@ -54,7 +55,7 @@ class WantedPlace(msgspec.Struct, frozen=True):
     node: str
     digest: str
     tier: Tier
-    cause: Literal["provisioned", "order", "schedule", "forecast"]
+    cause: Cause
     since: float
     """Unix time."""
 

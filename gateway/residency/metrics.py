@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from gateway.residency.messages import Cause
 
 Outcome = Literal["taken", "failed", "not_understood"]
 
@@ -37,7 +39,7 @@ class ResidencyMetrics:
             self._error.labels(score).set(value)
 
     def set_wanted(self, counts: Mapping[str, int]) -> None:
-        for cause in ("provisioned", "order", "schedule", "forecast"):
+        for cause in get_args(Cause):
             self._wanted.labels(cause).set(counts.get(cause, 0))
 
     def count_order(self, outcome: Outcome) -> None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
 
 from cluster.messages import Adapter
 from cluster.news import NodeRecord
 from cluster.node_table import ABSENT, HOST, NodeTable
 from cluster.residency import MAX_WANTED, WantedAdapter
-from gateway.residency.messages import Tier
+from gateway.residency.messages import Cause, Tier
 from gateway.scheduling.homes import Homes
 
 DEVICE_CHANCE = 0.5
@@ -32,8 +31,6 @@ MAX_NODES = 4
 """Of those that have an adapter in memory, on which a forecast keeps it."""
 STEPS = 20
 """Chances are told in so many steps: a list that hardly changed is not sent again."""
-
-Cause = Literal["provisioned", "order", "schedule", "forecast"]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
+from adapters.errors import StoreUnavailable
 from cluster.messages import Adapter
 from cluster.node_table import HOST, NodeTable
 from cluster.residency import MAX_IDLE_TTLS
@@ -32,6 +32,7 @@ from gateway.leader.turn import Job, Turn
 from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsCounted, function_key
 from gateway.residency.held import Held, HeldWants
 from gateway.residency.history import CallHistory, Forecast
+from gateway.residency.lookups import choices_of
 from gateway.residency.messages import ForecastReply, WantedPlace
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import NodeOrder, ResidencyOrders
@@ -223,7 +224,8 @@ class Residency:
         unknown = [key for key in keys if self._history.versions(key) is None][:MAX_RESOLVED]
 
         async def resolve(key: str) -> None:
-            self._history.learn(key, await live_versions(self._functions, key))
+            choices = await choices_of(self._functions, key) or ()
+            self._history.learn(key, [(adapter_of(each.version), each.share) for each in choices if each.is_whole])
 
         with suppress(TimeoutError, StoreUnavailable):
             async with asyncio.timeout(RESOLVE_SECONDS):
@@ -270,14 +272,3 @@ class Residency:
             error={name: round(score, 4) for name, score in self._history.latest.error.items()},
             wanted=places,
         )
-
-
-async def live_versions(functions: Functions, key: str) -> list[tuple[Adapter, float]]:
-    """Returns the adapters that `latest` stands for, with their shares of its calls; none of a function that is gone.
-    Raises StoreUnavailable."""
-    tenant, _, name = key.partition("/")
-    try:
-        choices = await functions.choices(tenant, name, None)
-    except (NotFound, CorruptRecord):
-        return []
-    return [(adapter_of(each.version), each.share) for each in choices if each.is_whole]
