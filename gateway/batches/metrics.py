@@ -15,10 +15,10 @@ class BatchMetrics:
     """Made once per process and `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._running = Gauge(
+        self.running = Gauge(
             "garnish_batches_running", "Batches that run", registry=registry, multiprocess_mode="livesum"
         )
-        self._open = Gauge(
+        self.open = Gauge(
             "garnish_batches_open",
             "Batches that have not ended, of all tenants, as a gateway last saw it",
             registry=registry,
@@ -26,12 +26,6 @@ class BatchMetrics:
         )
         self._ended = Counter("garnish_batches_ended", "Ends of batches by status", ("status",), registry=registry)
         self._calls = Counter("garnish_batch_calls", "Calls of batches by outcome", ("outcome",), registry=registry)
-
-    def set_running(self, count: int) -> None:
-        self._running.set(count)
-
-    def set_open(self, count: int) -> None:
-        self._open.set(count)
 
     def count_end(self, status: Status) -> None:
         self._ended.labels(status).inc()

@@ -116,7 +116,7 @@ class BatchRunner:
 
     async def _claim(self) -> None:
         found = await self._threads.run(self._batches.open_batches)
-        self._metrics.set_open(len(found))
+        self._metrics.open.set(len(found))
         waiting = [key for key in found if key not in self._runs]
         self._seen = {key: self._seen[key] for key in waiting if key in self._seen}
         due = {key for key in waiting if key not in self._seen or self._is_stale(key)}
@@ -169,7 +169,7 @@ class BatchRunner:
         drive = asyncio.create_task(self._drive(key, run))
         self._drives.add(drive)
         drive.add_done_callback(self._drives.discard)
-        self._metrics.set_running(len(self._runs))
+        self._metrics.running.set(len(self._runs))
 
     async def _drive(self, key: Key, run: BatchRun) -> None:
         """Owns the run, from its claim until it has ended or is left to others."""
@@ -191,7 +191,7 @@ class BatchRunner:
                     await run.release()
             del self._runs[key], self._lines[key]
             self._shares.keep(tenant for tenant, _ in self._runs)
-            self._metrics.set_running(len(self._runs))
+            self._metrics.running.set(len(self._runs))
             self._look.set()
 
     async def _carry(self, key: Key, run: BatchRun) -> None:

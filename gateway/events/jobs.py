@@ -59,7 +59,7 @@ def count_events(store: EventStore, turn: Turn) -> None:
             count += 1
             if count % MAX_LIST == 0:
                 turn.check()
-        store.metrics.show_there({index: count})
+        store.metrics.show_there(index, count)
         turn.work += count
 
 

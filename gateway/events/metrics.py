@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.events.records import ENDED, EventRecord
@@ -44,6 +42,5 @@ class EventMetrics:
         if before.delivery is not None and now.delivery is not None and before.delivery.state != now.delivery.state:
             self._told.labels(now.delivery.state).inc()
 
-    def show_there(self, counts: Mapping[str, int]) -> None:
-        for index, count in counts.items():
-            self._there.labels(index).set(count)
+    def show_there(self, index: str, count: int) -> None:
+        self._there.labels(index).set(count)
