@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message
 
 from gateway.batches.answers import Answer
 from gateway.batches.lines import Line
 from gateway.batches.messages import Endpoint
 from gateway.batches.replies import LineReply
+from gateway.calls.spare_request import spare_request
 from gateway.http.bodies import parse_json
 from gateway.http.errors import error_reply, is_unexpected, to_service_error
 from gateway.http.routing import CallHandler
@@ -33,7 +31,7 @@ async def answer_line(services: Services, tenant: str, endpoint: Endpoint, line:
     """Returns what the route would have answered to the line's body, run in spare capacity."""
     try:
         path, body = (endpoint, bytes(line.body)) if endpoint != "/invoke" else _invoke_call(line)
-        request = _request(path, body, request_id)
+        request = spare_request(request_id, path, body)
         response = await HANDLERS[endpoint](request, services, tenant, Stopwatch())
         assert isinstance(response, Response)  # streamed calls are refused when the file is read
         return Answer(LineReply(200, bytes(response.body), request_id))
@@ -49,24 +47,3 @@ def _invoke_call(line: Line) -> tuple[str, bytes]:
     """Returns the path and the body of the invocation that the line means. Raises ServiceError."""
     fields = parse_json(bytes(line.body))
     return f"/invoke/{fields.pop('model')}", msgspec.json.encode(fields)
-
-
-def _request(path: str, body: bytes, request_id: str) -> Request:
-    """Makes a request as the server would have, of a client that waits for its reply however long it takes."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if not pending:
-            await asyncio.Event().wait()
-        return pending.pop()
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "headers": [],
-        "query_string": b"",
-        "path_params": {"target": path.removeprefix("/invoke/")},
-        "state": {"request_id": request_id, "spare_only": True},
-    }
-    return Request(scope, receive)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 from collections.abc import AsyncIterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Message
 
 from adapters.destinations import Destination, check_destination
 from adapters.errors import NotFound
@@ -22,6 +20,7 @@ from gateway.calls.choices import collect
 from gateway.calls.prepare import prepare
 from gateway.calls.prompts import source_of
 from gateway.calls.reply import invoke_reply
+from gateway.calls.spare_request import spare_request
 from gateway.events.deliveries import Deliveries
 from gateway.events.records import MAX_AGE_S, RETRIES, EventRecord, new_nonce
 from gateway.events.webhook_hosts import NotAllowed, parse_webhook_hosts
@@ -54,8 +53,8 @@ async def accept(
     on_success, on_failure = call.on_success or target.on_success, call.on_failure or target.on_failure
     await _check(services, tenant, on_success, "on_success")
     await _check(services, tenant, on_failure, "on_failure")
-    stated = {name: value for name, value in msgspec.to_builtins(call).items() if name not in OWN_FIELDS}
-    asked = {name: value for name, value in stated.items() if value is not None}
+    stated = msgspec.to_builtins(call)
+    asked = {name: value for name, value in stated.items() if name not in OWN_FIELDS and value is not None}
     now, max_age = await services.events.clock.now(), target.max_age or MAX_AGE_S
     event = EventRecord(
         id=_event_id(request, tenant),
@@ -84,7 +83,7 @@ async def execute(services: Services, event: EventRecord) -> InvokeReply:
     except msgspec.ValidationError:
         raise NotKnownHere from None
     named, source = (event.function, event.qualifier), source_of(call, services.base.vocab_size)
-    request, watch = _request(event), Stopwatch()
+    request, watch = spare_request(event.id), Stopwatch()
     invocation = await prepare(request, services, event.tenant, watch, named=named, source=source, stated=call)
     generations = services.dispatcher.generations(invocation)
     outcomes = await collect(generations)
@@ -146,14 +145,3 @@ def _event_id(request: Request, tenant: str) -> str:
 def _fingerprint(named: tuple[str, str | None], asked: dict[str, Any], call: InvokeRequest) -> str:
     whole = msgspec.json.encode([named, asked, call.on_success, call.on_failure], order="sorted")
     return hashlib.sha256(whole).hexdigest()
-
-
-def _request(event: EventRecord) -> Request:
-    """Returns a request without a connection: nobody waits on it, so that it is never closed."""
-    state = {"request_id": event.id, "spare_only": True}
-    return Request({"type": "http", "method": "POST", "headers": [], "state": state}, _never)
-
-
-async def _never() -> Message:
-    await asyncio.Event().wait()
-    raise AssertionError("nobody sets the event")
