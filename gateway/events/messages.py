@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
 from adapters.destinations import Destination
 from gateway.api.schema import InvokeReply
-from gateway.events.records import Attempt, Delivery, EventError, EventRecord, State
+from gateway.events.records import EventError, EventRecord, State
 
 
 class AttemptItem(msgspec.Struct, frozen=True):
@@ -55,6 +55,9 @@ class EventReply(EventItem, frozen=True, kw_only=True):
     """Null without a destination."""
 
 
+Item = TypeVar("Item", bound=EventItem)
+
+
 class EventList(msgspec.Struct, frozen=True):
     invocations: list[EventItem]
     next: str | None
@@ -68,35 +71,13 @@ class RedriveReply(msgspec.Struct, frozen=True):
 
 
 def item_of(event: EventRecord) -> EventItem:
-    return EventItem(**_fields(event))
+    return _shown(event, EventItem)
 
 
 def reply_of(event: EventRecord) -> EventReply:
-    return EventReply(**_fields(event), result=event.result, delivery=_delivery(event.delivery))
+    return _shown(event, EventReply)
 
 
-def _fields(event: EventRecord) -> dict[str, Any]:
-    ended = event.state not in ("queued", "running")
-    return {
-        "id": event.id,
-        "function": event.function,
-        "qualifier": event.qualifier,
-        "state": event.state,
-        "created": event.created,
-        "due": event.due if event.state == "queued" else None,
-        "ended": event.changed if ended else None,
-        "deadline": event.deadline,
-        "attempts": [_attempt(attempt) for attempt in event.attempts],
-        "retries": event.retries,
-        "error": event.error,
-    }
-
-
-def _attempt(attempt: Attempt) -> AttemptItem:
-    return AttemptItem(attempt.started, attempt.ended, attempt.error)
-
-
-def _delivery(delivery: Delivery | None) -> DeliveryItem | None:
-    if delivery is None:
-        return None
-    return DeliveryItem(delivery.to, delivery.state, delivery.attempts, delivery.problem)
+def _shown(event: EventRecord, kind: type[Item]) -> Item:
+    item = msgspec.convert(event, kind, from_attributes=True)
+    return item if event.state == "queued" else msgspec.structs.replace(item, due=None)

@@ -101,6 +101,11 @@ class EventRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     removed: bool = False
     """It is being removed."""
 
+    @property
+    def ended(self) -> float | None:
+        """When it ended; None while it is queued or runs."""
+        return self.changed if self.state in ENDED else None
+
 
 class Marker(msgspec.Struct, frozen=True):
     """A marker's key, taken apart."""
