@@ -245,11 +245,8 @@ class BoundedHttp(HttpToolsProtocol):
         return self._head_bytes > HEAD_BYTES or self._head_lines > HEAD_LINES
 
     def _refuse_head(self) -> None:
-        self._refuse(
-            ServiceError(
-                "head_too_large", f"the request's headers are more than {HEAD_LINES}, or larger than {HEAD_BYTES} bytes"
-            )
-        )
+        why = f"the request's headers are more than {HEAD_LINES}, or larger than {HEAD_BYTES} bytes"
+        self._refuse(ServiceError("head_too_large", why))
 
     def _refuse(self, error: ServiceError) -> None:
         """While another request is still to be answered, this would be taken for its answer, or for a part of it: then
@@ -297,8 +294,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _expire(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._timer.start(
-                HEAD_SECONDS, self._expire
-            )  # an earlier request on this connection is still being answered
+            # An earlier request on this connection is still being answered.
+            self._timer.start(HEAD_SECONDS, self._expire)
         else:
             self.transport.abort()
