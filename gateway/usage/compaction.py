@@ -15,7 +15,7 @@ An object that can't be read stays where it is, for reports name it; the others 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -37,6 +37,7 @@ from gateway.usage.objects import (
     encode_merged,
     month_key,
     months_folder,
+    pages,
     source_of,
     usage_folder,
 )
@@ -117,9 +118,9 @@ class _Compactor:
         self._quiet = now - QUIET_SECONDS
 
     def run(self) -> None:
-        for listed in self._pages(self._hours, self._hours + self._open):
+        for listed in pages(self._list, self._hours, "", self._open, PAGE):
             self._merge_hours(listed)
-        for listed in self._pages(self._days, self._days + self._open[:DAY]):
+        for listed in pages(self._list, self._days, "", self._open[:DAY], PAGE):
             for info in listed:
                 self._merge_day(info.key)
 
@@ -193,16 +194,6 @@ class _Compactor:
         self._turn.check()
         key = day_key(folder, name) if folder == self._days else month_key(folder, name, len(listed))
         self._store.put_if_absent(key, encode_merged(cells))
-
-    def _pages(self, folder: str, end: str) -> Iterator[Sequence[ObjectInfo]]:
-        """Yields the objects of the folder whose keys are below `end`."""
-        after, more = folder, True
-        while more:
-            listed = self._list(folder, after, PAGE)
-            below = [info for info in listed if info.key < end]
-            yield below
-            more = len(below) == PAGE
-            after = listed[-1].key if listed else after
 
     def _list(self, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
         self._turn.check()

@@ -9,10 +9,12 @@ tenants/<tenant>/usage/months/<month>-<number>.json             days that are ov
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from adapters.errors import StoreUnavailable
+from adapters.store import ObjectInfo
 from gateway.usage.cells import Cell, Cells
 from gateway.usage.counts import Functions, UsageCounts
 from gateway.usage.hours import hour_start
@@ -94,6 +96,20 @@ def source_of(key: str) -> tuple[str, str] | None:
     except ValueError:
         return None
     return hour, "-".join(name.removesuffix(".json").split("-")[:2])
+
+
+def pages(
+    list_objects: Callable[[str, str, int], Sequence[ObjectInfo]], folder: str, low: str, high: str, size: int
+) -> Iterator[list[ObjectInfo]]:
+    """Yields the folder's objects whose names are greater than `low` and less than `high`, up to `size` at a time, as
+    `list_objects` (ObjectStore.list) lists them."""
+    after, more = folder + low, True
+    while more:
+        listed = list_objects(folder, after, size)
+        below = [info for info in listed if info.key < folder + high]
+        yield below
+        more = len(below) == size
+        after = listed[-1].key if listed else after
 
 
 def decode_hour(key: str, data: bytes) -> Cells:

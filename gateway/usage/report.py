@@ -19,6 +19,7 @@ from gateway.usage.objects import (
     decode_hour,
     decode_merged,
     months_folder,
+    pages,
     usage_folder,
 )
 
@@ -109,14 +110,7 @@ def read_usage(
 
 def _keys(store: ObjectStore, folder: str, low: str, high: str) -> Sequence[str]:
     """Keys of the folder from `low` until before `high`."""
-    keys: list[str] = []
-    after = folder + low
-    while listed := store.list(folder, after, MAX_LIST):
-        keys += [info.key for info in listed if info.key < folder + high]
-        after = listed[-1].key
-        if after >= folder + high or len(listed) < MAX_LIST:
-            break
-    return keys
+    return [info.key for page in pages(store.list, folder, low, high, MAX_LIST) for info in page]
 
 
 def _contents(store: ObjectStore, keys: Sequence[str]) -> Iterator[tuple[str, bytes]]:
