@@ -115,9 +115,8 @@ class BatchStore:
     def create(self, tenant: str, asked: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
         """Raises ServiceError `conflict` for a tenant with MAX_OPEN open ones."""
         if len(self._store.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
-            raise ServiceError(
-                "conflict", f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
-            )
+            why = f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
+            raise ServiceError("conflict", why)
         self._forget_oldest(tenant)
         now = self._store.now()
         record = BatchRecord(
