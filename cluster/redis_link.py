@@ -88,19 +88,11 @@ def check_redis(url: str) -> None:
 class RedisLink:
     """Made on the event loop that uses it. `clock` is monotonic seconds; `worker` names this process."""
 
-    def __init__(
-        self,
-        url: str,
-        prefix: str,
-        worker: str,
-        clock: Callable[[], float],
-        *,
-        stale_seconds: float = STALE_SECONDS,
-    ) -> None:
+    def __init__(self, url: str, prefix: str, worker: str, clock: Callable[[], float]) -> None:
         self.prefix = prefix
         self.worker = worker
         self.clock = clock
-        self._stale_seconds, self._paused = stale_seconds, 0.0
+        self._stale_seconds, self._paused = STALE_SECONDS, 0.0
         self.away_since: float | None = clock()
         """By the clock; None while the link is up."""
         self.workers = 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from time import monotonic
 from typing import NamedTuple
 
 from adapters.choices import pick
@@ -50,7 +50,7 @@ class _Load(NamedTuple):
 
 
 class Warming:
-    """Of one gateway worker. `hold` is told what is to stay wanted; `clock`: monotonic seconds."""
+    """Of one gateway worker. `hold` is told what is to stay wanted."""
 
     def __init__(
         self,
@@ -60,10 +60,9 @@ class Warming:
         node_calls: NodeCalls,
         *,
         hold: Callable[[Held], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster, self._base, self._functions, self._node_calls = cluster, base, functions, node_calls
-        self._hold, self._clock = hold, clock
+        self._hold = hold
         self._loads: dict[Key, _Load] = {}
 
     @asynccontextmanager
@@ -110,7 +109,7 @@ class Warming:
 
     async def until_warm(self, order: WarmOrder, seconds: float) -> str | None:
         """Returns when all is warm, or what is not so after `seconds`; None: nothing."""
-        end, problem, pause = self._clock() + seconds, None, LOOK_SECONDS
+        end, problem, pause = monotonic() + seconds, None, LOOK_SECONDS
         while True:
             try:
                 reply = await self._bring(order, await self._places(order))
@@ -122,7 +121,7 @@ class Warming:
             else:
                 if reply.ready:
                     return None
-            if self._clock() >= end:
+            if monotonic() >= end:
                 return problem or f"it was still on its way after {seconds:g} s"
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_LOOK_SECONDS)
@@ -131,7 +130,7 @@ class Warming:
         """Returns the answers to come, of each adapter that is to be on a device and is not. Raises ServiceError."""
         if order.tier != "device":
             return {}  # no node takes an order for host memory; what is held it brings in by itself
-        now = self._clock()
+        now = monotonic()
         self._loads = {key: load for key, load in self._loads.items() if not load.answer.done() or now < load.until}
         missing = [(v, node) for v, node in places if _tier(nodes, v, node) != "device"]
         begun = {_key(v, node): (v, node) for v, node in missing if _key(v, node) not in self._loads}
