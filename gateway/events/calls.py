@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -94,9 +95,6 @@ async def execute(services: Services, event: EventRecord) -> InvokeReply:
 async def running_events(services: Services) -> AsyncIterator[None]:
     """This process runs events of all tenants as long as the context lasts."""
 
-    async def run(event: EventRecord) -> InvokeReply:
-        return await execute(services, event)
-
     async def can_run() -> bool:
         """Whether a node serves, or is started for calls that wait."""
         nodes = (await services.cluster.table()).serving(services.base.fingerprint)
@@ -112,7 +110,7 @@ async def running_events(services: Services) -> AsyncIterator[None]:
     allowed, events = parse_webhook_hosts(services.config.webhook_hosts), services.events
     async with (
         open_webhooks(allowed) as webhooks,
-        Worker(events, run, Deliveries(events, webhooks, policy_of), can_run).running(),
+        Worker(events, partial(execute, services), Deliveries(events, webhooks, policy_of), can_run).running(),
     ):
         yield
 
