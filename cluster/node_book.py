@@ -151,15 +151,13 @@ class NodeBook:
         heapq.heappush(self._ends, (end, node_id, request_id))
         self.table.reserve(node.row, request_id, demand)
 
-    def is_held(self, node_id: str, request_id: str) -> bool:
+    def drop(self, node_id: str, request_id: str) -> bool:
+        """The place is free again. Returns False, changing nothing, when it has ended already."""
         node = self._nodes.get(node_id)
-        return node is not None and request_id in node.places
-
-    def drop(self, node_id: str, request_id: str) -> None:
-        """The place is free again. Nothing happens when it has ended already."""
-        node = self._nodes.get(node_id)
-        if node is not None and node.places.pop(request_id, None) is not None:
-            self.table.release(node.row, request_id)
+        if node is None or node.places.pop(request_id, None) is None:
+            return False
+        self.table.release(node.row, request_id)
+        return True
 
     def drop_all(self, node_id: str) -> None:
         node = self._nodes[node_id]

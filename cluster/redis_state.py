@@ -125,10 +125,8 @@ class RedisClusterState(ClusterState):
         return None
 
     async def release(self, node_id: str, request_id: str) -> None:
-        if not self._book.is_held(node_id, request_id):
-            return  # acknowledged, in most cases
-        self._book.drop(node_id, request_id)
-        await self._free(node_id, request_id)
+        if self._book.drop(node_id, request_id):  # else it was acknowledged, in most cases
+            await self._free(node_id, request_id)
 
     async def _free(self, node_id: str, request_id: str) -> None:
         payload = msgspec.msgpack.encode(_Freed(node_id, request_id))
