@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 
 AGAIN_SECONDS = 1.0
@@ -21,9 +21,14 @@ async def background(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[Non
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancels the tasks, and returns when each has ended, however that was."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _kept(work: Callable[[], Awaitable[None]]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
-from gateway.background import background
+from gateway.background import background, cancel_all
 from gateway.batches.answers import AGAIN, FLEETING, Answer
 from gateway.batches.files import FileStore
 from gateway.batches.lines import Line
@@ -95,9 +95,7 @@ class BatchRunner:
             async with background(self._claim_turns, begin_calls):
                 yield
         finally:
-            for drive in self._drives:
-                drive.cancel()
-            await asyncio.gather(*self._drives, return_exceptions=True)
+            await cancel_all(self._drives)
 
     def wake(self) -> None:
         """A batch has come, or is to be cancelled."""
@@ -180,12 +178,12 @@ class BatchRunner:
             run.lost = True
         except Exception as error:  # nobody else could do better
             log.error("a batch failed", exc_info=error, extra={"batch": key[1]})
-            await self._end_calls(key)
+            await cancel_all(self._lines[key])
             run.end("failed", BatchProblem("internal_error", "an unexpected error; the operator finds it in the log"))
             with suppress(LeaseLost):
                 await self._finish(run)
         finally:
-            await self._end_calls(key)
+            await cancel_all(self._lines[key])
             with suppress(StoreUnavailable, LeaseLost, TimeoutError):  # then the lease ends by itself
                 async with asyncio.timeout(LEASE_SECONDS):
                     await run.release()
@@ -203,7 +201,7 @@ class BatchRunner:
         while run.ending is None and not run.given_up:
             await _wait(run.changed, FLUSH_SECONDS)
             await self._insist(run, lambda: self._tend(run))
-        await self._end_calls(key)
+        await cancel_all(self._lines[key])
         if run.ending is not None:
             await self._finish(run)
 
@@ -303,12 +301,6 @@ class BatchRunner:
             run.note(index, custom_id, told.reply)
             share.grow()
             self._metrics.count_call("failed" if told.error else "completed")
-
-    async def _end_calls(self, key: Key) -> None:
-        lines = list(self._lines[key])
-        for line in lines:
-            line.cancel()
-        await asyncio.gather(*lines, return_exceptions=True)
 
 
 async def _wait(event: asyncio.Event, seconds: float, at_least: float = 0.0) -> None:
