@@ -60,10 +60,11 @@ class PartWriter:
         self._current += line
         self._changed = True
 
-    def take(self) -> list[tuple[str, bytes]]:
-        """Returns what is to be written now, as (name, content), and what `parts` then names."""
+    def take(self) -> tuple[str, bytes] | None:
+        """Returns the part that is to be written now, as (name, content), and that `parts` then names; None if there is
+        none."""
         if not self._changed:
-            return []
+            return None
         self._changed = False
         name, data = f"{self._claim:06d}-{self._number:06d}", bytes(self._current)
         if self._written and self._written[-1].name == name:
@@ -72,12 +73,11 @@ class PartWriter:
         if len(data) >= PART_BYTES:
             self._current.clear()
             self._number += 1
-        return [(name, data)]
+        return name, data
 
-    def write(self, pieces: list[tuple[str, bytes]]) -> None:
-        """Blocks. Raises StoreUnavailable; the same pieces may be written again."""
-        for name, data in pieces:
-            self._files.put_part(self._tenant, self._file_id, name, data)
+    def write(self, name: str, data: bytes) -> None:
+        """Blocks. Raises StoreUnavailable; the same part may be written again."""
+        self._files.put_part(self._tenant, self._file_id, name, data)
 
     @property
     def parts(self) -> tuple[Part, ...]:

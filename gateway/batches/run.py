@@ -79,7 +79,7 @@ class BatchRun:
                 (False, record.error_id, record.errors),
             )
         }
-        self._unwritten: list[tuple[PartWriter, list[tuple[str, bytes]]]] = []
+        self._unwritten: list[tuple[PartWriter, str, bytes]] = []
         self._answers = 0
         """That are not written yet."""
 
@@ -171,13 +171,13 @@ class BatchRun:
         count from when it is written."""
         self.changed.clear()
         for writer in self._writers.values():
-            if pieces := writer.take():
-                self._unwritten.append((writer, pieces))
+            if (part := writer.take()) is not None:
+                self._unwritten.append((writer, *part))
         taken = self._answers
         self.record = self._with_progress(self.record)
         while self._unwritten:
-            writer, pieces = self._unwritten[0]
-            await self._threads.run(partial(writer.write, pieces))
+            writer, name, data = self._unwritten[0]
+            await self._threads.run(partial(writer.write, name, data))
             del self._unwritten[0]
         while (held := await self._threads.run(partial(self._write_record, changes))) is None:
             await self._merge()
