@@ -112,7 +112,7 @@ class Bed:
         file = self.root / f"{name}.yml"
         service = {
             "service": "bench", "base_model": str(self.model), "registry": self.config.registry,
-            "node": {"device": "cpu", "dtype": "bfloat16", "kv_memory": "256MiB", **settings},
+            "node": {"device": "cpu", "dtype": "auto", "kv_memory": "256MiB", **settings},
         }  # fmt: skip
         file.write_text(json.dumps(service))
         command = ["-m", "garnish.cli.main", "node", "-f", str(file), "--gateway", self.url, "--node-id", name]
