@@ -3,7 +3,7 @@
 200 adapters of rank 64 on q, k and v, a pool for a tenth of them, a link of EVALUATION's scale: a rank-64 adapter takes
 0.68 of a warm prefill of 256 tokens. Calls have 60 tokens in and 20 out, shuffled over the adapters. Beside each batch
 one caller sends an interactive call of one function after another; alone, too. One gateway and one node, which serve
-both orders by turns; in file order everything else of a batch is the same.
+both orders by turns, once the node has measured its costs; in file order everything else of a batch is the same.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ run(config)
 TENANT = "bench"
 NODE_SECONDS = 180.0
 """For a node to start."""
+MEASURED, MEASURE_SECONDS = "performance model measured", 900.0
+"""What a node logs once it knows its costs, which it measures while it is idle; until then batches get few rows."""
 WARM_PREFILLS = 5
 PREFILL_TOKENS = 256
 PAUSE_SECONDS = 0.2
@@ -125,6 +127,14 @@ class Bed:
                 time.sleep(0.1)
             yield
         time.sleep(2 * RECORD_EXPIRY)  # until the gateway knows that it has gone
+
+    def wait_until_measured(self, node: str) -> None:
+        """Raises TimeoutError."""
+        deadline = time.monotonic() + MEASURE_SECONDS
+        while MEASURED not in (self.root / f"{node}.log").read_text():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the node does not end measuring its costs")
+            time.sleep(1)
 
     def ttft(self, function: str, prompt_tokens: int) -> float:
         """Seconds from receipt to the first token of one call, by the service."""
@@ -235,6 +245,8 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         memory = f"{int(size.pool * bed.adapter_bytes * 1.02)}B"
         simulated = {"link": f"{round(rate / 1e6, 3)}MB/s"}
         stack.enter_context(bed.node("scaled", adapter_memory=memory, host_memory="4GiB", simulate=simulated))
+        if not options.quick:
+            bed.wait_until_measured("scaled")
         bed.ttft("a0", 60)
         alone = [bed.ttft("a0", 60) for _ in range(5 if options.quick else 60)]
         for _ in range(rounds):
