@@ -27,7 +27,8 @@ def test_figures_compare_the_orders_by_medians() -> None:
     rows = [
         {"grouped": grouped, "tokens_per_second": rate, "loads": loads}
         for grouped, rate, loads in (
-            (True, 30.0, 10), (False, 10.0, 60), (True, 90.0, 99), (False, 20.0, 80), (True, 40.0, 12), (False, 10.0, 80)
+            (True, 30.0, 10), (False, 10.0, 60), (True, 90.0, 99),
+            (False, 20.0, 80), (True, 40.0, 12), (False, 10.0, 80),
         )
     ]  # fmt: skip
     figures = figures_of(rows, {"alone_s": [0.1] * 3, "beside_s": [0.125] * 7}, adapters=10)
