@@ -65,6 +65,8 @@ class NodeLoad(msgspec.Struct, frozen=True):
     """seconds; infinite where nobody was promised any"""
     loading_bytes: int
     strict: StrictLoad | None = None
+    best_effort: int = 0
+    """of the running and queued ones"""
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
@@ -85,6 +87,7 @@ def load_of(record: NodeRecord) -> NodeLoad:
         tightest_tpot=_promise(record.tightest_tpot),
         loading_bytes=count(record.loading_bytes),
         strict=_strict_load(record),
+        best_effort=count(record.best_effort),
     )
 
 
@@ -115,13 +118,14 @@ def count(value: int) -> int:
 
 class ReservedLoad(msgspec.Struct):
     """What the requests with reserved places add up to: prompt tokens, prompt + `max_tokens`, prompt tokens x rank; of
-    `max_rank` the largest."""
+    `max_rank` the largest; how many are of best effort."""
 
     tokens: int = 0
     prompt_tokens: int = 0
     token_ranks: int = 0
     ranks: int = 0
     max_rank: int = 0
+    best_effort: int = 0
 
 
 def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
@@ -132,6 +136,7 @@ def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
         held.token_ranks += demand.prompt_tokens * demand.rank
         held.ranks += demand.rank
         held.max_rank = max(held.max_rank, demand.rank)
+        held.best_effort += demand.slo_class == "best_effort"
     return held
 
 
