@@ -291,13 +291,6 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:
-    return [
-        [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
-        for change in changes
-    ]
-
-
 def _progress(event: dict[str, Any], tell: Tell) -> None:
     """One line per resource that begins, ends or fails; long ones say that they go on."""
     hook, name = event.get("hook") or {}, _name_in(event)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.functions import Name, pointed
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, Warm, open_client
+from garnish.cli.options import Output, TableOutput, TenantService, Warm
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
@@ -19,12 +19,9 @@ IfMatch = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(alias)
-    app.command()(rollback)
-
-
 def alias(
+    service: TenantService,
+    output: TableOutput,
     name: Name,
     alias: Annotated[str, typer.Argument(help="The alias, such as prod.")],
     target: Annotated[
@@ -32,18 +29,11 @@ def alias(
     ] = None,
     if_match: IfMatch = None,
     warm: Warm = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
 ) -> None:
     """Point an alias to a version, or split its calls between some; without TARGET, show it."""
-    from garnish.screen import Screen
-
     wanted = parse_target(target) if target else None
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         reply = (
             client.alias(name, alias) if wanted is None else client.set_alias(name, alias, wanted, if_match, warm=warm)
         )
@@ -51,20 +41,16 @@ def alias(
 
 
 def rollback(
+    service: TenantService,
+    output: Output,
     name: Name,
     alias: Annotated[str, typer.Option("--alias", help="The alias to roll back.")] = "latest",
     if_match: IfMatch = None,
     warm: Warm = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Point an alias to what it pointed to before; again: one further back."""
-    from garnish.screen import Screen
-
-    screen = Screen(as_json)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         reply = client.roll_back(name, alias, if_match, warm=warm)
     _show(screen, reply, with_history=False)
 
