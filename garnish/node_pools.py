@@ -105,21 +105,10 @@ def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
     if service.registry is None or not service.registry.startswith("s3://"):
         raise ServiceFileError(service.file, None, "registry", "nodes in AWS need a registry on S3, s3://bucket/prefix")
     return AwsHost(
-        region=aws.region,
-        vpc_id=aws.vpc_id,
-        subnet_ids=tuple(aws.subnet_ids),
-        gateway_security_group_id=aws.gateway_security_group_id,
+        **msgspec.structs.asdict(aws),
         gateway_url=service.infra.gateway_url,
-        secret_parameter=aws.secret_parameter,
-        secret_kms_key_arn=aws.secret_kms_key_arn,
-        package=aws.package,
-        image_parameter=aws.image_parameter,
-        model_source=aws.model_source,
         node_file=node_file(service, state),
-        devices=None if service.node.devices == "all" else tuple(service.node.devices),
-        volume_gib=aws.volume_gib,
-        target_group_arns=tuple(aws.target_group_arns),
-        tags=tuple(sorted(aws.tags.items())),
+        devices=None if service.node.devices == "all" else service.node.devices,
     )
 
 
