@@ -18,7 +18,6 @@ PROVIDER = {"aws": {"source": "hashicorp/aws", "version": ">= 6.0, < 7.0"}}
 class AwsParts(msgspec.Struct, frozen=True):
     modules: dict[str, Block] = {}
     providers: Block = {}
-    required_providers: Block = {}
 
 
 def aws_parts(stack: Stack) -> AwsParts:
@@ -33,7 +32,7 @@ def aws_parts(stack: Stack) -> AwsParts:
         modules["registry"] = {"source": "./modules/aws_registry", "bucket": literal(stack.registry.bucket)}
     tags = {"garnish:service": stack.service, **dict(sorted(stack.aws.tags.items()))}
     provider = {"region": literal(stack.aws.region), "default_tags": {"tags": literal(tags)}}
-    return AwsParts(modules, {"aws": provider}, PROVIDER)
+    return AwsParts(modules, {"aws": provider})
 
 
 def _pool(stack: Stack, pool: Pool, host: AwsHost, registry: RegistryBucket) -> Block:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from adapters.names import NAME_RULE, is_name
+from adapters.s3_url import S3Place
 from infra.errors import InfraError
 
 MAX_LOCAL_NODES = 64
@@ -84,18 +85,13 @@ class RegistryBucket(msgspec.Struct, frozen=True, kw_only=True):
     managed: bool = False
 
 
-class S3State(msgspec.Struct, frozen=True):
-    bucket: str
-    prefix: str
-
-
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
     service: str
     pools: tuple[Pool, ...]
     local: LocalHost
     aws: AwsHost | None = None
     registry: RegistryBucket | None = None
-    state: S3State | None = None
+    state: S3Place | None = None
     """None: Terraform's state lies beside the root module."""
 
     @property
