@@ -98,6 +98,7 @@ def gateway_config(
     shutdown_seconds: float | None = None,
 ) -> GatewayConfig:
     """`host` and `port` of the command line win over the file. Raises ServiceFileError."""
+    bounds = {"hold_seconds": service.gateway.hold, "shutdown_seconds": shutdown_seconds}
     config = GatewayConfig(
         model_dir=str(base.directory),
         base_id=base.id,
@@ -115,11 +116,8 @@ def gateway_config(
         webhook_hosts=tuple(service.gateway.webhook_hosts or ()),
         policy=service.gateway.policy,
         prices=service.prices,
+        **{name: seconds for name, seconds in bounds.items() if seconds is not None},
     )
-    if service.gateway.hold is not None:
-        config = msgspec.structs.replace(config, hold_seconds=service.gateway.hold)
-    if shutdown_seconds is not None:
-        config = msgspec.structs.replace(config, shutdown_seconds=shutdown_seconds)
     try:
         check_config(config)
     except ConfigError as error:

@@ -181,12 +181,9 @@ class Simulator:
         loads = {node.index: len(node.running) + len(node.queue) - len(node.leaving) for node in self.nodes}
         for move in policy.moves(loads, [movable for node in self.nodes for movable in _movables(node, self.now)]):
             job = self.jobs[int(move.id)]
-            self.nodes[job.node].move(job, self.now, partial(self._arrived, move.row))
+            self.nodes[job.node].move(job, self.now, partial(self._submit, node=self.nodes[move.row]))
         for node in self.nodes:
             self._touched(node)
-
-    def _arrived(self, row: int, job: Job, _now: float) -> None:
-        self._submit(job, self.nodes[row])
 
     def _ended(self, job: Job) -> None:
         self._left -= 1
