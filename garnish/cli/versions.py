@@ -12,7 +12,7 @@ from garnish.cli.options import Output, TableOutput, TenantService, Warm
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
-    from gateway.routes.aliases import AliasReply
+    from gateway.routes.aliases import AliasPast, AliasReply
 
 IfMatch = Annotated[
     int | None, typer.Option("--if-match", help="Only if the function is still at this generation (of `describe`).")
@@ -76,17 +76,14 @@ def _show(screen: Screen, reply: AliasReply, *, with_history: bool) -> None:
     from garnish.table import Column
     from garnish.text import shown_time
 
-    target = reply.weights if reply.version is None else reply.version
-    screen.line(f"{reply.function}:{reply.alias} -> {pointed(target)}")
+    screen.line(f"{reply.function}:{reply.alias} -> {_target(reply)}")
     for warning in reply.warnings:
         screen.note(f"warning: {warning}")
     if with_history and reply.history:
-        rows = [
-            [
-                pointed(past.weights if past.version is None else past.version),
-                shown_time(past.since),
-            ]
-            for past in reply.history
-        ]
+        rows = [[_target(past), shown_time(past.since)] for past in reply.history]
         screen.table([Column("BEFORE", least=20), Column("SINCE")], rows)
     screen.result(reply)
+
+
+def _target(place: AliasReply | AliasPast) -> str:
+    return pointed(place.weights if place.version is None else place.version)
